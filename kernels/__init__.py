@@ -1,0 +1,102 @@
+"""Attention kernels: `attend` over a segment of keys, `merge` of partial results.
+
+This is the one place where a backend is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
+
+__all__ = ["BACKENDS", "Partial", "attend", "compensate", "empty_partial", "merge", "merge_stacked"]
+
+# In order of preference; each module is imported when it is first asked.
+BACKENDS = ("flash_attn", "torch_cuda", "torch_cpu", "reference")
+
+
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(f"razor_dist.kernels.{name}")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    backend: str | None = None,
+) -> Partial:
+    """Softmax attention of grouped queries over one segment of keys.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[K, G, T, D]``: G query heads for each of K key-value heads.
+    k, v : Tensor
+        ``[K, S, D]``, of the same dtype as ``q``.
+    scale : float
+        Multiplies ``q . k``.
+    causal : bool
+        Query t sees keys 0..t; requires ``T == S``, so that no alignment convention matters.
+    bias : Tensor, optional
+        float32 ``[S]`` or ``[T, S]``, added to the scaled scores; ``-inf`` hides a key.
+        Every query must be left with a visible key.
+    backend : str, optional
+        One of `BACKENDS`; by default the first that supports the input.
+
+    Returns
+    -------
+    Partial
+        ``out`` in the dtype of ``q`` or float32, ``lse`` in float32 (natural logarithm).
+
+    Raises
+    ------
+    ValueError
+        If ``causal`` and ``T != S``, or an unknown backend.
+    """
+    if causal and q.shape[2] != k.shape[1]:
+        raise ValueError(f"causal needs as many queries as keys, got {q.shape[2]} and {k.shape[1]}")
+    if q.shape[2] == 0 or k.shape[1] == 0:
+        # The fused ops report lse = 0, not -inf, for rows without keys.
+        return empty_partial(q)
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+        return _backend(backend).attend(q, k, v, scale, causal, bias)
+    for name in BACKENDS:
+        module = _backend(name)
+        if module.supports(q, causal, bias):
+            return module.attend(q, k, v, scale, causal, bias)
+    raise AssertionError("the reference backend supports every input")
+
+
+def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: float) -> Partial:
+    """Attention to one compensation token: a segment of ``count`` identical keys.
+
+    RazorAttention's equation 5: the token has weight ``count * exp(scale * q . k_mean)``, so its
+    ``lse`` is ``scale * q . k_mean + log(count)`` and its ``out`` is ``v_mean``.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[K, G, T, D]``.
+    k_mean, v_mean : Tensor
+        ``[K, D]`` float32 means of the dropped keys and values.
+    count : int
+        How many tokens were dropped, at least 1.
+
+    Returns
+    -------
+    Partial
+    """
+    import math
+
+    lse = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + math.log(count)
+    out = v_mean[:, None, None, :].expand(*q.shape[:-1], v_mean.shape[-1])
+    return Partial(out, lse)

@@ -1,0 +1,45 @@
+"""The flash-attn package (CUDA, 16-bit), imported only when it is used."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels.partial import Partial
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
+    """16-bit CUDA tensors without a bias, when flash-attn is installed."""
+    return (
+        bias is None
+        and q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] <= 256
+        and _installed()
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+    """See `razor_dist.kernels.attend`; flash-attn's lse is a natural logarithm."""
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+    heads, group, queries, dim = q.shape
+    # flash-attn's layout is [batch, tokens, heads, dim], grouped queries included.
+    out, lse, _ = flash_attn_func(
+        q.reshape(1, heads * group, queries, dim).transpose(1, 2),
+        k.unsqueeze(0).transpose(1, 2),
+        v.unsqueeze(0).transpose(1, 2),
+        softmax_scale=scale,
+        causal=causal,
+        return_attn_probs=True,
+    )
+    out = out.transpose(1, 2).reshape(heads, group, queries, dim)
+    return Partial(out, lse.reshape(heads, group, queries))

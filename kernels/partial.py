@@ -1,0 +1,87 @@
+"""Partial attention results and their merge, the one idea everything else stands on.
+
+Shapes use these letters throughout the package: K key-value heads, G query heads per key-value
+head, T queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over a segment of the keys.
+
+    Attributes
+    ----------
+    out : Tensor
+        ``[K, G, T, D]``, the softmax-weighted mean of the segment's values.
+    lse : Tensor
+        ``[K, G, T]`` float32, natural logarithm of the segment's softmax denominator;
+        ``-inf`` where no key of the segment is visible (``out`` is 0 there).
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def merge(partials: Sequence[Partial]) -> Partial:
+    """Combine attention over disjoint segments into attention over their union.
+
+    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``, in float32 with
+    the running maximum subtracted. Rows that see no key in any segment give ``out = 0`` and
+    ``lse = -inf``, never NaN.
+
+    Parameters
+    ----------
+    partials : sequence of Partial
+        At least one, all of the same shapes.
+
+    Returns
+    -------
+    Partial
+        ``out`` in float32.
+    """
+    if len(partials) == 1:
+        return Partial(partials[0].out.float(), partials[0].lse)
+    out, lse = partials[0].out.float(), partials[0].lse
+    for other in partials[1:]:
+        top = torch.maximum(lse, other.lse)
+        # Where both are -inf the differences would be NaN; any finite reference gives weight 0.
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        w_a, w_b = torch.exp(lse - top), torch.exp(other.lse - top)
+        total = w_a + w_b
+        inverse = torch.where(total > 0, 1.0 / total, 0.0)
+        out = out * (w_a * inverse).unsqueeze(-1) + other.out * (w_b * inverse).unsqueeze(-1)
+        lse = top + torch.log(total)
+    return Partial(out, lse)
+
+
+def empty_partial(q: Tensor) -> Partial:
+    """Attention of ``q`` ``[K, G, T, D]`` over no keys at all."""
+    return Partial(
+        torch.zeros_like(q, dtype=torch.float32),
+        torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device),
+    )
+
+
+def merge_stacked(out: Tensor, lse: Tensor) -> Partial:
+    """`merge` of P partials stacked along the first dimension, in one pass.
+
+    Parameters
+    ----------
+    out : Tensor
+        ``[P, ..., D]`` float32.
+    lse : Tensor
+        ``[P, ...]`` float32.
+    """
+    top = lse.amax(0)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(lse - top)
+    total = weights.sum(0)
+    weights = weights * torch.where(total > 0, 1.0 / total, 0.0)
+    return Partial((out * weights.unsqueeze(-1)).sum(0), top + torch.log(total))

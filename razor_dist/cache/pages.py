@@ -1,0 +1,172 @@
+"""Paged storage of retrieval keys and values: this rank's shard of every sequence.
+
+A page holds ``page_size`` tokens of all retrieval heads of all layers. A sequence's pages are
+taken when it is admitted, contiguous where the pool allows it, so that attention reads plain
+views; where they are not, each contiguous run is one more segment to merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from razor_dist.errors import EngineError
+
+
+@dataclass
+class PageTable:
+    """One sequence's pages on this rank.
+
+    Attributes
+    ----------
+    pages : list of int
+        Page indices in the order in which tokens fill them.
+    tokens : int
+        Tokens stored so far. Their order does not matter: keys are stored rotated.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+
+class PagePool:
+    """Keys and values of the retrieval heads, in pages with reference counts.
+
+    Parameters
+    ----------
+    rows : int
+        Retrieval KV heads of all layers together; layer by layer.
+    num_pages, page_size : int
+        Size of the pool in pages, and of a page in tokens.
+    head_dim : int
+    dtype, device
+        Of the stored keys and values.
+
+    Attributes
+    ----------
+    k, v : Tensor
+        ``[rows, num_pages * page_size, D]``.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        num_pages: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (rows, num_pages * page_size, head_dim)
+        # torch.empty: memory that no token has touched yet is not resident on CPU.
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self._references = [0] * num_pages
+        self._free = num_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return self._free
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, keys and values, read off the tensors."""
+        slots = self.num_pages * self.page_size
+        if slots == 0:
+            return 0
+        return 2 * self.k.nbytes * self.page_size // slots
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return (self.num_pages - self._free) * self.page_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens need."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, tokens: int) -> PageTable:
+        """Take pages for ``tokens`` tokens: the first free run that is long enough, or pieces.
+
+        Raises
+        ------
+        EngineError
+            If the pool is too small; the scheduler admits only what fits, so this is a bug.
+        """
+        return PageTable(self._take(self.pages_for(tokens)))
+
+    def _take(self, need: int) -> list[int]:
+        if need > self._free:
+            raise EngineError(f"{need} KV pages needed, {self._free} free")
+        pages = self._first_run(need)
+        if pages is None:
+            pages = [p for p, count in enumerate(self._references) if count == 0][:need]
+        for page in pages:
+            self._references[page] = 1
+        self._free -= need
+        return pages
+
+    def _first_run(self, need: int) -> list[int] | None:
+        run = 0
+        for page, count in enumerate(self._references):
+            run = run + 1 if count == 0 else 0
+            if run == need > 0:
+                return list(range(page - need + 1, page + 1))
+        return [] if need == 0 else None
+
+    def release(self, table: PageTable) -> None:
+        """Give a sequence's pages back; a page that a fork still holds stays."""
+        for page in table.pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free += 1
+        table.pages, table.tokens = [], 0
+
+    def fork(self, table: PageTable, tokens: int) -> PageTable:
+        """A second table with the same content and room for ``tokens`` tokens in all.
+
+        Full pages are shared; the partly filled one is copied, for both sequences write to it.
+        """
+        shared = table.tokens // self.page_size
+        own = self._take(max(0, self.pages_for(max(tokens, table.tokens)) - shared))
+        for page in table.pages[:shared]:
+            self._references[page] += 1
+        rest = table.tokens - shared * self.page_size
+        if rest:
+            source, target = table.pages[shared] * self.page_size, own[0] * self.page_size
+            for store in (self.k, self.v):
+                store[:, target : target + rest] = store[:, source : source + rest]
+        return PageTable(table.pages[:shared] + own, table.tokens)
+
+    def extents(self, table: PageTable, begin: int, end: int) -> list[tuple[int, int]]:
+        """Slots ``[a, b)`` of the pool that hold the table's tokens ``begin`` to ``end``."""
+        extents: list[tuple[int, int]] = []
+        token = begin
+        while token < end:
+            page, offset = divmod(token, self.page_size)
+            count = min(self.page_size - offset, end - token)
+            slot = table.pages[page] * self.page_size + offset
+            if extents and extents[-1][1] == slot:
+                extents[-1] = (extents[-1][0], slot + count)
+            else:
+                extents.append((slot, slot + count))
+            token += count
+        return extents
+
+    def write(self, rows: slice, extents: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
+        """Store ``k`` and ``v`` ``[K, n, D]`` of one layer in the slots of ``extents``."""
+        done = 0
+        for a, b in extents:
+            self.k[rows, a:b] = k[:, done : done + b - a]
+            self.v[rows, a:b] = v[:, done : done + b - a]
+            done += b - a
+
+    def segments(self, rows: slice, extents: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+        """Views ``(k, v)``, each ``[K, n, D]``, of one layer's heads in ``extents``."""
+        return [(self.k[rows, a:b], self.v[rows, a:b]) for a, b in extents]

@@ -1,0 +1,68 @@
+"""What one rank keeps of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from razor_dist.cache.local import LocalSlot
+from razor_dist.cache.pages import PageTable
+from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.zigzag import Wave, waves
+
+
+@dataclass
+class Sequence:
+    """One sequence's state on this rank.
+
+    Attributes
+    ----------
+    total : int
+        Tokens, prompt and answer, that its caches were reserved for.
+    table : PageTable
+        This rank's shard of the retrieval heads' keys and values.
+    shard_tokens : list of int
+        Length of every rank's shard.
+    local : LocalSlot
+        The local heads' cache, the same on every rank once a prompt is prefilled.
+    scratch : PageTable or None
+        With exact prefill, the local heads' full keys and values until the prompt ends.
+    window : list of list of Piece, or None
+        Between two waves: per layer, this rank's own part of the local heads' window.
+        ``None`` when the window is replicated in ``local``.
+    done : list of Wave
+        Waves of the prompt that is being prefilled.
+    length : int
+        Tokens in the caches.
+    """
+
+    total: int
+    table: PageTable
+    shard_tokens: list[int]
+    local: LocalSlot
+    scratch: PageTable | None = None
+    window: list[list[Piece]] | None = None
+    done: list[Wave] = field(default_factory=list)
+    length: int = 0
+
+
+def owner_of(position: int, world_size: int) -> int:
+    """The rank that stores the retrieval keys and values of a decoded token."""
+    return position % world_size
+
+
+def shard_sizes(
+    begin: int, prompt_end: int, total: int, wave_tokens: int, world_size: int
+) -> list[int]:
+    """Tokens ``[begin, total)`` of a sequence that each rank will hold.
+
+    ``[begin, prompt_end)`` is prefilled in waves of ``wave_tokens``, the rest is decoded.
+    """
+    sizes = [0] * world_size
+    for wave in waves(begin, prompt_end, wave_tokens, world_size):
+        for rank in range(world_size):
+            sizes[rank] += wave.tokens(rank)
+    decoded = total - prompt_end
+    for rank in range(world_size):
+        first = (rank - prompt_end) % world_size
+        sizes[rank] += max(0, -(-(decoded - first) // world_size))
+    return sizes

@@ -1,0 +1,154 @@
+"""From settings to one rank's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from razor_dist.cache.sequence import shard_sizes
+from razor_dist.config import EngineConfig
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.errors import ConfigError
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's engine.
+
+    Attributes
+    ----------
+    runner : ModelRunner
+    core : EngineCore
+        Of use on rank 0 only.
+    info : dict
+        The ``info`` of the protocol's ``ready`` message.
+    """
+
+    runner: ModelRunner
+    core: EngineCore
+    info: dict[str, Any]
+
+
+def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Raises
+    ------
+    ConfigError
+        If CUDA is asked for and not there.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU; use cpu or auto")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and caches."""
+    if config.dtype == "auto":
+        # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+
+
+def retrieval_heads(
+    config: EngineConfig, shape: ModelShape, fingerprint: str
+) -> Sequence[Sequence[bool]]:
+    """For every layer and KV head, whether it is a retrieval head."""
+    if config.attention == "full":
+        return HeadMap.full(shape).retrieval
+    if config.attention == "streaming":
+        return HeadMap.streaming(shape).retrieval
+    head_map = HeadMap.load(config.head_map or shipped_head_map(config.model))
+    head_map.validate(shape, fingerprint)
+    return head_map.retrieval
+
+
+def cache_config(
+    config: EngineConfig, shape: ModelShape, max_model_len: int, world_size: int
+) -> CacheConfig:
+    """Sizes of a rank's caches; by default ``max_num_seqs`` sequences of full length fit."""
+    longest = shard_sizes(0, max_model_len, max_model_len, config.wave_tokens, world_size)
+    # A page more: how a sequence splits into prompt and answer moves a few tokens between ranks.
+    pages = -(-max(longest) // config.page_size) + 1
+    if config.kv_tokens is None:
+        num_pages = pages * config.max_num_seqs
+    else:
+        per_rank = -(-config.kv_tokens // world_size)
+        num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
+    return CacheConfig(
+        policy=config.policy,
+        max_sequences=config.max_num_seqs,
+        max_tokens=max_model_len,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        scratch_pages=pages if config.prefill == "exact" else 0,
+    )
+
+
+def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
+    """Load the model and make one rank's engine.
+
+    Raises
+    ------
+    ConfigError, ModelError, HeadMapError
+        If the settings, the model or the head map do not fit together.
+    """
+    path = resolve_model(config.model)
+    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
+    shape = ModelShape.from_config(model_config)
+    max_model_len = config.max_model_len or shape.max_positions
+    if max_model_len > shape.max_positions:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but {config.model} was made for "
+            f"{shape.max_positions} positions"
+        )
+    retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
+    dtype = torch_dtype(config, device)
+    model = load_model(
+        path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
+    )
+    runner = ModelRunner(
+        model,
+        shape,
+        HeadLayout.from_decision(retrieval, device),
+        cache_config(config, shape, max_model_len, comm.size),
+        comm,
+    )
+    eos = eos_token_ids(path)
+    core = EngineCore(
+        runner,
+        max_model_len=max_model_len,
+        wave_tokens=config.wave_tokens,
+        eos_token_ids=eos,
+        seed=config.seed,
+    )
+    kept = sum(map(sum, retrieval))
+    info = {
+        "world_size": comm.size,
+        "model": config.model,
+        "max_model_len": max_model_len,
+        "vocab_size": shape.vocab_size,
+        "eos_token_ids": list(eos),
+        "attention": config.attention,
+        "prefill": config.prefill,
+        "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
+        "kv_bytes_per_rank": runner.reserved_bytes,
+    }
+    return Engine(runner, core, info)
+
+

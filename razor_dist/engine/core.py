@@ -1,0 +1,215 @@
+"""The engine on rank 0: schedule, run, postprocess."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.protocol import Message
+from razor_dist.engine.request import Request
+from razor_dist.engine.runner import ModelRunner, PromptLogprobs
+from razor_dist.engine.sampler import sample
+from razor_dist.engine.scheduler import Scheduler
+from razor_dist.errors import RequestError
+from razor_dist.parallel.comm import PURPOSES
+from razor_dist.sampling_params import SamplingParams
+
+# With log-probabilities of the prompt, every position's logits are computed: short waves keep
+# that many rows of the vocabulary's size in bounds.
+_LOGPROB_WAVE_TOKENS = 512
+
+
+class EngineCore:
+    """Turns requests into tokens, one step of all ranks at a time.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        Rank 0's.
+    max_model_len : int
+        Tokens of prompt and answer together.
+    wave_tokens : int
+        Tokens of a prompt that are prefilled together.
+    eos_token_ids : tuple of int
+    seed : int
+        Source of the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_model_len: int,
+        wave_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.max_model_len, self.wave_tokens = max_model_len, wave_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.scheduler = Scheduler(runner.config, runner.comm.size)
+        self._requests: dict[str, Request] = {}
+        self._next_key = 0
+        self._seeds = torch.Generator().manual_seed(seed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        """Queue a request.
+
+        Raises
+        ------
+        RequestError
+            If the prompt is empty, holds an unknown token id, or does not fit.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="id")
+        if not prompt:
+            raise RequestError("the prompt must hold at least one token", param="prompt")
+        vocabulary = self.runner.shape.vocab_size
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
+                )
+        room = self.max_model_len - len(prompt)
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if room < wanted:
+            raise RequestError(
+                f"the context holds {self.max_model_len} tokens; the prompt has {len(prompt)} and "
+                f"{wanted} are to be generated, {len(prompt) + wanted} in all",
+                param="max_tokens" if room > 0 else "prompt",
+                code="context_length_exceeded",
+            )
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+        wave_tokens = self.wave_tokens
+        if params.prompt_logprobs is not None:
+            wave_tokens = min(wave_tokens, _LOGPROB_WAVE_TOKENS)
+        request = Request(
+            id=request_id,
+            key=self._next_key,
+            prompt=prompt,
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            wave_tokens=wave_tokens,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self.scheduler.add(request)
+        self._next_key += 1
+        self._requests[request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is, and free its caches; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.id]
+        plan = self.scheduler.remove(request)
+        if plan is not None:
+            self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Tensor | None:
+        plan.send(self.runner.comm, self.runner.device)
+        return self.runner.execute(plan)
+
+    def step(self) -> list[Message]:
+        """Admit what fits, run one wave or decode step, and report what came of it."""
+        while (plan := self.scheduler.admit()) is not None:
+            self._run(plan)
+        plan = self.scheduler.next()
+        if plan is None:
+            return []
+        logits = self._run(plan)
+        if plan.op is Op.PREFILL:
+            return self._after_prefill(plan, logits)
+        assert logits is not None
+        keys = plan.payload[::2]
+        running = self.scheduler.running
+        return [self._advance(running[key], row) for key, row in zip(keys, logits, strict=True)]
+
+    def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
+        request = self.scheduler.running[plan.sequence]
+        self.scheduler.wave_done(request)
+        messages: list[Message] = []
+        if self.runner.prompt_logprobs is not None:
+            messages.append(_prompt_message(request.id, plan.begin, self.runner.prompt_logprobs))
+        messages.append(
+            {
+                "t": "progress",
+                "id": request.id,
+                "processed": plan.end,
+                "total": len(request.prompt),
+                "seconds": time.monotonic() - request.began,
+            }
+        )
+        if plan.last:
+            assert logits is not None
+            messages.append(self._advance(request, logits[0]))
+        return messages
+
+    def _advance(self, request: Request, logits: Tensor) -> Message:
+        """Sample a request's next token; end the request if that was its last."""
+        sampled = sample(logits, request.params, request.generator)
+        request.generated.append(sampled.token)
+        finish = self._finish_reason(request, sampled.token)
+        if finish is not None:
+            self._end(request)
+        return {
+            "t": "token",
+            "id": request.id,
+            "token": sampled.token,
+            "logprob": sampled.logprob,
+            "top": sampled.top,
+            "finish": finish,
+        }
+
+    def _finish_reason(self, request: Request, token: int) -> str | None:
+        params = request.params
+        if token in params.stop_token_ids:
+            return "stop"
+        if token in self.eos_token_ids and not params.ignore_eos:
+            return "stop"
+        return "length" if len(request.generated) >= request.max_tokens else None
+
+    def idle(self) -> None:
+        """Keep the other ranks' wait for a plan below the collectives' time-out."""
+        self._run(StepPlan(Op.IDLE))
+
+    def stop(self) -> None:
+        """Let the other ranks end."""
+        self._run(StepPlan(Op.STOP))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.protocol`."""
+        table = self._run(StepPlan(Op.STATS))
+        assert table is not None
+        kv, peak, rss, *sent = table.T.tolist()
+        return {
+            "kv_bytes_per_rank": kv,
+            "peak_kv_bytes_per_rank": peak,
+            "rss_per_rank": rss,
+            "bytes_sent": {p: sum(per_rank) for p, per_rank in zip(PURPOSES, sent, strict=True)},
+            "bytes_sent_per_rank": [sum(row) for row in zip(*sent, strict=True)],
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+        }
+
+
+def _prompt_message(request_id: str, begin: int, found: PromptLogprobs) -> Message:
+    """The ``prompt`` message of one wave; the first wave's begins with None for token 0."""
+    entries: list[Any] = [None] if begin == 0 else []
+    for row in range(found.logprob.shape[0]):
+        top = zip(found.top_ids[row].tolist(), found.top_logprobs[row].tolist(), strict=True)
+        entries.append([float(found.logprob[row]), int(found.rank[row]), [list(p) for p in top]])
+    return {"t": "prompt", "id": request_id, "logprobs": entries}

@@ -1,0 +1,116 @@
+"""What all ranks do in one step: a fixed-layout tensor of integers, never a pickle.
+
+Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `FRAME` numbers,
+``HEADER`` of them fields; a payload that does not fit follows in a second tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator
+
+FRAME = 256
+HEADER = 16
+
+
+class Op(IntEnum):
+    """Kinds of step."""
+
+    IDLE = 0
+    OPEN = 1
+    PREFILL = 2
+    DECODE = 3
+    CLOSE = 4
+    FORK = 5
+    STATS = 6
+    STOP = 7
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step.
+
+    Attributes
+    ----------
+    op : Op
+    sequence : int
+        Key of the sequence that OPEN, PREFILL, CLOSE and FORK are about.
+    begin, end : int
+        PREFILL: the wave's positions. OPEN: ``end`` is the prompt's length.
+    total : int
+        OPEN and FORK: tokens to reserve, prompt and answer.
+    wave_tokens : int
+        OPEN and FORK: the length in tokens of the prompt's waves.
+    last : bool
+        PREFILL: whether the prompt ends with this wave.
+    prompt_logprobs : int
+        PREFILL: -1, or how many likeliest tokens to report at every position.
+    source : int
+        FORK: key of the sequence to copy.
+    payload : tuple of int
+        PREFILL: the wave's token ids, and the next one if log-probabilities are asked for and
+        there is one. DECODE: pairs (sequence, token id).
+    """
+
+    op: Op
+    sequence: int = 0
+    begin: int = 0
+    end: int = 0
+    total: int = 0
+    wave_tokens: int = 0
+    last: bool = False
+    prompt_logprobs: int = -1
+    source: int = 0
+    payload: tuple[int, ...] = ()
+
+    def _header(self) -> list[int]:
+        return [
+            int(self.op),
+            self.sequence,
+            self.begin,
+            self.end,
+            self.total,
+            self.wave_tokens,
+            int(self.last),
+            self.prompt_logprobs,
+            self.source,
+            len(self.payload),
+        ]
+
+    def send(self, comm: Communicator, device: torch.device) -> None:
+        """Broadcast from rank 0."""
+        if comm.size == 1:
+            return
+        frame = torch.zeros(FRAME, dtype=torch.int64)
+        header = self._header()
+        frame[: len(header)] = torch.tensor(header)
+        inline = len(self.payload) <= FRAME - HEADER
+        payload = torch.tensor(self.payload, dtype=torch.int64)
+        if inline:
+            frame[HEADER : HEADER + len(self.payload)] = payload
+        comm.broadcast(frame.to(device), 0, "control")
+        if not inline:
+            comm.broadcast(payload.to(device), 0, "control")
+
+    @classmethod
+    def receive(cls, comm: Communicator, device: torch.device) -> StepPlan:
+        """Take part in rank 0's broadcast; blocks until it comes."""
+        frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
+        comm.broadcast(frame, 0, "control")
+        numbers = frame.tolist()
+        op, sequence, begin, end, total, wave_tokens, last, logprobs, source, n = numbers[:10]
+        if n <= FRAME - HEADER:
+            payload: list[int] = numbers[HEADER : HEADER + n]
+        else:
+            rest: Tensor = torch.empty(n, dtype=torch.int64, device=device)
+            comm.broadcast(rest, 0, "control")
+            payload = rest.tolist()
+        return cls(
+            Op(op), sequence, begin, end, total, wave_tokens, bool(last), logprobs, source,
+            tuple(payload),
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Messages between the front and rank 0: msgpack maps in length-prefixed frames.
+
+The front listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte big-endian length
+followed by one msgpack map whose key ``t`` names the message.
+
+Front to engine
+    ``add``       ``id`` str, ``prompt`` list of token ids, ``params`` (`SamplingParams` as a dict)
+    ``abort``     ``id``; answered by nothing: the request just ends
+    ``stats``     ``tag`` int; answered by ``stats``
+    ``shutdown``  the ranks end
+
+Engine to front
+    ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
+                  prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
+    ``progress``  ``id``, ``processed``, ``total`` (prompt tokens), ``seconds`` since it began
+    ``prompt``    ``id``, ``logprobs``: one entry per prompt token, the first None, each other
+                  ``[logprob, rank, [[token, logprob], ...]]``
+    ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
+                  (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
+    ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused or failed
+    ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} summed over ranks, ``bytes_sent_per_rank``
+                  (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
+                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start)
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+
+Message = dict[str, Any]
+
+_HEADER = struct.Struct(">I")
+HEADER_SIZE = _HEADER.size
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = msgpack.packb(message, use_bin_type=True)
+    return _HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """Length in bytes of the body that follows a frame's header."""
+    return int(_HEADER.unpack(header)[0])
+
+
+def decode(body: bytes) -> Message:
+    """The message in a frame's body."""
+    message: Message = msgpack.unpackb(body, raw=False)
+    return message

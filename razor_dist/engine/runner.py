@@ -1,0 +1,285 @@
+"""One rank's share of the model's work: executes step plans."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from razor_dist.attention import AttentionContext
+from razor_dist.cache.local import LocalCache
+from razor_dist.cache.pages import PagePool
+from razor_dist.cache.sequence import Sequence, shard_sizes
+from razor_dist.decode import DecodeContext
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import PURPOSES, Communicator
+from razor_dist.parallel.zigzag import Wave
+from razor_dist.policy import LocalPolicy
+from razor_dist.prefill import Caches, PrefillContext
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes of one rank's caches.
+
+    Attributes
+    ----------
+    policy : LocalPolicy
+    max_sequences : int
+        Slots of the local cache.
+    max_tokens : int
+        Longest sequence.
+    num_pages, page_size : int
+        The page pool, in pages and tokens per page.
+    scratch_pages : int
+        Pages for exact prefill; 0 with local prefill.
+    """
+
+    policy: LocalPolicy
+    max_sequences: int
+    max_tokens: int
+    num_pages: int
+    page_size: int
+    scratch_pages: int
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens, in the order of positions.
+
+    Attributes
+    ----------
+    logprob, rank : Tensor
+        ``[n]``: log-probability of each next token, and its place (1 is the likeliest).
+    top_ids, top_logprobs : Tensor
+        ``[n, k]``.
+    """
+
+    logprob: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+class ModelRunner:
+    """Runs the model over this rank's tokens and keeps its caches.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Loaded with our attention implementation.
+    shape : ModelShape
+    layout : HeadLayout
+    cache : CacheConfig
+    comm : Communicator
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: ModelShape,
+        layout: HeadLayout,
+        cache: CacheConfig,
+        comm: Communicator,
+    ) -> None:
+        self.model, self.shape, self.comm, self.config = model, shape, comm, cache
+        self.device = next(model.parameters()).device
+        dtype = next(model.parameters()).dtype
+        place = {"dtype": dtype, "device": self.device}
+        size, dim = cache.page_size, shape.head_dim
+        scratch = None
+        if cache.scratch_pages and layout.local_rows:
+            scratch = PagePool(layout.local_rows, cache.scratch_pages, size, dim, **place)
+        self.caches = Caches(
+            layout,
+            PagePool(layout.retrieval_rows, cache.num_pages, size, dim, **place),
+            LocalCache(
+                layout.local_rows, cache.max_sequences, cache.max_tokens, cache.policy, dim, **place
+            ),
+            scratch,
+        )
+        self.sequences: dict[int, Sequence] = {}
+        self.peak_kv_bytes = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Tensor | None:
+        """Carry out one step.
+
+        Returns
+        -------
+        Tensor or None
+            On rank 0: float32 logits ``[1, V]`` after a prompt's last wave, ``[n, V]`` after a
+            decode step of n sequences; the gathered counters after STATS. Otherwise None.
+        """
+        match plan.op:
+            case Op.OPEN:
+                self._open(plan)
+            case Op.FORK:
+                self._fork(plan)
+            case Op.CLOSE:
+                self._close(plan.sequence)
+            case Op.PREFILL:
+                return self._prefill(plan)
+            case Op.DECODE:
+                return self._decode(plan)
+            case Op.STATS:
+                return self._stats()
+            case Op.IDLE | Op.STOP:
+                pass
+        return None
+
+    def _open(self, plan: StepPlan) -> None:
+        sizes = shard_sizes(0, plan.end, plan.total, plan.wave_tokens, self.comm.size)
+        scratch = None
+        if self.caches.scratch is not None:
+            prompt = shard_sizes(0, plan.end, plan.end, plan.wave_tokens, self.comm.size)
+            scratch = self.caches.scratch.allocate(prompt[self.comm.rank])
+        self.sequences[plan.sequence] = Sequence(
+            total=plan.total,
+            table=self.caches.pages.allocate(sizes[self.comm.rank]),
+            shard_tokens=[0] * self.comm.size,
+            local=self.caches.local.allocate(),
+            scratch=scratch,
+        )
+        self._note_peak()
+
+    def _fork(self, plan: StepPlan) -> None:
+        source = self.sequences[plan.source]
+        assert source.window is None and source.scratch is None, "fork finished prompts only"
+        size, rank = self.comm.size, self.comm.rank
+        new = shard_sizes(source.length, plan.end, plan.total, plan.wave_tokens, size)
+        table = self.caches.pages.fork(source.table, source.table.tokens + new[rank])
+        self.sequences[plan.sequence] = Sequence(
+            total=plan.total,
+            table=table,
+            shard_tokens=list(source.shard_tokens),
+            local=self.caches.local.fork(source.local),
+            length=source.length,
+        )
+        self._note_peak()
+
+    def _close(self, key: int) -> None:
+        sequence = self.sequences.pop(key)
+        self.caches.pages.release(sequence.table)
+        self.caches.local.release(sequence.local)
+        if sequence.scratch is not None:
+            assert self.caches.scratch is not None
+            self.caches.scratch.release(sequence.scratch)
+
+    def _forward(
+        self, tokens: list[int], positions: list[int], context: AttentionContext, keep: list[int]
+    ) -> Tensor:
+        """float32 logits ``[len(keep), V]`` of the tokens at indices ``keep``."""
+        as_tensor = lambda x: torch.tensor(x, dtype=torch.int64, device=self.device)  # noqa: E731
+        output = self.model(
+            input_ids=as_tensor([tokens]),
+            position_ids=as_tensor([positions]),
+            use_cache=False,
+            logits_to_keep=as_tensor(keep),
+            attention_context=context,
+        )
+        return output.logits[0].float()
+
+    def _prefill(self, plan: StepPlan) -> Tensor | None:
+        wave = Wave(plan.begin, plan.end, self.comm.size)
+        sequence = self.sequences[plan.sequence]
+        context = PrefillContext(self.comm, self.caches, sequence, wave, last=plan.last)
+        positions = [p for chunk in wave.owned(self.comm.rank) for p in range(chunk.begin, chunk.end)]
+        tokens = [plan.payload[p - wave.begin] for p in positions]
+        self.prompt_logprobs = None
+        if plan.prompt_logprobs >= 0:
+            keep = list(range(len(positions)))
+        else:
+            # The last token of a wave is on rank 0, which samples.
+            keep = [len(tokens) - 1] if plan.last and self.comm.rank == 0 else []
+        # A model may not take an empty sequence: a rank without tokens runs one dummy token.
+        logits = self._forward(tokens or [0], positions or [0], context, keep)
+        context.finish()
+        self._note_peak()
+        if plan.prompt_logprobs >= 0:
+            self.prompt_logprobs = self._gather_logprobs(plan, wave, positions, logits)
+        return logits[-1:] if plan.last and self.comm.rank == 0 else None
+
+    def _gather_logprobs(
+        self, plan: StepPlan, wave: Wave, positions: list[int], logits: Tensor
+    ) -> PromptLogprobs:
+        """Log-probabilities of the tokens after each of the wave's, from all ranks."""
+        count = plan.prompt_logprobs
+        # The prompt's last token has no next token: any id does, its row is cut off below.
+        following = [*plan.payload[1:], 0]
+        target = torch.tensor(
+            [following[p - wave.begin] for p in positions], dtype=torch.int64, device=self.device
+        )
+        logprobs = torch.log_softmax(logits, dim=-1)
+        chosen = logprobs.gather(-1, target.unsqueeze(-1))
+        rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
+        top = logprobs.topk(count, dim=-1)
+        # Ids and ranks are exact in float64, so one tensor carries all.
+        table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
+        most = max(wave.tokens(r) for r in range(self.comm.size))
+        padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
+        padded[: len(positions)] = table
+        gathered = self.comm.all_gather(padded, "control")
+        rows = torch.empty(wave.end - wave.begin, table.shape[1], dtype=torch.float64)
+        for r in range(self.comm.size):
+            done = 0
+            for chunk in wave.owned(r):
+                rows[chunk.begin - wave.begin : chunk.end - wave.begin] = gathered[
+                    r, done : done + len(chunk)
+                ].cpu()
+                done += len(chunk)
+        rows = rows[: len(plan.payload) - 1]
+        return PromptLogprobs(
+            rows[:, 0], rows[:, 1].long(), rows[:, 2 + count :].long(), rows[:, 2 : 2 + count]
+        )
+
+    def _decode(self, plan: StepPlan) -> Tensor | None:
+        keys, tokens = plan.payload[::2], list(plan.payload[1::2])
+        sequences = [self.sequences[key] for key in keys]
+        context = DecodeContext(self.comm, self.caches, sequences)
+        keep = list(range(len(tokens))) if self.comm.rank == 0 else []
+        logits = self._forward(tokens, [s.length for s in sequences], context, keep)
+        context.finish()
+        return logits if self.comm.rank == 0 else None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes set aside for keys and values on this rank."""
+        caches = self.caches
+        total = caches.pages.num_pages * caches.pages.page_bytes
+        total += caches.local.num_slots * caches.local.slot_bytes
+        if caches.scratch is not None:
+            total += caches.scratch.num_pages * caches.scratch.page_bytes
+        return total
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that sequences hold on this rank now."""
+        held = self.caches.pages.used_bytes + self.caches.local.used_bytes
+        for sequence in self.sequences.values():
+            for pieces in sequence.window or ():
+                held += sum(p.k.nbytes + p.v.nbytes for p in pieces)
+        if self.caches.scratch is not None:
+            held += self.caches.scratch.used_bytes
+        return held
+
+    def _note_peak(self) -> None:
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
+
+    def _stats(self) -> Tensor | None:
+        """``[P, 3 + purposes]`` int64: KV bytes, peak KV bytes, RSS, bytes sent by purpose."""
+        import psutil
+
+        sent = [self.comm.bytes_sent[p] for p in PURPOSES]
+        rss = psutil.Process().memory_info().rss
+        row = torch.tensor([self.kv_bytes, self.peak_kv_bytes, rss, *sent], device=self.device)
+        gathered = self.comm.all_gather(row, "control")
+        return gathered.cpu() if self.comm.rank == 0 else None

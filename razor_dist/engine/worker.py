@@ -1,0 +1,221 @@
+"""A rank's process: rank 0 serves the front over a socket, the others follow its plans."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import Engine, build_engine, torch_device
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+from razor_dist.errors import RazorError, RequestError
+from razor_dist.parallel.comm import Communicator
+from razor_dist.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+# The exit status of a rank that cannot start because of what the user asked for.
+EXIT_USER_ERROR = 3
+
+
+class FrontClosed(Exception):
+    """The front has gone; there is nobody left to serve."""
+
+
+class Link:
+    """Rank 0's end of the socket to the front.
+
+    Parameters
+    ----------
+    path : str
+        The Unix-domain socket on which the front listens.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._buffer = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Send one message."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise FrontClosed from error
+
+    def receive(self, timeout: float) -> list[Message]:
+        """The messages that have come; waits up to ``timeout`` seconds for the first byte.
+
+        Raises
+        ------
+        FrontClosed
+            If the front has closed the connection.
+        """
+        while select.select([self._socket], [], [], timeout)[0]:
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise FrontClosed
+            self._buffer += data
+            timeout = 0.0
+        return list(self._messages())
+
+    def _messages(self) -> list[Message]:
+        messages = []
+        while len(self._buffer) >= HEADER_SIZE:
+            end = HEADER_SIZE + body_length(bytes(self._buffer[:HEADER_SIZE]))
+            if len(self._buffer) < end:
+                break
+            messages.append(decode(bytes(self._buffer[HEADER_SIZE:end])))
+            del self._buffer[:end]
+        return messages
+
+
+def serve_front(engine: Engine, link: Link, idle_seconds: float) -> None:
+    """Rank 0's loop: take messages, make a step, send what came of it.
+
+    Parameters
+    ----------
+    engine : Engine
+    link : Link
+    idle_seconds : float
+        How long the other ranks may wait for a plan.
+    """
+    core = engine.core
+    try:
+        link.send({"t": "ready", "info": engine.info})
+        while True:
+            messages = link.receive(0.0 if core.has_work else idle_seconds)
+            for message in messages:
+                if message["t"] == "shutdown":
+                    core.stop()
+                    return
+                answer = _handle(engine, message)
+                if answer is not None:
+                    link.send(answer)
+            if core.has_work:
+                for event in core.step():
+                    link.send(event)
+            elif not messages:
+                core.idle()
+    except FrontClosed:
+        log.info("the front has gone; ending")
+        core.stop()
+
+
+def _handle(engine: Engine, message: Message) -> Message | None:
+    core = engine.core
+    match message["t"]:
+        case "add":
+            try:
+                core.add(message["id"], message["prompt"], SamplingParams(**message["params"]))
+            except RequestError as error:
+                return {
+                    "t": "error",
+                    "id": message["id"],
+                    "message": str(error),
+                    "param": error.param,
+                    "code": error.code,
+                }
+        case "abort":
+            core.abort(message["id"])
+        case "stats":
+            return {"t": "stats", "tag": message["tag"], **core.stats()}
+        case other:
+            raise AssertionError(f"unknown message {other!r}")
+    return None
+
+
+def follow(engine: Engine) -> None:
+    """The other ranks' loop: carry out rank 0's plans until it says stop."""
+    runner = engine.runner
+    while True:
+        plan = StepPlan.receive(runner.comm, runner.device)
+        if plan.op is Op.STOP:
+            return
+        runner.execute(plan)
+
+
+def init_distributed(config: EngineConfig, device: torch.device) -> Communicator:
+    """Join the process group that the environment describes (RANK, WORLD_SIZE, ...).
+
+    ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        return Communicator(None)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=os.environ.get("RAZOR_RENDEZVOUS", "env://"),
+        rank=rank,
+        world_size=size,
+        # gloo's default of 30 minutes would hide a stopped rank for as long.
+        timeout=timedelta(seconds=config.collective_timeout),
+    )
+    return Communicator(dist.group.WORLD)
+
+
+def run_rank(config: EngineConfig, socket_path: str | None) -> None:
+    """Be one rank until the front says shutdown or goes away.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    socket_path : str or None
+        Rank 0: the front's socket. Other ranks: None.
+
+    Raises
+    ------
+    RazorError
+        If the engine cannot be built; rank 0 has told the front.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    link = None if socket_path is None else Link(socket_path)
+    try:
+        device = torch_device(config, local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        comm = init_distributed(config, device)
+        engine = build_engine(config, comm, device)
+        if link is None:
+            follow(engine)
+        else:
+            serve_front(engine, link, idle_seconds=config.collective_timeout / 4)
+    except RazorError as error:
+        if link is not None:
+            link.send({"t": "error", "id": "", "message": str(error), "param": None, "code": None})
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Entry point of a rank that `razor_dist.engine.launcher` starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-json", type=Path, required=True)
+    parser.add_argument("--socket")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    config = EngineConfig.from_json(arguments.config_json.read_text())
+    rank = int(os.environ["RANK"])
+    try:
+        run_rank(config, arguments.socket if rank == 0 else None)
+    except RazorError as error:
+        if rank == 0:
+            print(f"razor-dist: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Errors that a user of the library or of the server can cause and can mend."""
+
+from __future__ import annotations
+
+
+class RazorError(Exception):
+    """Base class of the errors that razor_dist raises on purpose."""
+
+
+class ConfigError(RazorError, ValueError):
+    """A setting is wrong; the message names it and says what would be right."""
+
+
+class ModelError(RazorError, ValueError):
+    """A model cannot be found, or its attention cannot be honoured."""
+
+
+class HeadMapError(RazorError, ValueError):
+    """A head map is malformed or belongs to another model."""
+
+
+class RequestError(RazorError, ValueError):
+    """A request cannot be served as asked.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong and what would be right.
+    param : str, optional
+        The field of the request at fault.
+    code : str, optional
+        OpenAI's error code, e.g. ``context_length_exceeded``.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineError(RazorError, RuntimeError):
+    """The engine failed while it held the request (a rank died, a time-out)."""

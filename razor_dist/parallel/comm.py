@@ -1,0 +1,138 @@
+"""One communicator: every byte between ranks goes through it and is counted by purpose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "control"]
+PURPOSES: tuple[Purpose, ...] = ("ring", "halo", "sinks", "compensation", "merge", "control")
+
+
+@dataclass
+class Pending:
+    """Receives in flight. `wait` must be called exactly once.
+
+    The sent tensors are held so that their memory outlives the transfer.
+    """
+
+    received: list[Tensor]
+    works: list[dist.Work] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    done: bool = False
+
+    def wait(self) -> list[Tensor]:
+        """Block until everything is sent and received; return what was received."""
+        if self.done:
+            raise RuntimeError("this transfer was already waited for")
+        for work in self.works:
+            work.wait()
+        self.done = True
+        self.sent.clear()
+        return self.received
+
+
+class Communicator:
+    """Collectives over one process group, with byte counters.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        ``None`` makes a communicator of one rank that needs no process group.
+
+    Attributes
+    ----------
+    bytes_sent : Counter
+        Bytes this rank has sent, by purpose. A collective is counted as what its data must
+        cross the links for: all-gather ``(P-1) * n``, all-reduce ``2 * (P-1)/P * n``, broadcast
+        ``(P-1) * n`` at its source.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.bytes_sent: Counter[Purpose] = Counter()
+
+    def _count(self, purpose: Purpose, nbytes: int) -> None:
+        self.bytes_sent[purpose] += nbytes
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        purpose: Purpose,
+    ) -> Pending:
+        """Start point-to-point transfers.
+
+        Parameters
+        ----------
+        sends : sequence of (rank, Tensor)
+            Contiguous tensors and where they go.
+        receives : sequence of (rank, Tensor)
+            Contiguous buffers to fill and where their content comes from. Between two ranks,
+            messages match in the order in which they are posted.
+
+        Returns
+        -------
+        Pending
+        """
+        ops = []
+        for peer, tensor in sends:
+            if peer == self.rank or not tensor.is_contiguous():
+                raise ValueError("send contiguous tensors, to other ranks only")
+            ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
+            self._count(purpose, tensor.numel() * tensor.element_size())
+        for peer, buffer in receives:
+            if peer == self.rank or not buffer.is_contiguous():
+                raise ValueError("receive into contiguous tensors, from other ranks only")
+            ops.append(dist.P2POp(dist.irecv, buffer, self._global(peer), self.group))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return Pending([b for _, b in receives], works, [t for _, t in sends])
+
+    def shift(self, tensor: Tensor, buffer: Tensor, offset: int, purpose: Purpose) -> Pending:
+        """Send ``tensor`` to rank + ``offset``, receive ``buffer`` from rank - ``offset``.
+
+        An empty tensor is not sent; the receiver must then pass an empty buffer.
+        """
+        to, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
+        sends = [(to, tensor)] if tensor.numel() else []
+        receives = [(source, buffer)] if buffer.numel() else []
+        pending = self.exchange(sends, receives, purpose)
+        pending.received = [buffer]
+        return pending
+
+    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
+        """Copy ``tensor`` of rank ``source`` to every rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, self._global(source), group=self.group)
+            if self.rank == source:
+                self._count(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+
+    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """``tensor`` of every rank, stacked to ``[P, ...]`` in the order of ranks."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self.group)
+        self._count(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+        return out
+
+    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
+        """Start summing ``tensor`` over the ranks, in place."""
+        if self.size == 1:
+            return Pending([tensor])
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        nbytes = tensor.numel() * tensor.element_size()
+        self._count(purpose, 2 * nbytes * (self.size - 1) // self.size)
+        return Pending([tensor], [work])
+
+    def _global(self, rank: int) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, rank)

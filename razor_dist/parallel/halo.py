@@ -1,0 +1,140 @@
+"""Local heads' keys between ranks: who needs which positions, by interval arithmetic.
+
+Every rank computes the same plan from positions alone, so nothing is asked for: each pair of ranks
+exchanges at most one message per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator, Pending, Purpose
+from razor_dist.parallel.zigzag import Interval
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys and values ``[K, n, D]`` of consecutive positions."""
+
+    at: Interval
+    k: Tensor
+    v: Tensor
+
+    def part(self, interval: Interval) -> Piece:
+        """Views of the positions that lie in ``interval``."""
+        both = self.at & interval
+        span = slice(both.begin - self.at.begin, both.end - self.at.begin)
+        return Piece(both, self.k[:, span], self.v[:, span])
+
+
+def assemble(pieces: Sequence[Piece], interval: Interval) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[K, n, D]`` of ``interval``, in order, from pieces that cover it."""
+    parts = sorted(
+        (p.part(interval) for p in pieces if len(p.at & interval)), key=lambda p: p.at.begin
+    )
+    position, chosen = interval.begin, []
+    for part in parts:
+        if part.at.end > position:  # pieces may overlap: what is already covered is skipped
+            chosen.append(part.part(Interval(position, part.at.end)))
+            assert chosen[-1].at.begin == position, "pieces leave a gap"
+            position = part.at.end
+    assert position == max(interval.begin, interval.end), "pieces do not cover the interval"
+    if not chosen:
+        return pieces[0].k[:, :0], pieces[0].v[:, :0]
+    if len(chosen) == 1:
+        return chosen[0].k, chosen[0].v
+    return torch.cat([p.k for p in chosen], 1), torch.cat([p.v for p in chosen], 1)
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Disjoint, sorted intervals that cover the same positions."""
+    merged: list[Interval] = []
+    for interval in sorted((i for i in intervals if len(i)), key=lambda i: i.begin):
+        if merged and interval.begin <= merged[-1].end:
+            merged[-1] = Interval(merged[-1].begin, max(merged[-1].end, interval.end))
+        else:
+            merged.append(interval)
+    return merged
+
+
+class Exchange:
+    """A plan of who sends which positions to whom, the same for every layer.
+
+    Parameters
+    ----------
+    holdings : sequence of (Interval, rank)
+        Disjoint intervals and the rank that holds each.
+    wants : sequence of sequence of Interval
+        For each rank, the positions it needs; what it holds itself is not sent.
+    rank : int
+        This rank.
+    """
+
+    def __init__(
+        self,
+        holdings: Sequence[tuple[Interval, int]],
+        wants: Sequence[Sequence[Interval]],
+        rank: int,
+    ) -> None:
+        self._sends: dict[int, list[Interval]] = {}
+        self._receives: dict[int, list[Interval]] = {}
+        for receiver, wanted in enumerate(wants):
+            for want in union(wanted):
+                for held, holder in sorted(holdings, key=lambda h: h[0].begin):
+                    both = held & want
+                    if not len(both) or holder == receiver:
+                        continue
+                    if holder == rank:
+                        self._sends.setdefault(receiver, []).append(both)
+                    elif receiver == rank:
+                        self._receives.setdefault(holder, []).append(both)
+
+    def start(self, comm: Communicator, pieces: Sequence[Piece], purpose: Purpose) -> Arriving:
+        """Post one layer's transfers.
+
+        Parameters
+        ----------
+        comm : Communicator
+        pieces : sequence of Piece
+            What this rank holds of the layer; at least one piece, perhaps empty.
+        purpose : Purpose
+        """
+        sends = []
+        for receiver, intervals in self._sends.items():
+            pairs = [assemble(pieces, i) for i in intervals]
+            packed = torch.stack(
+                [torch.cat([k for k, _ in pairs], 1), torch.cat([v for _, v in pairs], 1)]
+            )
+            sends.append((receiver, packed))
+        like = pieces[0].k
+        receives = []
+        for holder, intervals in self._receives.items():
+            tokens = sum(map(len, intervals))
+            shape = (2, like.shape[0], tokens, like.shape[2])
+            receives.append((holder, torch.empty(shape, dtype=like.dtype, device=like.device)))
+        return Arriving(comm.exchange(sends, receives, purpose), list(self._receives.values()))
+
+
+@dataclass
+class Arriving:
+    """One layer's pieces on their way."""
+
+    pending: Pending
+    intervals: list[list[Interval]]
+
+    def wait(self) -> list[Piece]:
+        """The pieces received."""
+        pieces = []
+        for packed, intervals in zip(self.pending.wait(), self.intervals, strict=True):
+            done = 0
+            for interval in intervals:
+                n = len(interval)
+                pieces.append(
+                    Piece(interval, packed[0, :, done : done + n], packed[1, :, done : done + n])
+                )
+                done += n
+        return pieces

@@ -1,0 +1,190 @@
+"""Ring attention over one zigzag wave and over the shards that earlier waves left.
+
+Every rank starts with the keys of its own two chunks. P-1 times it hands its current block to
+the next rank and receives the previous rank's, computing on one block while the next is under way.
+Which queries see which part of a block follows from the zigzag (`parallel.zigzag`):
+
+* a rank's own block: causal, for its two chunks are in order;
+* from a lower rank: its early chunk precedes, and its late chunk follows, all our queries;
+* from a higher rank: both its chunks lie between our early and our late chunk.
+
+Keys of earlier waves precede every query. They either travel with the block (pass-KV) or stay
+where they are while the queries travel (pass-Q), whichever moves fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import Partial, attend, empty_partial, merge
+from razor_dist.parallel.comm import Communicator, Pending
+from razor_dist.parallel.zigzag import Wave
+
+Segments = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Keys of earlier waves.
+
+    Attributes
+    ----------
+    segments : sequence of (k, v)
+        This rank's shard, each ``[K, n, D]``.
+    tokens : sequence of int
+        Length of every rank's shard.
+    """
+
+    segments: Segments
+    tokens: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        """Earlier tokens of all ranks."""
+        return sum(self.tokens)
+
+
+def queries_travel(wave: Wave, earlier_tokens: int, kv_heads: int, group: int, dim: int, itemsize: int) -> bool:
+    """Whether pass-Q moves fewer bytes than pass-KV for the earlier waves' keys.
+
+    pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the wave
+    the same way and brings back float32 partial results (``out`` and ``lse``).
+    """
+    kv_bytes = earlier_tokens * kv_heads * 2 * dim * itemsize
+    q_bytes = (wave.end - wave.begin) * kv_heads * group * (dim * itemsize + 4 * (dim + 1))
+    return q_bytes < kv_bytes
+
+
+def ring_attention(
+    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+) -> Tensor:
+    """Causal attention of a wave's queries to the wave's keys and to all earlier ones.
+
+    Parameters
+    ----------
+    comm : Communicator
+    wave : Wave
+    q : Tensor
+        ``[K, G, T, D]``: this rank's queries, early chunk then late chunk.
+    k, v : Tensor
+        ``[K, T, D]``: the same tokens' keys and values.
+    earlier : Earlier
+    scale : float
+
+    Returns
+    -------
+    Tensor
+        ``[K, G, T, D]`` float32.
+    """
+    kv_heads, group, _, dim = q.shape
+    if comm.size == 1:
+        partials = [attend(q, *segment, scale=scale) for segment in earlier.segments]
+        return merge([attend(q, k, v, scale=scale, causal=True), *partials]).out
+    if earlier.total and queries_travel(
+        wave, earlier.total, kv_heads, group, dim, q.element_size()
+    ):
+        returning = _start_pass_q(comm, wave, q, earlier, scale)
+        own = _pass_kv(comm, wave, q, k, v, Earlier((), [0] * comm.size), scale)
+        return merge([own, *returning.finish()]).out
+    return _pass_kv(comm, wave, q, k, v, earlier, scale).out
+
+
+def _attend_all(q: Tensor, segments: Segments, scale: float) -> Partial:
+    partials = [attend(q, k, v, scale=scale) for k, v in segments]
+    return merge(partials) if partials else empty_partial(q)
+
+
+def _pass_kv(
+    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+) -> Partial:
+    rank, size = comm.rank, comm.size
+    heads, dim = k.shape[0], k.shape[2]
+    keys = torch.cat([*(s[0] for s in earlier.segments), k], dim=1)
+    values = torch.cat([*(s[1] for s in earlier.segments), v], dim=1)
+    block = torch.stack([keys, values])
+    split = len(wave.owned(rank)[0])
+    q_early, q_late = q[:, :, :split], q[:, :, split:]
+
+    pending: Pending | None = None
+    partial: Partial | None = None
+    for step in range(size):
+        owner = (rank - step) % size
+        if pending is not None:
+            (block,) = pending.wait()
+        if step + 1 < size:
+            # Post the next transfer before computing on this block.
+            source = (owner - 1) % size
+            tokens = earlier.tokens[source] + wave.tokens(source)
+            buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
+            pending = comm.shift(block, buffer, 1, "ring")
+        before = earlier.tokens[owner]
+        if owner == rank:
+            own = attend(q, block[0, :, before:], block[1, :, before:], scale=scale, causal=True)
+            old = _attend_all(q, earlier.segments, scale)
+            partial = merge([own, old]) if before else merge([own])
+            early, late = _split(partial, split)
+        elif owner < rank:
+            seen = before + len(wave.owned(owner)[0])
+            got = attend(q, block[0, :, :seen], block[1, :, :seen], scale=scale)
+            got_early, got_late = _split(got, split)
+            early, late = merge([early, got_early]), merge([late, got_late])
+        else:
+            late = merge([late, attend(q_late, block[0], block[1], scale=scale)])
+            if before:
+                old = attend(q_early, block[0, :, :before], block[1, :, :before], scale=scale)
+                early = merge([early, old])
+    return Partial(torch.cat([early.out, late.out], 2), torch.cat([early.lse, late.lse], 2))
+
+
+def _split(partial: Partial, at: int) -> tuple[Partial, Partial]:
+    return (
+        Partial(partial.out[:, :, :at], partial.lse[:, :, :at]),
+        Partial(partial.out[:, :, at:], partial.lse[:, :, at:]),
+    )
+
+
+@dataclass
+class _Returning:
+    """Partial results on their way back to the rank whose queries travelled."""
+
+    own: Partial
+    pending: list[Pending]
+
+    def finish(self) -> list[Partial]:
+        partials = [self.own]
+        for transfer in self.pending:
+            for packed in transfer.wait():
+                partials.append(Partial(packed[..., :-1], packed[..., -1]))
+        return partials
+
+
+def _start_pass_q(
+    comm: Communicator, wave: Wave, q: Tensor, earlier: Earlier, scale: float
+) -> _Returning:
+    rank, size = comm.rank, comm.size
+    heads, group, tokens, dim = q.shape
+    block = q.contiguous()
+
+    def receive_next(owner: int) -> Pending:
+        shape = (heads, group, wave.tokens((owner - 1) % size), dim)
+        return comm.shift(block, torch.empty(shape, dtype=q.dtype, device=q.device), 1, "ring")
+
+    arriving = receive_next(rank)
+    own = _attend_all(q, earlier.segments, scale)
+    returning: list[Pending] = []
+    for step in range(1, size):
+        owner, holder = (rank - step) % size, (rank + step) % size
+        (block,) = arriving.wait()
+        if step + 1 < size:
+            arriving = receive_next(owner)
+        partial = _attend_all(block, earlier.segments, scale)
+        packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
+        buffer = torch.empty(heads, group, tokens, dim + 1, dtype=torch.float32, device=q.device)
+        sends = [(owner, packed)] if packed.numel() else []
+        receives = [(holder, buffer)] if buffer.numel() else []
+        returning.append(comm.exchange(sends, receives, "ring"))
+    return _Returning(own, returning)

@@ -1,0 +1,251 @@
+"""Local heads in a sequence-parallel wave: the exchange plan and the attention itself.
+
+`WindowPlan` says, from positions alone, what a wave needs: the halo before every chunk, the sinks,
+the compensation sums at the edges where they change, and at the prompt's end the whole window on
+every rank. `window_attention` is the definition of `razor_dist.policy` evaluated with `attend`
+and `merge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import attend, compensate, merge
+from razor_dist.parallel.halo import Exchange, Piece
+from razor_dist.parallel.zigzag import Interval, Wave
+from razor_dist.policy import LocalPolicy
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """Adjacent queries of this rank.
+
+    Attributes
+    ----------
+    at : Interval
+        Their positions.
+    offset : int
+        Index of the first one among the rank's tokens of the wave.
+    edge : int
+        Which edge of `WindowPlan.edges` is the window start of the first query.
+    """
+
+    at: Interval
+    offset: int
+    edge: int
+
+
+@dataclass
+class WindowPlan:
+    """What the local heads of one wave exchange; the same for every layer.
+
+    Attributes
+    ----------
+    edges : list of int
+        Ascending positions, none below N0; compensation sums are needed at each of them.
+    spans : list of QuerySpan
+        This rank's queries; empty where local heads attend in full (exact prefill).
+    halo, sinks : Exchange
+    new_sinks : Interval
+        Sinks among the wave's tokens.
+    window : Interval or None
+        Positions to store in the replicated cache: set at the end of a prompt.
+    keep : int
+        Where the window of the next query begins; earlier tokens are in the sums.
+    """
+
+    edges: list[int]
+    spans: list[QuerySpan]
+    halo: Exchange
+    sinks: Exchange
+    new_sinks: Interval
+    window: Interval | None
+    keep: int
+
+    @property
+    def changes_sums(self) -> bool:
+        """Whether any token moves into the compensation sums in this wave."""
+        return self.edges[-1] > self.edges[0]
+
+
+def plan_window(
+    policy: LocalPolicy,
+    wave: Wave,
+    rank: int,
+    *,
+    base: int,
+    held: Sequence[tuple[Interval, int]],
+    last: bool,
+) -> WindowPlan:
+    """Plan one wave with local prefill.
+
+    Parameters
+    ----------
+    base : int
+        The compensation sums cover ``[N0, base)`` when the wave begins.
+    held : sequence of (Interval, rank)
+        Who holds which part of ``[base, wave.begin)``; empty if every rank holds all of it.
+    last : bool
+        Whether the prompt ends with this wave.
+    """
+    sinks = policy.sinks
+    starts = [max(sinks, policy.start(c.begin)) for c in wave.chunks]
+    next_start = max(sinks, policy.start(wave.end))
+    edges = [max(sinks, base), *starts, next_start]
+
+    window = Interval(next_start, max(next_start, wave.end)) if last else None
+    wants: list[list[Interval]] = [[window] if window else [] for _ in range(wave.world_size)]
+    for owner in range(wave.world_size):
+        for index in wave.indices(owner):
+            if len(wave.chunks[index]):
+                wants[owner].append(Interval(starts[index], wave.chunks[index].begin))
+    holdings = [*held, *_chunk_holdings(wave)]
+
+    spans: list[QuerySpan] = []
+    offset = 0
+    for index in wave.indices(rank):
+        chunk = wave.chunks[index]
+        if spans and spans[-1].at.end == chunk.begin:
+            at = Interval(spans[-1].at.begin, chunk.end)
+            spans[-1] = QuerySpan(at, spans[-1].offset, spans[-1].edge)
+        elif len(chunk):
+            spans.append(QuerySpan(chunk, offset, 1 + index))
+        offset += len(chunk)
+    return WindowPlan(
+        edges,
+        spans,
+        Exchange(holdings, wants, rank),
+        *_plan_sinks(sinks, wave, _chunk_holdings(wave), rank),
+        window,
+        next_start,
+    )
+
+
+def plan_compression(policy: LocalPolicy, done: Sequence[Wave], rank: int) -> WindowPlan:
+    """Plan the end of an exact prefill: sinks, sums and window of the whole prompt.
+
+    Parameters
+    ----------
+    done : sequence of Wave
+        All waves of the prompt, in order.
+    """
+    world_size, end = done[-1].world_size, done[-1].end
+    next_start = max(policy.sinks, policy.start(end))
+    window = Interval(next_start, max(next_start, end))
+    holdings = [h for wave in done for h in _chunk_holdings(wave)]
+    whole = Wave(done[0].begin, end, world_size)
+    return WindowPlan(
+        [policy.sinks, next_start],
+        [],
+        Exchange(holdings, [[window]] * world_size, rank),
+        *_plan_sinks(policy.sinks, whole, holdings, rank),
+        window,
+        next_start,
+    )
+
+
+def _chunk_holdings(wave: Wave) -> list[tuple[Interval, int]]:
+    return [(c, r) for r in range(wave.world_size) for c in wave.owned(r) if len(c)]
+
+
+def _plan_sinks(
+    sinks: int, wave: Wave, holdings: Sequence[tuple[Interval, int]], rank: int
+) -> tuple[Exchange, Interval]:
+    new = Interval(wave.begin, max(wave.begin, min(wave.end, sinks)))
+    return Exchange(holdings, [[new]] * wave.world_size, rank), new
+
+
+def edge_sums(edges: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
+    """Sums of keys and values between consecutive edges, of what ``pieces`` hold.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[len(edges) - 1, 2, K, D]``.
+    """
+    like = pieces[0].k
+    sums = torch.zeros(
+        len(edges) - 1, 2, like.shape[0], like.shape[2], dtype=torch.float32, device=like.device
+    )
+    for index, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        for piece in pieces:
+            if len(piece.at & Interval(begin, end)):
+                part = piece.part(Interval(begin, end))
+                sums[index, 0] += part.k.float().sum(1)
+                sums[index, 1] += part.v.float().sum(1)
+    return sums
+
+
+def window_attention(
+    q: Tensor,
+    at: Interval,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    sums: Tensor,
+    policy: LocalPolicy,
+    scale: float,
+) -> Tensor:
+    """Attention of local heads for the queries at positions ``at``.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[K, G, n, D]``, the queries of ``at``.
+    at : Interval
+    k, v : Tensor
+        ``[K, at.end - first, D]``: positions ``[first, at.end)``.
+    first : int
+        ``max(N0, s(at.begin))``, the first windowed position.
+    sink_k, sink_v : Tensor
+        ``[K, N0, D]``; sinks at positions not yet reached may hold anything.
+    sums : Tensor
+        float32 ``[2, K, D]``: sums of keys and values over ``[N0, first)``.
+    policy : LocalPolicy
+    scale : float
+
+    Returns
+    -------
+    Tensor
+        ``[K, G, n, D]`` float32.
+    """
+    outs, sinks = [], policy.sinks
+    inside = at & Interval(0, sinks)
+    if len(inside):  # queries among the sinks themselves: plain causal attention
+        q_in = q[:, :, : len(inside)]
+        before, own = slice(0, inside.begin), slice(inside.begin, inside.end)
+        outs.append(
+            merge(
+                [
+                    attend(q_in, sink_k[:, before], sink_v[:, before], scale=scale),
+                    attend(q_in, sink_k[:, own], sink_v[:, own], scale=scale, causal=True),
+                ]
+            ).out
+        )
+    summed_to = first
+    for run in policy.runs(max(at.begin, sinks), at.end):
+        start = max(run.start, sinks)
+        if start > summed_to:
+            moved = slice(summed_to - first, start - first)
+            sums = sums + torch.stack([k[:, moved].float().sum(1), v[:, moved].float().sum(1)])
+            summed_to = start
+        q_run = q[:, :, run.begin - at.begin : run.end - at.begin]
+        past, own = slice(start - first, run.begin - first), slice(run.begin - first, run.end - first)
+        partials = [
+            attend(q_run, k[:, own], v[:, own], scale=scale, causal=True),
+            attend(q_run, k[:, past], v[:, past], scale=scale),
+            attend(q_run, sink_k, sink_v, scale=scale),
+        ]
+        if policy.compensation and start > sinks:
+            count = start - sinks
+            partials.append(
+                compensate(q_run, sums[0] / count, sums[1] / count, count, scale=scale)
+            )
+        outs.append(merge(partials).out)
+    return torch.cat(outs, dim=2)

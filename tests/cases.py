@@ -1,0 +1,97 @@
+"""What the rank processes of the tests run: the engine's steps on a given prompt."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from razor_dist.cache.sequence import shard_sizes
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.loader import load_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.zigzag import waves
+from razor_dist.policy import LocalPolicy
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the engine.
+
+    Attributes
+    ----------
+    model : str
+        Model folder.
+    retrieval : tuple of tuple of bool
+        Per layer and KV head.
+    prompt : tuple of int
+        Prefilled in waves of ``wave_tokens``.
+    forced : tuple of int
+        Decoded one by one after it, whatever the model would have chosen.
+    """
+
+    model: str
+    retrieval: tuple[tuple[bool, ...], ...]
+    policy: LocalPolicy
+    prompt: tuple[int, ...]
+    forced: tuple[int, ...] = ()
+    wave_tokens: int = 8192
+    exact: bool = False
+    page_size: int = 16
+
+
+@functools.cache
+def model_and_shape(path: str) -> tuple[PreTrainedModel, ModelShape]:
+    """The model in a folder, loaded once per process."""
+    model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+    return model, ModelShape.from_config(model.config)
+
+
+def make_runner(comm: Communicator, case: Case, sequences: int = 1) -> ModelRunner:
+    """A runner with room for ``sequences`` sequences of the case's length."""
+    model, shape = model_and_shape(case.model)
+    n, total = len(case.prompt), len(case.prompt) + len(case.forced)
+    longest = max(shard_sizes(0, n, total, case.wave_tokens, comm.size))
+    pages = (-(-longest // case.page_size) + 1) * sequences
+    cache = CacheConfig(
+        case.policy, sequences, total, pages, case.page_size, pages if case.exact else 0
+    )
+    layout = HeadLayout.from_decision(case.retrieval, torch.device("cpu"))
+    return ModelRunner(model, shape, layout, cache, comm)
+
+
+def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
+    """Open a sequence and prefill the case's prompt; rank 0's logits of the last token."""
+    n, total = len(case.prompt), len(case.prompt) + len(case.forced)
+    runner.execute(StepPlan(Op.OPEN, key, end=n, total=total, wave_tokens=case.wave_tokens))
+    logits = None
+    for wave in waves(0, n, case.wave_tokens, runner.comm.size):
+        logits = runner.execute(
+            StepPlan(
+                Op.PREFILL,
+                key,
+                begin=wave.begin,
+                end=wave.end,
+                last=wave.end == n,
+                payload=case.prompt[wave.begin : wave.end],
+            )
+        )
+    return logits
+
+
+def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
+    """Rank 0: float32 ``[1 + len(forced), V]``, after the prompt and after each forced token."""
+    runner = make_runner(comm, case)
+    rows = [prefill(runner, 0, case)]
+    for token in case.forced:
+        rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
+    runner.execute(StepPlan(Op.CLOSE, 0))
+    assert runner.kv_bytes == 0
+    if comm.rank != 0:
+        return None
+    return torch.cat([row for row in rows if row is not None])
