@@ -58,11 +58,35 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._requests)
+        """Whether any request is waiting, being prefilled or answering."""
+        return any(not (r.kept and self._ready(r)) for r in self._requests.values())
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def _ready(self, request: Request) -> bool:
+        return request.key in self.scheduler.running and request.prefilled
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        prefix_id: str | None = None,
+        keep: bool = False,
+    ) -> None:
         """Queue a request.
+
+        Parameters
+        ----------
+        request_id : str
+        prompt : list of int
+            Token ids.
+        params : SamplingParams
+        prefix_id : str, optional
+            A kept request that ``prompt`` continues: its pages are shared, its local caches
+            copied.
+        keep : bool
+            Prefill only, and keep the caches for requests that name this one as their prefix,
+            until it is aborted.
 
         Raises
         ------
@@ -71,26 +95,13 @@ class EngineCore:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
-        if not prompt:
-            raise RequestError("the prompt must hold at least one token", param="prompt")
-        vocabulary = self.runner.shape.vocab_size
-        for token in prompt:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
-                )
-        room = self.max_model_len - len(prompt)
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if room < wanted:
-            raise RequestError(
-                f"the context holds {self.max_model_len} tokens; the prompt has {len(prompt)} and "
-                f"{wanted} are to be generated, {len(prompt) + wanted} in all",
-                param="max_tokens" if room > 0 else "prompt",
-                code="context_length_exceeded",
-            )
-        seed = params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+        self._check_tokens(prompt)
+        prefix = None
+        if prefix_id is not None:
+            prefix = self._requests.get(prefix_id)
+            if prefix is None or not prefix.kept or prefix.released:
+                raise RequestError(f"there is no kept prompt {prefix_id!r}", param="prefix")
+        before = 0 if prefix is None else prefix.end
         wave_tokens = self.wave_tokens
         if params.prompt_logprobs is not None:
             wave_tokens = min(wave_tokens, _LOGPROB_WAVE_TOKENS)
@@ -99,13 +110,43 @@ class EngineCore:
             key=self._next_key,
             prompt=prompt,
             params=params,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            max_tokens=0 if keep else self._max_tokens(before + len(prompt), params),
             wave_tokens=wave_tokens,
-            generator=torch.Generator().manual_seed(seed),
+            generator=self._generator(params),
+            prefix=prefix,
         )
         self.scheduler.add(request)
         self._next_key += 1
         self._requests[request_id] = request
+
+    def _check_tokens(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt must hold at least one token", param="prompt")
+        vocabulary = self.runner.shape.vocab_size
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
+                )
+
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens to generate at most, if the prompt and they fit the context."""
+        room = self.max_model_len - prompt_tokens
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if room < wanted:
+            raise RequestError(
+                f"the context holds {self.max_model_len} tokens; the prompt has {prompt_tokens} "
+                f"and {wanted} are to be generated, {prompt_tokens + wanted} in all",
+                param="max_tokens" if room > 0 else "prompt",
+                code="context_length_exceeded",
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
+    def _generator(self, params: SamplingParams) -> torch.Generator:
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+        return torch.Generator().manual_seed(seed)
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
@@ -115,8 +156,7 @@ class EngineCore:
 
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
-        plan = self.scheduler.remove(request)
-        if plan is not None:
+        for plan in self.scheduler.remove(request):
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
@@ -143,17 +183,18 @@ class EngineCore:
         self.scheduler.wave_done(request)
         messages: list[Message] = []
         if self.runner.prompt_logprobs is not None:
-            messages.append(_prompt_message(request.id, plan.begin, self.runner.prompt_logprobs))
+            first = plan.begin == request.begin
+            messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
         messages.append(
             {
                 "t": "progress",
                 "id": request.id,
                 "processed": plan.end,
-                "total": len(request.prompt),
+                "total": request.end,
                 "seconds": time.monotonic() - request.began,
             }
         )
-        if plan.last:
+        if plan.last and not request.kept:
             assert logits is not None
             messages.append(self._advance(request, logits[0]))
         return messages
@@ -206,9 +247,9 @@ class EngineCore:
         }
 
 
-def _prompt_message(request_id: str, begin: int, found: PromptLogprobs) -> Message:
+def _prompt_message(request_id: str, first: bool, found: PromptLogprobs) -> Message:
     """The ``prompt`` message of one wave; the first wave's begins with None for token 0."""
-    entries: list[Any] = [None] if begin == 0 else []
+    entries: list[Any] = [None] if first else []
     for row in range(found.logprob.shape[0]):
         top = zip(found.top_ids[row].tolist(), found.top_logprobs[row].tolist(), strict=True)
         entries.append([float(found.logprob[row]), int(found.rank[row]), [list(p) for p in top]])

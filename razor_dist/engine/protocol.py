@@ -4,7 +4,10 @@ The front listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte 
 followed by one msgpack map whose key ``t`` names the message.
 
 Front to engine
-    ``add``       ``id`` str, ``prompt`` list of token ids, ``params`` (`SamplingParams` as a dict)
+    ``add``       ``id`` str, ``prompt`` list of token ids, ``params`` (`SamplingParams` as a
+                  dict); optional: ``keep`` (prefill only and keep the caches until ``abort``; done
+                  when ``progress`` has processed all) and ``prefix`` (id of a kept request that
+                  this prompt continues)
     ``abort``     ``id``; answered by nothing: the request just ends
     ``stats``     ``tag`` int; answered by ``stats``
     ``shutdown``  the ranks end

@@ -12,9 +12,9 @@ from razor_dist.parallel.zigzag import Wave
 from razor_dist.sampling_params import SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One prompt on its way to an answer.
+    """One prompt on its way to an answer, or to being kept for others to continue.
 
     Attributes
     ----------
@@ -23,13 +23,24 @@ class Request:
     key : int
         The ranks' name for its sequence.
     prompt : list of int
-        Token ids.
+        Token ids, after those of ``prefix``.
+    params : SamplingParams
     max_tokens : int
-        Tokens to generate at most.
+        Tokens to generate at most; 0 if the prompt is only to be kept.
+    wave_tokens : int
+        Tokens of the prompt that are prefilled together.
+    generator : torch.Generator
+        Where its random draws come from.
+    prefix : Request or None
+        A kept prompt that this one continues.
     waves : deque of Wave
         Waves of the prompt still to be prefilled.
     generated : list of int
         Tokens sampled so far.
+    continued_by : int
+        Requests, waiting or running, that name this one as their prefix.
+    released : bool
+        The front needs this kept prompt no longer.
     """
 
     id: str
@@ -39,16 +50,34 @@ class Request:
     max_tokens: int
     wave_tokens: int
     generator: torch.Generator
+    prefix: Request | None = None
     waves: deque[Wave] = field(default_factory=deque)
     generated: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+    continued_by: int = 0
+    released: bool = False
+
+    @property
+    def begin(self) -> int:
+        """Position of the prompt's first token."""
+        return 0 if self.prefix is None else self.prefix.end
+
+    @property
+    def end(self) -> int:
+        """Position after the prompt's last token."""
+        return self.begin + len(self.prompt)
 
     @property
     def total(self) -> int:
-        """Tokens to reserve caches for."""
-        return len(self.prompt) + self.max_tokens
+        """Tokens to reserve caches for, the prefix's included."""
+        return self.end + self.max_tokens
 
     @property
     def prefilled(self) -> bool:
-        """Whether the whole prompt is in the caches."""
+        """Whether the whole prompt is in the caches; meaningful once admitted."""
         return not self.waves
+
+    @property
+    def kept(self) -> bool:
+        """Whether the prompt is prefilled for others to continue."""
+        return self.max_tokens == 0

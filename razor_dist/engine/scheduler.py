@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.engine.plan import Op, StepPlan
@@ -10,6 +11,14 @@ from razor_dist.engine.request import Request
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.errors import RequestError
 from razor_dist.parallel.zigzag import waves
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Pages that a request takes on every rank, in the pool and in the scratch pool."""
+
+    pages: list[int]
+    scratch: list[int]
 
 
 class Scheduler:
@@ -24,6 +33,12 @@ class Scheduler:
         Every rank's pools have these sizes; how much of them is free differs by rank, and is
         known here by the same arithmetic that the ranks allocate with.
     world_size : int
+
+    Attributes
+    ----------
+    waiting : deque of Request
+    running : dict of int to Request
+        Admitted requests by key, kept prompts included.
     """
 
     def __init__(self, cache: CacheConfig, world_size: int) -> None:
@@ -37,13 +52,30 @@ class Scheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)
 
-    def _need(self, request: Request) -> tuple[list[int], list[int]]:
-        """Pages and scratch pages that a request takes on every rank."""
-        n, wave, size = len(request.prompt), request.wave_tokens, self.world_size
-        pages = [self._pages(t) for t in shard_sizes(0, n, request.total, wave, size)]
+    def _need(self, request: Request) -> _Need:
+        wave, size = request.wave_tokens, self.world_size
+        new = shard_sizes(request.begin, request.end, request.total, wave, size)
+        if request.prefix is not None:
+            held = self._shards(request.prefix)
+            # Full pages are shared with the prefix; a partly filled one is copied.
+            shared = [tokens // self.cache.page_size for tokens in held]
+            pages = [
+                self._pages(have + more) - kept
+                for have, more, kept in zip(held, new, shared, strict=True)
+            ]
+            return _Need(pages, [0] * size)
+        pages = [self._pages(tokens) for tokens in new]
         if not self.cache.scratch_pages:
-            return pages, [0] * size
-        return pages, [self._pages(t) for t in shard_sizes(0, n, n, wave, size)]
+            return _Need(pages, [0] * size)
+        prompt = shard_sizes(0, request.end, request.end, wave, size)
+        return _Need(pages, [self._pages(tokens) for tokens in prompt])
+
+    def _shards(self, kept: Request) -> list[int]:
+        """Tokens of a kept prompt on every rank."""
+        own = shard_sizes(kept.begin, kept.end, kept.end, kept.wave_tokens, self.world_size)
+        if kept.prefix is None:
+            return own
+        return [a + b for a, b in zip(self._shards(kept.prefix), own, strict=True)]
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -53,65 +85,61 @@ class Scheduler:
         RequestError
             If it could not be admitted even with every cache empty.
         """
-        pages, scratch = self._need(request)
-        for need, have in (
-            (max(pages), self.cache.num_pages),
-            (max(scratch), self.cache.scratch_pages),
+        need = self._need(request)
+        for pages, have in (
+            (max(need.pages), self.cache.num_pages),
+            (max(need.scratch), self.cache.scratch_pages),
         ):
-            if need > have:
+            if pages > have:
                 size = self.cache.page_size
                 raise RequestError(
-                    f"the request needs {need * size} tokens of KV cache on a rank "
+                    f"the request needs {pages * size} tokens of KV cache on a rank "
                     f"({request.total} in all), which has {have * size}; shorten it or start the "
-                    "server with a larger kv_tokens",
+                    "engine with a larger kv_tokens",
                     code="kv_capacity_exceeded",
                 )
+        if request.prefix is not None:
+            request.prefix.continued_by += 1
         self.waiting.append(request)
 
-    def remove(self, request: Request) -> StepPlan | None:
-        """Forget a request; the plan that frees its caches, if it has any."""
-        if request.key not in self.running:
-            self.waiting.remove(request)
-            return None
-        del self.running[request.key]
-        for free, need in zip(
-            (self._free_pages, self._free_scratch), self._held(request), strict=True
-        ):
-            for rank in range(self.world_size):
-                free[rank] += need[rank]
-        return StepPlan(Op.CLOSE, request.key)
-
-    def _held(self, request: Request) -> tuple[list[int], list[int]]:
-        pages, scratch = self._need(request)
-        # The ranks give scratch pages back as soon as the prompt ends.
-        return pages, [0] * self.world_size if request.prefilled else scratch
-
     def admit(self) -> StepPlan | None:
-        """Open the oldest waiting request if it fits now."""
+        """Open the oldest waiting request if its prefix is ready and everything it needs is free."""
         if not self.waiting or len(self.running) >= self.cache.max_sequences:
             return None
         request = self.waiting[0]
-        pages, scratch = self._need(request)
-        ranks = range(self.world_size)
-        if any(pages[r] > self._free_pages[r] for r in ranks):
+        prefix = request.prefix
+        need = self._need(request)
+        if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
             return None
-        if any(scratch[r] > self._free_scratch[r] for r in ranks):
+        if any(n > f for n, f in zip(need.pages, self._free_pages, strict=True)):
+            return None
+        if any(n > f for n, f in zip(need.scratch, self._free_scratch, strict=True)):
             return None
         self.waiting.popleft()
-        for rank in ranks:
-            self._free_pages[rank] -= pages[rank]
-            self._free_scratch[rank] -= scratch[rank]
+        self._take(self._free_pages, need.pages)
+        self._take(self._free_scratch, need.scratch)
         self.running[request.key] = request
-        n = len(request.prompt)
-        request.waves.extend(waves(0, n, request.wave_tokens, self.world_size))
-        return StepPlan(
-            Op.OPEN, request.key, end=n, total=request.total, wave_tokens=request.wave_tokens
+        request.waves.extend(
+            waves(request.begin, request.end, request.wave_tokens, self.world_size)
         )
+        return StepPlan(
+            Op.OPEN if prefix is None else Op.FORK,
+            request.key,
+            end=request.end,
+            total=request.total,
+            wave_tokens=request.wave_tokens,
+            source=0 if prefix is None else prefix.key,
+        )
+
+    @staticmethod
+    def _take(free: list[int], need: list[int], sign: int = 1) -> None:
+        for rank, pages in enumerate(need):
+            free[rank] -= sign * pages
 
     def next(self) -> StepPlan | None:
         """The next prefill wave or decode step, or None when there is nothing to do."""
         prefilling = [r for r in self.running.values() if not r.prefilled]
-        decoding = [r for r in self.running.values() if r.prefilled]
+        decoding = [r for r in self.running.values() if r.prefilled and not r.kept]
         if prefilling and (self._decoded_last or not decoding):
             self._decoded_last = False
             return self._prefill_plan(prefilling[0])
@@ -122,7 +150,7 @@ class Scheduler:
         return None
 
     def _prefill_plan(self, request: Request) -> StepPlan:
-        wave = request.waves[0]
+        wave, begin = request.waves[0], request.begin
         count = request.params.prompt_logprobs
         following = 0 if count is None else 1
         return StepPlan(
@@ -130,15 +158,39 @@ class Scheduler:
             request.key,
             begin=wave.begin,
             end=wave.end,
-            last=wave.end == len(request.prompt),
+            last=wave.end == request.end,
             prompt_logprobs=-1 if count is None else count,
-            payload=tuple(request.prompt[wave.begin : wave.end + following]),
+            payload=tuple(request.prompt[wave.begin - begin : wave.end - begin + following]),
         )
 
     def wave_done(self, request: Request) -> None:
         """Note that a request's next wave has been prefilled."""
-        before = self._held(request)[1]
         request.waves.popleft()
-        after = self._held(request)[1]
-        for rank in range(self.world_size):
-            self._free_scratch[rank] += before[rank] - after[rank]
+        if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
+            self._take(self._free_scratch, self._need(request).scratch, -1)
+
+    def remove(self, request: Request) -> list[StepPlan]:
+        """Forget a request; the plans that free its caches, if it has any.
+
+        A kept prompt stays until the requests that continue it have ended.
+        """
+        request.released = True
+        if request.continued_by:
+            return []
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return self._release_prefix(request)
+        del self.running[request.key]
+        need = self._need(request)
+        self._take(self._free_pages, need.pages, -1)
+        if not request.prefilled:
+            self._take(self._free_scratch, need.scratch, -1)
+        plan = StepPlan(Op.CLOSE, request.key)
+        return [plan, *self._release_prefix(request)]
+
+    def _release_prefix(self, request: Request) -> list[StepPlan]:
+        prefix = request.prefix
+        if prefix is None:
+            return []
+        prefix.continued_by -= 1
+        return self.remove(prefix) if prefix.released else []

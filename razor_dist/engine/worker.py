@@ -117,7 +117,13 @@ def _handle(engine: Engine, message: Message) -> Message | None:
     match message["t"]:
         case "add":
             try:
-                core.add(message["id"], message["prompt"], SamplingParams(**message["params"]))
+                core.add(
+                    message["id"],
+                    message["prompt"],
+                    SamplingParams(**message["params"]),
+                    prefix_id=message.get("prefix"),
+                    keep=message.get("keep", False),
+                )
             except RequestError as error:
                 return {
                     "t": "error",

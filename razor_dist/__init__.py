@@ -1,0 +1,30 @@
+"""Distributed inference for long contexts: full caches for retrieval heads, small for the rest."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from razor_dist.config import EngineConfig
+    from razor_dist.llm import LLM
+    from razor_dist.outputs import CompletionOutput, RequestOutput
+    from razor_dist.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "razor_dist.llm",
+    "CompletionOutput": "razor_dist.outputs",
+    "EngineConfig": "razor_dist.config",
+    "RequestOutput": "razor_dist.outputs",
+    "SamplingParams": "razor_dist.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy (PEP 562): the command line must not wait for torch to print its help.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'razor_dist' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,84 @@
+"""Command-line flags made from the fields of a configuration class.
+
+Names, types and defaults exist once, in the class; a command asks for them here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+import typer
+
+from razor_dist.config import EngineConfig
+
+
+def with_config_flags(
+    cls: type[EngineConfig], *, leave_out: frozenset[str] = frozenset()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a typer command one flag for each setting of ``cls``, and ``--config``.
+
+    The command is called with ``config_file`` (path or None) and ``flags``, a dict of the flags
+    by field name in which None means "not given": what `load_config` wants. Its own options, if
+    any, are keyword arguments with typer defaults.
+
+    Parameters
+    ----------
+    cls : type
+        `EngineConfig` or `ServerConfig`.
+    leave_out : frozenset of str
+        Fields that get no flag.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in cls.model_fields if name not in leave_out]
+        own = [
+            parameter
+            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+            if name not in ("config_file", "flags")
+        ]
+
+        def run(config: str | None, **given: Any) -> None:
+            flags = {name: given.pop(name) for name in names}
+            command(config_file=config, flags=flags, **given)
+
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        settings = [_flag(cls, name) for name in names]
+        file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
+        parameters = [*own, *settings, _parameter("config", str | None, file)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
+    field = cls.model_fields[name]
+    flag = "--" + name.replace("_", "-")
+    kind: Any = str | None
+    if field.annotation is bool:
+        kind, opposite = bool | None, f"--no-{flag.removeprefix('--')}"
+        default = flag if field.default else opposite
+        names, metavar = f"{flag}/{opposite}", None
+    else:
+        # Text, whatever the type: load_config reads and refuses the same way for every source.
+        default = "none" if field.default is None else str(field.default)
+        names, metavar = flag, _metavar(field.annotation)
+    help = f"{field.description} [default: {default}]"
+    return _parameter(name, kind, typer.Option(None, names, help=help, metavar=metavar))
+
+
+def _metavar(annotation: Any) -> str:
+    for kind in get_args(annotation) or (annotation,):
+        if isinstance(kind, str):
+            return f"[{'|'.join(get_args(annotation))}]"
+        if kind in (int, float):
+            return "INTEGER" if kind is int else "NUMBER"
+    return "TEXT"
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)

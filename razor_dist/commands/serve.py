@@ -1,0 +1,46 @@
+"""``razor-dist serve``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import typer
+
+from razor_dist.commands.options import with_config_flags
+from razor_dist.config import ServerConfig
+from razor_dist.config_sources import load_config
+from razor_dist.errors import RazorError
+from razor_dist.server.torchrun import HOLD_BACK, Torchrun, serve_as_rank
+
+
+@with_config_flags(ServerConfig)
+def serve(config_file: str | None, flags: dict[str, Any]) -> None:
+    """Serve a model with OpenAI's API.
+
+    Starts the ranks itself, unless torchrun started several processes: then each is a rank.
+    """
+    torchrun = Torchrun.of(os.environ)
+    if torchrun is not None:
+        code = _serve_under(torchrun, config_file, flags)
+    else:
+        config = load_config(ServerConfig, flags, os.environ, config_file)
+        from razor_dist.server.main import serve as serve_http
+
+        code = serve_http(config)
+    raise typer.Exit(code)
+
+
+def _serve_under(torchrun: Torchrun, config_file: str | None, flags: dict[str, Any]) -> int:
+    try:
+        config = load_config(ServerConfig, flags, os.environ, config_file, implied=torchrun.implied)
+        torchrun.check(config)
+        from razor_dist.engine.worker import run_rank
+
+        return serve_as_rank(config, torchrun, run_rank)
+    except RazorError:
+        if torchrun.rank == 0:
+            raise
+        time.sleep(HOLD_BACK)
+        return 2

@@ -1,0 +1,52 @@
+"""An engine of this host: the client, the ranks, and the private folder of their socket."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.client import EngineClient
+from razor_dist.engine.launcher import LocalLauncher
+from razor_dist.engine.ranks import WORKER
+
+
+class LocalEngine:
+    """Ranks started by this process, and the client that talks to them.
+
+    Parameters
+    ----------
+    config : EngineConfig
+        Handed to every rank.
+    max_queue : int or None
+        As in `EngineClient`.
+    worker : str
+        The ranks' module.
+
+    Attributes
+    ----------
+    client : EngineClient
+        Takes requests once it is ready.
+    launcher : LocalLauncher
+        Restarts the ranks when one dies.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, max_queue: int | None = None, worker: str = WORKER
+    ) -> None:
+        # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
+        self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
+        self.client = EngineClient(self._folder / "engine", max_queue=max_queue)
+        self.launcher = LocalLauncher(config, self.client, folder=self._folder, module=worker)
+
+    async def start(self) -> None:
+        """Listen and start the ranks; returns at once."""
+        await self.client.start()
+        self.launcher.start()
+
+    async def close(self) -> None:
+        """End the ranks and remove every trace; unfinished requests fail."""
+        await self.launcher.close()
+        await self.client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

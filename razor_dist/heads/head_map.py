@@ -1,0 +1,319 @@
+"""Head maps: which KV heads keep the whole context, and the scores that say why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.models.shape import ModelShape
+
+FORMAT_VERSION: Final = 1
+
+Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+Scores: TypeAlias = tuple[tuple[Score, ...], ...]
+"""``[layers][query heads]``."""
+Flags: TypeAlias = tuple[tuple[bool, ...], ...]
+"""``[layers][KV heads]``."""
+Pairs: TypeAlias = tuple[tuple[int, int], ...]
+"""``(layer, query head)`` pairs, the highest score first."""
+
+# Significant digits with which scores are written and decided upon: what a reader of the file can
+# check is what was decided, and noise in the last bits of a float cannot order two heads.
+_DIGITS = 6
+
+
+class Decision(NamedTuple):
+    """What `decide` makes of scores."""
+
+    retrieval: Flags
+    selected: dict[str, Pairs]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+class HeadMap:
+    """The retrieval heads of one model (DESIGN.md section 10).
+
+    Attributes
+    ----------
+    model : str
+        Name of the model it was made for, for people.
+    fingerprint : str
+        `razor_dist.models.loader.model_fingerprint` of that model.
+    method : str
+        How the heads were found: ``razor``, ``full`` or ``streaming``.
+    settings : dict
+        Of the method.
+    query_heads : int
+        Per layer.
+    retrieval : tuple
+        ``[layers][KV heads]`` bool: the decision. The engine never re-thresholds.
+    selected : dict
+        For each kind of score, the query heads chosen for it; their groups are promoted.
+    scores : dict
+        For each kind of score, ``[layers][query heads]``.
+    format_version : int
+    """
+
+    format_version: Literal[1] = FORMAT_VERSION
+    model: str
+    fingerprint: str
+    method: str
+    settings: dict[str, Any]
+    query_heads: int = Field(ge=1)
+    retrieval: Flags = Field(min_length=1)
+    selected: dict[str, Pairs]
+    scores: dict[str, Scores]
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> HeadMap:
+        layers, kv_heads = len(self.retrieval), len(self.retrieval[0])
+        if any(len(row) != kv_heads for row in self.retrieval):
+            raise ValueError(f"retrieval: every layer needs {kv_heads} KV heads, like the first")
+        if kv_heads == 0 or self.query_heads % kv_heads:
+            raise ValueError(
+                f"query_heads: {self.query_heads} is no multiple of the {kv_heads} KV heads"
+            )
+        for kind, rows in self.scores.items():
+            if len(rows) != layers or any(len(row) != self.query_heads for row in rows):
+                raise ValueError(
+                    f"scores.{kind}: needs {layers} layers of {self.query_heads} query heads"
+                )
+        for kind, pairs in self.selected.items():
+            for layer, head in pairs:
+                if not (0 <= layer < layers and 0 <= head < self.query_heads):
+                    raise ValueError(f"selected.{kind}: there is no layer {layer}, head {head}")
+        return self
+
+    @property
+    def kv_fraction(self) -> float:
+        """Fraction of KV heads that keep the whole context.
+
+        With groups of one size it is also the fraction of query heads that read it all, group
+        mates of the selected ones included.
+        """
+        flags = [flag for row in self.retrieval for flag in row]
+        return sum(flags) / len(flags)
+
+    @property
+    def selected_fraction(self) -> float:
+        """Fraction of query heads selected for their own scores, before groups are promoted."""
+        chosen = {pair for pairs in self.selected.values() for pair in pairs}
+        return len(chosen) / (len(self.retrieval) * self.query_heads)
+
+    @classmethod
+    def full(cls, shape: ModelShape) -> HeadMap:
+        """Every head keeps everything: ordinary attention."""
+        return cls._uniform("full", shape, True)
+
+    @classmethod
+    def streaming(cls, shape: ModelShape) -> HeadMap:
+        """No head keeps everything: StreamingLLM."""
+        return cls._uniform("streaming", shape, False)
+
+    @classmethod
+    def _uniform(cls, method: str, shape: ModelShape, flag: bool) -> HeadMap:
+        return cls(
+            model="any",
+            fingerprint="any",
+            method=method,
+            settings={},
+            query_heads=shape.query_heads,
+            retrieval=((flag,) * shape.kv_heads,) * shape.layers,
+            selected={},
+            scores={},
+        )
+
+    def validate(self, shape: ModelShape, fingerprint: str) -> None:
+        """Check that this map is one for the model at hand.
+
+        Parameters
+        ----------
+        shape : ModelShape
+            Of the model.
+        fingerprint : str
+            `razor_dist.models.loader.model_fingerprint` of its configuration.
+
+        Raises
+        ------
+        HeadMapError
+            Names what differs, with both values.
+        """
+        wanted = {
+            "layers": (len(self.retrieval), shape.layers),
+            "query heads": (self.query_heads, shape.query_heads),
+            "KV heads": (len(self.retrieval[0]), shape.kv_heads),
+        }
+        for what, (mine, theirs) in wanted.items():
+            if mine != theirs:
+                raise HeadMapError(
+                    f"this head map, made for {self.model!r}, has {mine} {what}, but the model "
+                    f"has {theirs}"
+                )
+        if self.fingerprint not in (fingerprint, "any"):
+            raise HeadMapError(
+                f"this head map was made for {self.model!r} (fingerprint {self.fingerprint}), a "
+                f"model of the same sizes but another configuration ({fingerprint})"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadMap:
+        """Read a head map.
+
+        Raises
+        ------
+        HeadMapError
+            If the file cannot be read or a field is wrong; the message names it.
+        """
+        try:
+            return _adapter.validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise HeadMapError(f"cannot read the head map {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise HeadMapError(f"head map {path}: {_first_fault(error)}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the map as JSON, one layer a line; equal maps give equal files.
+
+        Raises
+        ------
+        HeadMapError
+            If the file cannot be written.
+        """
+        try:
+            Path(path).write_text(_readable_json(dataclasses.asdict(self)), encoding="utf-8")
+        except OSError as error:
+            raise HeadMapError(f"cannot write the head map {path}: {error.strerror}") from error
+
+
+_adapter = TypeAdapter(HeadMap)
+
+
+def rounded(scores: Sequence[Sequence[float]]) -> Scores:
+    """Scores as a head map keeps them: 6 significant digits."""
+    return tuple(tuple(float(f"{score:.{_DIGITS}g}") for score in row) for row in scores)
+
+
+def decide(
+    scores: Mapping[str, Scores], induction_percent: float, echo_percent: float, group: int
+) -> Decision:
+    """Choose the retrieval heads: the best by induction score and the best by echo score.
+
+    The paper's Table 2 takes the top 14 % and 1 % of all query heads. The number is rounded to
+    the nearest whole (halves up), and is at least 1 for a percentage above 0. Equal scores are
+    ordered by layer, then head. A KV head is a retrieval head if any query head of its group was
+    chosen for either score (section 4.1 of the paper, on GQA).
+
+    Parameters
+    ----------
+    scores : mapping
+        ``induction`` and ``echo``: ``[layers][query heads]``, see `rounded`.
+    induction_percent, echo_percent : float
+        Of all query heads, 0 to 100.
+    group : int
+        Query heads per KV head.
+
+    Returns
+    -------
+    Decision
+
+    Raises
+    ------
+    ConfigError
+        If a percentage is out of range.
+    """
+    percents = {"induction": induction_percent, "echo": echo_percent}
+    selected = {kind: _top(kind, scores[kind], percent) for kind, percent in percents.items()}
+    promoted = {(layer, head // group) for pairs in selected.values() for layer, head in pairs}
+    layers, kv_heads = len(scores["induction"]), len(scores["induction"][0]) // group
+    retrieval = tuple(
+        tuple((layer, head) in promoted for head in range(kv_heads)) for layer in range(layers)
+    )
+    return Decision(retrieval, selected)
+
+
+def check_percent(kind: str, percent: float) -> None:
+    """Raise `ConfigError` unless ``percent``, of heads chosen by the score ``kind``, is one."""
+    if not 0 <= percent <= 100:
+        raise ConfigError(f"{kind} must be a percentage from 0 to 100, got {percent}")
+
+
+def _top(kind: str, scores: Scores, percent: float) -> Pairs:
+    check_percent(kind, percent)
+    ranked = sorted(
+        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
+    )
+    count = math.floor(percent * len(ranked) / 100 + 0.5)
+    if percent > 0:
+        count = max(count, 1)
+    return tuple((layer, head) for _, layer, head in ranked[:count])
+
+
+def shipped_head_map(model_name: str) -> Path:
+    """The head map that comes with razor_dist for a model.
+
+    Parameters
+    ----------
+    model_name : str
+        ``smollm2``, or a hub id, whose ``/`` is ``--`` in the file's name.
+
+    Raises
+    ------
+    HeadMapError
+        If there is none; the message says how to make one.
+    """
+    folder = files("razor_dist").joinpath("configs", "head_maps")
+    path = Path(str(folder.joinpath(model_name.replace("/", "--") + ".json")))
+    if path.is_file():
+        return path
+    raise HeadMapError(
+        f"no head map is shipped for the model {model_name!r}; make one with: "
+        f"razor-dist identify {model_name} --out heads.json, and give it as --head-map heads.json"
+    )
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    if fault["loc"] == ("format_version",):
+        return f"format_version is {fault['input']!r}, but this release reads {FORMAT_VERSION}"
+    field = ".".join(str(part) for part in fault["loc"])
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{field}: {message}" if field else message
+
+
+def _readable_json(fields: dict[str, Any]) -> str:
+    """JSON with a layer's row on one line, which json's own indentation cannot do."""
+    parts = {key: json.dumps(value) for key, value in fields.items()}
+    parts["settings"] = _braced({k: json.dumps(v) for k, v in fields["settings"].items()}, "  ")
+    parts["retrieval"] = _rows(fields["retrieval"], "  ")
+    parts["selected"] = _braced({k: _pairs(v, "    ") for k, v in fields["selected"].items()}, "  ")
+    parts["scores"] = _braced({k: _rows(v, "    ") for k, v in fields["scores"].items()}, "  ")
+    return _braced(parts, "") + "\n"
+
+
+def _braced(parts: Mapping[str, str], indent: str) -> str:
+    if not parts:
+        return "{}"
+    lines = (f"{indent}  {json.dumps(key)}: {text}" for key, text in parts.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _rows(table: Sequence[Any], indent: str) -> str:
+    lines = (",\n" + indent + "  ").join(json.dumps(row) for row in table)
+    return f"[\n{indent}  {lines}\n{indent}]"
+
+
+def _pairs(pairs: Pairs, indent: str) -> str:
+    text = ", ".join(f"[{layer},{head}]" for layer, head in pairs)
+    inner = indent + "  "
+    lines = textwrap.fill(text, 100, initial_indent=inner, subsequent_indent=inner)
+    return f"[\n{lines}\n{indent}]" if pairs else "[]"

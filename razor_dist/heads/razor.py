@@ -1,0 +1,303 @@
+"""RazorAttention's probe: which heads look back at repeated tokens (paper, section 3.3).
+
+n random tokens (the paper's K) are repeated R times. At position i of repetition r = 0..R-1 the
+token has occurred r times before, at i - jn for j = 1..r. Of a query head's attention weights at i,
+
+- those at i - jn are on *echo* tokens, identical to the current one;
+- those at i - jn + 1 are on *induction* tokens, which followed it then and will follow it now.
+
+**The reading chosen.** The paper scores "attention weight to the echo token" without saying how
+several earlier occurrences count. A head's score here is the mean of its weight over all pairs of
+a token and an earlier occurrence of it: sum_i sum_j w(i, i - jn) / (n R(R-1)/2). The mean over
+tokens of the *summed* weight on all their occurrences is R/2 times that, so it ranks heads alike.
+A third reading, the mean over tokens of their *mean* weight per occurrence, favours the first
+repetitions and could rank otherwise; `ProbeScores.per_token` has it, for comparison.
+
+No attention matrix is ever held: the flash kernel gives each query's log-sum-exp, and a weight is
+``exp(scale q_i . k_t - lse_i)``, so a layer costs R(R-1) diagonals of at most n weights per head,
+evaluated one at a time.
+
+Letters: H query heads, K key-value heads, G = H / K, T = nR tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from razor_dist import kernels
+from razor_dist.errors import ConfigError
+from razor_dist.heads.head_map import Decision, HeadMap, Scores, check_percent, decide, rounded
+from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.shape import ModelShape
+
+METHOD = "razor"
+
+
+@dataclass(frozen=True)
+class RazorSettings:
+    """Settings of the probe; the defaults are the paper's (Table 2).
+
+    Attributes
+    ----------
+    induction_percent, echo_percent : float
+        Query heads to choose by each score, in percent of all.
+    tokens : int
+        Random tokens, n. Fewer are used where the model's context or vocabulary is short.
+    repeats : int
+        How often they are repeated, R.
+    seed : int
+        Of the random tokens.
+    """
+
+    induction_percent: float = 14.0
+    echo_percent: float = 1.0
+    tokens: int = 2500
+    repeats: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_percent("induction", self.induction_percent)
+        check_percent("echo", self.echo_percent)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be at least 0 and below 2**63, got {self.seed}")
+        if self.tokens < 2:
+            raise ConfigError(f"tokens must be at least 2, got {self.tokens}")
+        if self.repeats < 2:
+            raise ConfigError(
+                f"repeats must be at least 2, got {self.repeats}: tokens that occur once have no "
+                "earlier occurrence to attend to"
+            )
+
+
+@dataclass(frozen=True)
+class ProbeScores:
+    """Scores of every query head under both readings.
+
+    Attributes
+    ----------
+    tokens : int
+        Random tokens used, n.
+    scores : dict
+        ``induction`` and ``echo``, ``[layers][query heads]``: mean over (token, earlier
+        occurrence) pairs. Decisions are made from these.
+    per_token : dict
+        The same under the third reading: mean over tokens of the mean over occurrences.
+    """
+
+    tokens: int
+    scores: dict[str, Scores]
+    per_token: dict[str, Scores]
+
+    def decide(self, settings: RazorSettings, group: int) -> tuple[Decision, Decision]:
+        """The decision, and what it would be under the other reading."""
+        percents = (settings.induction_percent, settings.echo_percent)
+        return decide(self.scores, *percents, group), decide(self.per_token, *percents, group)
+
+
+class ProbeContext:
+    """An `AttentionContext` that computes exact causal attention and measures it on the way.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        Of the model.
+    tokens, repeats : int
+        n and R of the input.
+    on_layer : callable, optional
+        Called with the layer's index when it is measured.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        tokens: int,
+        repeats: int,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        self._tokens = tokens
+        self._repeats = repeats
+        self._on_layer = on_layer
+        # weight[kind, layer, head, r]: summed weight of repetition r's tokens on all of their r
+        # earlier occurrences.
+        self._weight = torch.zeros(2, shape.layers, shape.query_heads, repeats, dtype=torch.float64)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `razor_dist.attention.AttentionContext`."""
+        q_KGTD = q.unflatten(0, (k.shape[0], -1))
+        out, lse = kernels.attend(q_KGTD, k, v, scale=scale, causal=True)
+        for r in range(1, self._repeats):
+            self._weight[:, layer, :, r] = self._repetition(q_KGTD, k, lse, scale, r).cpu()
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        return out.to(q.dtype).flatten(0, 1).transpose(0, 1)
+
+    def _repetition(
+        self, q_KGTD: Tensor, k: Tensor, lse_KGT: Tensor, scale: float, r: int
+    ) -> Tensor:
+        """Weight of repetition ``r`` on its echo and its induction tokens, ``[2, H]`` float64."""
+        n = self._tokens
+        here = slice(r * n, (r + 1) * n)
+        q = q_KGTD[:, :, here].float() * scale
+        total = torch.zeros(2, *q.shape[:2], dtype=torch.float64, device=q.device)
+        for earlier in range(r):
+            for kind, shift in enumerate((1, 0)):  # induction, echo
+                start = earlier * n + shift
+                keys = k[:, None, start : start + n].float()
+                weights = torch.exp((q * keys).sum(-1) - lse_KGT[:, :, here])
+                total[kind] += weights.sum(-1, dtype=torch.float64)
+        return total.flatten(1)
+
+    def scores(self) -> ProbeScores:
+        """Scores of every layer, once all have been measured."""
+        n, repeats = self._tokens, self._repeats
+        pairs = n * repeats * (repeats - 1) // 2
+        occurrences = torch.arange(repeats, dtype=torch.float64).clamp(min=1)
+        by_pair = self._weight.sum(-1) / pairs
+        by_token = (self._weight / occurrences).sum(-1) / (n * (repeats - 1))
+        return ProbeScores(n, _named(by_pair), _named(by_token))
+
+
+def _named(scores: Tensor) -> dict[str, Scores]:
+    return {kind: rounded(scores[i].tolist()) for i, kind in enumerate(("induction", "echo"))}
+
+
+def probe_tokens(settings: RazorSettings, shape: ModelShape, vocabulary: int) -> int:
+    """The largest n, up to ``settings.tokens``, that the model's context and vocabulary allow.
+
+    The tokens of one repetition are distinct, so that a token's earlier occurrences are exactly
+    those of the definition; hence n cannot exceed the vocabulary.
+
+    Raises
+    ------
+    ConfigError
+        If not even two tokens fit.
+    """
+    tokens = min(settings.tokens, shape.max_positions // settings.repeats, vocabulary)
+    if tokens < 2:
+        raise ConfigError(
+            f"repeats is {settings.repeats}, but the context of {shape.max_positions} positions "
+            "does not hold that many repetitions of two tokens"
+        )
+    return tokens
+
+
+def probe(
+    model: PreTrainedModel,
+    vocabulary: Tensor,
+    settings: RazorSettings,
+    on_layer: Callable[[int], None] | None = None,
+) -> ProbeScores:
+    """Score every query head in one forward pass.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        From `razor_dist.models.loader.load_model`, on any device.
+    vocabulary : Tensor
+        int64 ``[V]``, token ids to draw from (see `plain_vocabulary`).
+    settings : RazorSettings
+    on_layer : callable, optional
+        Progress: called with the index of each layer.
+
+    Returns
+    -------
+    ProbeScores
+
+    Raises
+    ------
+    ConfigError
+        If the model's context is too short for the repetitions.
+    """
+    shape = ModelShape.from_config(model.config)
+    tokens = probe_tokens(settings, shape, len(vocabulary))
+    # Drawn on the CPU, so that a seed gives the same tokens on every device.
+    generator = torch.Generator().manual_seed(settings.seed)
+    chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
+    input_ids = chosen.repeat(settings.repeats).unsqueeze(0).to(model.device)
+    context = ProbeContext(shape, tokens, settings.repeats, on_layer)
+    positions = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
+    with torch.inference_mode():
+        # The body alone: logits of the whole probe would outweigh everything else here.
+        model.base_model(
+            input_ids=input_ids,
+            position_ids=positions,
+            use_cache=False,
+            attention_context=context,
+        )
+    return context.scores()
+
+
+def plain_vocabulary(path: str | Path, config: PretrainedConfig) -> Tensor:
+    """Token ids of ordinary text: all but special and added ones, and padding of the embedding.
+
+    Parameters
+    ----------
+    path : str or Path
+        Model folder. Without a tokenizer in it, only the special ids that ``config`` names are
+        left out.
+    config : PretrainedConfig
+        Of the model.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[V]``, ascending.
+    """
+    size: int = config.vocab_size
+    if any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        ids = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
+        ids -= set(tokenizer.all_special_ids)
+    else:
+        ids = set(range(size))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(config, name, None)
+            ids -= set(value) if isinstance(value, list) else {value}
+    return torch.tensor(sorted(i for i in ids if i < size), dtype=torch.int64)
+
+
+def head_map(
+    model_name: str,
+    config: PretrainedConfig,
+    result: ProbeScores,
+    settings: RazorSettings,
+    dtype: torch.dtype,
+) -> HeadMap:
+    """The head map that a probe's scores decide.
+
+    Parameters
+    ----------
+    model_name : str
+        As people know the model.
+    config : PretrainedConfig
+        Of the model.
+    result : ProbeScores
+        What `probe` returned.
+    settings : RazorSettings
+        Recorded, with the number of tokens used beside the number asked for.
+    dtype : torch.dtype
+        In which the model ran; recorded.
+    """
+    shape = ModelShape.from_config(config)
+    decision, _ = result.decide(settings, shape.group)
+    return HeadMap(
+        model=model_name,
+        fingerprint=model_fingerprint(config),
+        method=METHOD,
+        settings={
+            **asdict(settings),
+            "tokens": result.tokens,
+            "tokens_requested": settings.tokens,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        query_heads=shape.query_heads,
+        retrieval=decision.retrieval,
+        selected=decision.selected,
+        scores=result.scores,
+    )

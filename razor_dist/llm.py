@@ -1,0 +1,310 @@
+"""The offline API: an engine for scripts, tests and Ray jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, cast
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config import EngineConfig
+from razor_dist.config_sources import build_config
+from razor_dist.engine.assembler import Assembler, Piece, prompt_logprobs
+from razor_dist.engine.local import LocalEngine
+from razor_dist.engine.loop_thread import LoopThread
+from razor_dist.engine.prompts import PromptEncoder, check_prompt, load_tokenizer
+from razor_dist.engine.protocol import Message
+from razor_dist.engine.ranks import WORKER
+from razor_dist.errors import RequestError
+from razor_dist.models.registry import resolve_model
+from razor_dist.outputs import CompletionOutput, RequestOutput
+from razor_dist.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model on ``world_size`` ranks of this host, ready when the constructor returns.
+
+    Parameters
+    ----------
+    model : str
+        "smollm2" (embedded), a local folder, or a hub id.
+    world_size : int
+        Number of ranks.
+    attention : str
+        "razor" (by head map), "full" or "streaming".
+    **config
+        Any other field of `EngineConfig`.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is unknown or wrong.
+    ModelError
+        If the model cannot be found.
+    EngineError
+        If the ranks cannot be started; the message is theirs.
+
+    Examples
+    --------
+    >>> with LLM("smollm2", world_size=2) as llm:
+    ...     [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=8))
+    ...     print(output.outputs[0].text)
+    """
+
+    _worker: ClassVar[str] = WORKER
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        world_size: int = 1,
+        attention: str = "razor",
+        **config: Any,
+    ) -> None:
+        self.config = build_config(
+            EngineConfig, model=model, world_size=world_size, attention=attention, **config
+        )
+        trust = self.config.trust_remote_code
+        folder = resolve_model(model, trust_remote_code=trust)
+        self._ids = itertools.count()
+        self._loop = LoopThread()
+        self._engine = self._loop.run(self._start())
+        self._close = weakref.finalize(self, _close, self._loop, self._engine)
+        try:
+            # The ranks load the model meanwhile.
+            tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+            self._encoder = PromptEncoder(tokenizer)
+            self._loop.run(self._engine.client.ready())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self) -> LocalEngine:
+        engine = LocalEngine(self.config, worker=self._worker)
+        await engine.start()
+        return engine
+
+    # ------------------------------------------------------------------- use
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate one answer for each prompt.
+
+        Parameters
+        ----------
+        prompts : str, list of int, ``{"prompt_token_ids": [...]}``, or a list of these
+            Token ids are taken as they are.
+        sampling_params : SamplingParams or a list with one for each prompt, optional
+            The defaults of `SamplingParams` if not given.
+        use_tqdm : bool
+            Show a progress bar of finished prompts.
+
+        Returns
+        -------
+        list of RequestOutput
+            In the order of ``prompts``.
+
+        Raises
+        ------
+        RequestError
+            If a prompt or its parameters cannot be served; no answer is returned then.
+        EngineError
+            If the engine dies meanwhile. It is restarted for the next call.
+        """
+        texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(texts_and_ids, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of each conversation.
+
+        Parameters
+        ----------
+        messages : list of ``{"role": ..., "content": ...}``, or a list of such lists
+            One conversation or several.
+        sampling_params, use_tqdm
+            As in `generate`.
+        add_generation_prompt : bool
+            End the prompt with the beginning of an assistant's message.
+        chat_template_kwargs : mapping, optional
+            Passed to the model's chat template.
+
+        Returns
+        -------
+        list of RequestOutput
+            One per conversation.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        encoded = [
+            self._encoder.chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run([(None, ids) for ids in encoded], sampling_params, use_tqdm)
+
+    def stats(self) -> Message:
+        """The engine's counters: see ``stats`` in `razor_dist.engine.protocol`."""
+        return self._loop.run(self._engine.client.stats())
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer; ``None`` if its folder has none."""
+        return self._encoder.tokenizer
+
+    def close(self) -> None:
+        """End the ranks. Further calls do nothing."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------- inside
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._encoder.text(prompt)
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise RequestError(
+                    f"a prompt given as a mapping has one key, prompt_token_ids, not {set(prompt)}",
+                    param="prompt",
+                )
+            prompt = prompt["prompt_token_ids"]
+        if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
+            )
+        return None, [int(token) for token in prompt]
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _params_for(sampling_params, len(prompts))
+        info = self._loop.run(self._engine.client.ready())
+        settled = [
+            check_prompt(
+                ids,
+                p,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                has_tokenizer=self._encoder.tokenizer is not None,
+            )
+            for (_, ids), p in zip(prompts, params, strict=True)
+        ]
+        return self._loop.run(self._answer_all(prompts, settled, use_tqdm))
+
+    async def _answer_all(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        # The engine keeps the waiting prompts in memory, so it gets no more than keep it busy.
+        room = asyncio.Semaphore(2 * self.config.max_num_seqs)
+        bar = tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt")
+
+        async def answer(prompt: tuple[str | None, list[int]], p: SamplingParams) -> RequestOutput:
+            async with room:
+                output = await self._answer(*prompt, p)
+            bar.update()
+            return output
+
+        tasks = [asyncio.create_task(answer(*pair)) for pair in zip(prompts, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            bar.close()
+            for task in tasks:  # one failed, or the caller was interrupted: abort the others
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(
+        self, text: str | None, ids: list[int], params: SamplingParams
+    ) -> RequestOutput:
+        tokenizer = self._encoder.tokenizer
+        assembler = Assembler(tokenizer, params)
+        result = RequestOutput(str(next(self._ids)), text, ids)
+        pieces: list[Piece] = []
+        entries: list[Any] = []
+        begin = time.perf_counter()
+        with self._engine.client.generate(result.request_id, ids, params) as stream:
+            async for message in stream:
+                if message["t"] == "progress":
+                    result.metrics.prefill_seconds = message["seconds"]
+                elif message["t"] == "prompt":
+                    entries += message["logprobs"]  # a message per wave
+                elif message["t"] == "token":
+                    if not pieces:
+                        result.metrics.time_to_first_token = time.perf_counter() - begin
+                    pieces.append(assembler.push(message))
+                    if pieces[-1].finish_reason is not None:
+                        break
+        result.metrics.total_seconds = time.perf_counter() - begin
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = prompt_logprobs(tokenizer, ids, entries)
+        last = pieces[-1]
+        answer = CompletionOutput(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[piece.token for piece in pieces],
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+        if params.logprobs is not None:
+            answer.logprobs = [piece.logprobs or {} for piece in pieces]
+            chosen = zip(answer.logprobs, answer.token_ids, strict=True)
+            answer.cumulative_logprob = sum(entry[token].logprob for entry, token in chosen)
+        result.outputs, result.finished = [answer], True
+        return result
+
+
+def _close(loop: LoopThread, engine: LocalEngine) -> None:
+    loop.finish(engine.close())
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params must be one or as many as the prompts: {len(params)} for {count}",
+            param="sampling_params",
+        )
+    return list(params)

@@ -1,0 +1,209 @@
+"""Load a model for serving: our attention, shared weights, no gradients, nothing missing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from razor_dist.attention import NAME as RAZOR_ATTENTION
+from razor_dist.errors import ModelError
+from razor_dist.models.support import check_class, check_supported, without_idle_window
+
+__all__ = [
+    "check_supported",
+    "eos_token_ids",
+    "load_model",
+    "model_fingerprint",
+    "no_progress_bars",
+    "read_config",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration in a model folder, of a model that can be served.
+
+    Raises
+    ------
+    ModelError
+        If there is none, it cannot be understood, or `check_supported` refuses the model.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"cannot read the configuration in {path}: {error}") from error
+    check_supported(config)
+    return config
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the causal language model in a local folder, its attention replaced by ours.
+
+    On CPU, where ``dtype`` is the stored one, the parameters are views of the mapped safetensors
+    files: the ranks of one host share those pages, and loading reads nothing until it is used.
+
+    Parameters
+    ----------
+    path : str or Path
+        A folder, e.g. from `razor_dist.models.registry.resolve_model`.
+    device : torch.device
+        Where the parameters go.
+    dtype : torch.dtype
+        float32, bfloat16 or float16.
+    trust_remote_code : bool
+        Run Python code that comes with the weights.
+
+    Returns
+    -------
+    PreTrainedModel
+        In eval mode, without gradients and without transformers' own cache. Its forward needs
+        ``attention_context=`` (see `razor_dist.attention`).
+
+    Raises
+    ------
+    ModelError
+        If the model is not supported, or its files lack a weight.
+    """
+    if dtype not in _DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise ModelError(f"dtype must be one of {names}, got {str(dtype).removeprefix('torch.')}")
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    # Typed as returning a model alone, which output_loading_info makes untrue.
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        with no_progress_bars():
+            model, report = from_pretrained(
+                path,
+                config=without_idle_window(config),
+                dtype=dtype,
+                attn_implementation=RAZOR_ATTENTION,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except OSError as error:
+        raise ModelError(f"cannot load the weights in {path}: {error}") from error
+    check_class(type(model))
+    # transformers fills missing weights with random numbers and only warns.
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ModelError(f"the weights in {path} lack {len(report['missing_keys'])}: {missing}")
+    model.config.use_cache = False
+    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return loaded
+
+
+def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
+    """Token ids that end a text.
+
+    Parameters
+    ----------
+    source : str, Path or PretrainedConfig
+        A model folder, where ``generation_config.json`` is asked before ``config.json``; or a
+        configuration.
+
+    Returns
+    -------
+    tuple of int
+        Empty if the model names none.
+    """
+    if isinstance(source, PretrainedConfig):
+        return _as_ids(getattr(source, "eos_token_id", None))
+    for name in ("generation_config.json", "config.json"):
+        file = Path(source) / name
+        if file.is_file():
+            ids = _as_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+            if ids:
+                return ids
+    return ()
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def model_fingerprint(config: PretrainedConfig) -> str:
+    """Hash of the fields that decide which heads a model has and what they can attend to.
+
+    Fine-tunes of one model share it; so do its copies saved by other releases of transformers,
+    whose spelling of the rotary fields is brought to one form here. Fields that do not touch
+    attention (dtype, names, cache switches, token ids) are left out.
+
+    Returns
+    -------
+    str
+        ``sha256:`` and 64 hexadecimal digits.
+    """
+    c: Any = config
+    heads = c.num_attention_heads
+    fields = {
+        "model_type": c.model_type,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": getattr(c, "intermediate_size", None),
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(c, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
+        "max_position_embeddings": c.max_position_embeddings,
+        "attention_bias": bool(getattr(c, "attention_bias", False)),
+        "rope": _rope_fields(c),
+    }
+    canonical = json.dumps(_plain(fields), sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _rope_fields(config: Any) -> dict[str, Any]:
+    """Rotary parameters as transformers 5 keeps them, with its defaults spelt out."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", None))
+    rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if rope["partial_rotary_factor"] is None:
+        rope["partial_rotary_factor"] = 1.0
+    rope.pop("type", None)  # the old name of rope_type, kept beside it by some files
+    return rope
+
+
+def _plain(value: Any) -> Any:
+    """JSON data in which equal numbers are spelt alike, whether 10000 or 10000.0."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silence transformers' bars: eight ranks that load at once would draw over each other."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

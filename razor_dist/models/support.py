@@ -1,0 +1,166 @@
+"""Which models can be served: a refusal with its reason is better than a wrong answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from razor_dist.errors import ModelError
+
+# Frequencies that depend on the length of the sequence at hand would differ from one rank's
+# slice, or from one decode step, to the next.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+# Model types whose attention differs in ways that no configuration field tells.
+_OTHER_ATTENTION = {
+    "bert-generation": "its attention is bidirectional",
+    "diffllama": "it subtracts two attention maps",
+    "doge": "its attention mask is computed from the values",
+    "emu3": "it serves images as well as text",
+    "gpt_oss": "its attention has learned sinks in the softmax",
+    "granite_swa": "its attention has learned sinks in the softmax",
+    "granitemoe_swa": "its attention has learned sinks in the softmax",
+    "nemotron": "its layers do not hand the call's arguments on to attention",
+    "mimo_v2_flash": "its attention has learned sinks in the softmax",
+}
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse a model whose attention razor_dist cannot honour.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        The model's configuration. A model whose code comes with its weights (``auto_map``) is
+        judged by its configuration here, and by its class when `load_model` has it.
+
+    Raises
+    ------
+    ModelError
+        Names the model and the reason.
+    """
+    reason = (
+        _kind_reason(config)
+        or _softmax_reason(config)
+        or _shape_reason(config)
+        or _window_reason(config)
+        or _rope_reason(config)
+    )
+    if reason is not None:
+        raise ModelError(f"models of type {config.model_type!r} cannot be served: {reason}")
+
+
+def check_class(model_class: Any) -> None:
+    """Refuse a model class that does not call transformers' attention interface.
+
+    Raises
+    ------
+    ModelError
+        Names the class.
+    """
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{model_class.__name__} does not use transformers' attention interface, so its "
+            "attention cannot be replaced (true of BLOOM, MPT, Falcon and of hybrid models)"
+        )
+
+
+def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` itself, less a sliding window too long ever to hide a token.
+
+    The window would be passed on to attention at every call, though it never matters.
+
+    Raises
+    ------
+    ModelError
+        If the configuration's class does not allow for no window.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "sliding_window", None) is None or kinds == {"full_attention"}:
+        return config
+    assert _window_reason(config) is None  # check_supported comes first
+    try:
+        config.sliding_window = None
+    except StrictDataclassError as error:
+        raise ModelError(
+            f"models of type {config.model_type!r} cannot be served: their sliding window cannot "
+            "be turned off"
+        ) from error
+    if kinds:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return config
+
+
+def _kind_reason(config: PretrainedConfig) -> str | None:
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, and only decoders are"
+    if config.get_text_config() is not config:
+        return "it is multi-modal, and only text models are"
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantised; use the unquantised ones"
+    if config.model_type in _OTHER_ATTENTION:
+        return _OTHER_ATTENTION[config.model_type]
+    masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if masked_lm and not getattr(config, "is_decoder", False):
+        return "its attention is bidirectional"
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    elif not getattr(config, "auto_map", None):
+        return "it has no causal language model in transformers"
+    return None
+
+
+def _softmax_reason(config: PretrainedConfig) -> str | None:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped (attn_logit_softcapping)"
+    if getattr(config, "index_topk", None) is not None:
+        return "its attention chooses keys by an indexer (index_topk)"
+    if getattr(config, "alibi", False):
+        return "its attention is biased by distance (alibi)"
+    return None
+
+
+def _shape_reason(config: PretrainedConfig) -> str | None:
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "latent attention (MLA) has keys and values of different widths (kv_lora_rank)"
+    value_dim = getattr(config, "v_head_dim", None)
+    if value_dim is not None and value_dim != getattr(config, "head_dim", None):
+        return "its values are of another width than its keys (v_head_dim)"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers share the keys of others (num_kv_shared_layers)"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if not isinstance(getattr(config, name, 1), int | None):
+            return f"its layers differ in {name}"
+    return None
+
+
+def _window_reason(config: PretrainedConfig) -> str | None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others:
+        return f"it has layers of type {', '.join(others)}; only full attention is supported"
+    window = getattr(config, "sliding_window", None)
+    if window is None or kinds == {"full_attention"}:
+        return None
+    if window >= config.max_position_embeddings:
+        return None
+    return (
+        f"it was trained with a sliding window of {window} tokens on some or all layers, shorter "
+        f"than its context of {config.max_position_embeddings}"
+    )
+
+
+def _rope_reason(config: PretrainedConfig) -> str | None:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "its layers differ in their rotary embedding"
+    kind = rope.get("rope_type", "default")
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        return f"its rotary frequencies change with the length of the sequence (rope_type {kind})"
+    return None

@@ -1,0 +1,156 @@
+"""The answers to one HTTP request: submitted together, read as one sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.engine.assembler import Assembler, Piece
+from razor_dist.engine.client import EngineClient, RequestStream
+from razor_dist.sampling_params import SamplingParams
+
+
+class Progress(NamedTuple):
+    """How much of a prompt has been read."""
+
+    processed: int
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the answer ``index``."""
+
+    index: int
+    what: Piece | Progress
+
+
+@dataclass
+class Answer:
+    """What has come of one prompt so far."""
+
+    prompt_tokens: int
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text that is certain."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens."""
+        return [piece.token for piece in self.pieces]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Either "stop" or "length", once it is finished."""
+        return self.pieces[-1].finish_reason if self.pieces else None
+
+
+class Answers:
+    """The answers to all prompts of one request, in the order of the prompts.
+
+    Parameters
+    ----------
+    client : EngineClient
+        Takes the requests, on construction.
+    tokenizer : PreTrainedTokenizerBase or None
+        Makes text of tokens.
+    prompts : sequence of list of int
+        Token ids.
+    params : sequence of SamplingParams
+        One for each prompt.
+
+    Raises
+    ------
+    RequestError
+        Code ``queue_full``; nothing has been submitted then.
+    EngineError
+        If the engine is not ready.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+    ) -> None:
+        client.check_room(len(prompts))
+        self.created = int(time.time())
+        self.answers = [Answer(len(prompt)) for prompt in prompts]
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._unfinished = len(prompts)
+        self._streams: list[RequestStream] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            stream = client.generate(uuid.uuid4().hex, prompt, p)
+            self._streams.append(stream)
+            pump = self._pump(index, stream, Assembler(tokenizer, p))
+            self._tasks.append(asyncio.create_task(pump))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens in all prompts."""
+        return sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens in all answers so far."""
+        return sum(len(answer.pieces) for answer in self.answers)
+
+    async def events(self, heartbeat: float | None = None) -> AsyncIterator[Event | None]:
+        """What happens, as it happens, until every answer is finished.
+
+        Parameters
+        ----------
+        heartbeat : float, optional
+            Yield ``None`` when nothing has happened for this many seconds.
+
+        Raises
+        ------
+        RequestError, EngineError
+            As soon as one of the requests fails.
+        """
+        while self._unfinished or not self._events.empty():
+            try:
+                event = await asyncio.wait_for(self._events.get(), heartbeat)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def close(self) -> None:
+        """Abort what is unfinished. Never waits."""
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    async def _pump(self, index: int, stream: RequestStream, assembler: Assembler) -> None:
+        try:
+            with stream:
+                async for message in stream:
+                    if message["t"] == "progress":
+                        numbers = (message[k] for k in ("processed", "total", "seconds"))
+                        self._events.put_nowait(Event(index, Progress(*numbers)))
+                    elif message["t"] == "token":
+                        piece = assembler.push(message)
+                        self.answers[index].pieces.append(piece)
+                        self._events.put_nowait(Event(index, piece))
+                        if piece.finish_reason is not None:
+                            break
+        except Exception as error:
+            self._events.put_nowait(error)
+        finally:
+            self._unfinished -= 1

@@ -1,0 +1,59 @@
+"""The front as a process of its own, started by rank 0 under torchrun.
+
+``python -m razor_dist.server.attached --config-json FILE --socket PATH --agent PID``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+from razor_dist.config import ServerConfig
+from razor_dist.engine.client import EngineClient
+from razor_dist.errors import EngineError, RazorError
+from razor_dist.server.logs import set_up_logging
+from razor_dist.server.main import Front, bind
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-json", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    arguments = parser.parse_args()
+    config = ServerConfig.from_json(arguments.config_json.read_text())
+    set_up_logging(config.log_level)
+    try:
+        with bind(config) as listener:
+            return asyncio.run(_run(config, listener, arguments.socket, arguments.agent))
+    except EngineError:
+        return 1  # rank 0 has said why
+    except RazorError as error:
+        print(f"razor-dist: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(arguments.socket.parent, ignore_errors=True)
+
+
+async def _run(config: ServerConfig, listener: socket.socket, path: Path, agent: int) -> int:
+    client = EngineClient(path, max_queue=config.max_queue)
+    # At once, not when the model is found: rank 0 waits for the socket.
+    await client.start()
+    front = Front(config, client, listener, start=_nothing, agent=agent)
+    try:
+        return await front.run()
+    finally:
+        await client.close()
+
+
+async def _nothing() -> None:
+    """The ranks are torchrun's to start."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

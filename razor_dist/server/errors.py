@@ -1,0 +1,60 @@
+"""Exceptions to OpenAI's error shape and HTTP status."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fastapi.responses import JSONResponse
+
+from razor_dist.engine.client import Status
+from razor_dist.errors import EngineError, RequestError
+
+_STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413}
+_TYPE_OF_STATUS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+
+class NotReadyError(EngineError):
+    """The engine takes no requests now."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"the engine is not ready ({status.state}): {status.reason}")
+        self.state = status.state
+
+
+class Failure(NamedTuple):
+    """An error as HTTP tells it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """The failure that an exception of a request amounts to."""
+        if isinstance(error, RequestError):
+            status = _STATUS_OF_CODE.get(error.code or "", 400)
+            return cls(status, str(error), error.param, error.code)
+        if isinstance(error, NotReadyError):
+            return cls(503, str(error), code=f"engine_{error.state}")
+        if isinstance(error, EngineError):
+            return cls(500, str(error), code="engine_error")
+        # Not the error's text: it may hold what no client should see. The log has it.
+        return cls(500, "internal error; see the server's log", code="internal_error")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients understand."""
+        kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The failure as a response."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)

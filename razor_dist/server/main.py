@@ -1,0 +1,212 @@
+"""Runs the front: HTTP on one side, the engine on the other, until a signal or its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from razor_dist.config import ServerConfig
+from razor_dist.engine.client import EngineClient
+from razor_dist.engine.local import LocalEngine
+from razor_dist.engine.prompts import PromptEncoder, load_tokenizer
+from razor_dist.engine.ranks import WORKER
+from razor_dist.errors import ConfigError, EngineError
+from razor_dist.models.registry import resolve_model
+from razor_dist.server.app import build_app
+from razor_dist.server.logs import set_up_logging
+from razor_dist.server.processes import in_daemon_thread, process_end
+from razor_dist.server.service import Service
+
+log = logging.getLogger(__name__)
+
+# Seconds that open connections get to finish when the server ends.
+_GRACE = 2
+
+
+def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
+    """Serve a model on ranks that this process starts, until SIGINT or SIGTERM.
+
+    Parameters
+    ----------
+    config : ServerConfig
+        The settings.
+    worker : str
+        The ranks' module.
+
+    Returns
+    -------
+    int
+        Exit code 0.
+
+    Raises
+    ------
+    ConfigError, ModelError
+        If the address is taken or the model cannot be found.
+    EngineError
+        If the ranks cannot be started.
+    """
+    # Under torchrun the agent is our parent; a killed agent must not leave a server behind.
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    set_up_logging(config.log_level)
+
+    async def main(listener: socket.socket) -> int:
+        engine = LocalEngine(config, max_queue=config.max_queue, worker=worker)
+        front = Front(config, engine.client, listener, start=engine.start, agent=agent)
+        try:
+            return await front.run()
+        finally:
+            await engine.close()
+
+    with bind(config) as listener:
+        return asyncio.run(main(listener))
+
+
+class Front:
+    """The HTTP server and what it waits for.
+
+    Parameters
+    ----------
+    config : ServerConfig
+        The settings.
+    client : EngineClient
+        Takes the requests.
+    listener : socket
+        Bound already, so that an address in use is found before anything is started.
+    start : callable
+        Starts the engine; awaited once the model is known to exist.
+    agent : int, optional
+        A process whose end is the front's end.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        client: EngineClient,
+        listener: socket.socket,
+        *,
+        start: Callable[[], Awaitable[None]],
+        agent: int | None = None,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._listener = listener
+        self._start = start
+        self._agent = agent
+        self._service = Service(config, client)
+        self._http = _Uvicorn(
+            uvicorn.Config(
+                build_app(self._service),
+                log_config=None,
+                log_level=config.log_level,
+                lifespan="off",
+                timeout_graceful_shutdown=_GRACE,
+            )
+        )
+
+    async def run(self) -> int:
+        """Serve until a signal, the agent's end, or a failure to start.
+
+        Returns
+        -------
+        int
+            Exit code 0.
+
+        Raises
+        ------
+        RazorError
+            If the model cannot be found or the ranks cannot be started.
+        """
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        ends = [asyncio.create_task(stop.wait()), http]
+        if self._agent is not None:
+            ends.append(asyncio.create_task(process_end(self._agent)))
+        log.info("listening on %s, loading %s", self._url, self._config.name)
+        try:
+            if await _unless(ends, self._load()):
+                print(f"Serving {self._config.name} on {self._url}", flush=True)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return 0
+        finally:
+            log.info("ending")
+            self._client.shutdown()
+            self._http.should_exit = True
+            for task in ends[:1] + ends[2:]:
+                task.cancel()
+            await http
+
+    async def _load(self) -> None:
+        """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
+        trust = self._config.trust_remote_code
+        folder = await in_daemon_thread(
+            partial(resolve_model, self._config.model, trust_remote_code=trust)
+        )
+        await self._start()
+        tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
+        self._service.encoder = PromptEncoder(tokenizer)
+        await self._client.ready()
+
+    @property
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _unless(ends: list[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> bool:
+    """Whether ``work`` was done before any of ``ends``; it is cancelled if not."""
+    task = asyncio.create_task(work)
+    await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, EngineError):
+        await task
+    return False
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the process before the ranks."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that listens on the configured address.
+
+    Raises
+    ------
+    ConfigError
+        If the address is unknown or in use.
+    """
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"host {config.host!r} is not an address: {error.strerror}") from None
+    family, _, _, _, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A port whose last connections linger after a restart can be used again at once.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}; "
+            "choose another --port, or 0 for a free one"
+        ) from None
+    return listener

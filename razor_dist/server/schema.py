@@ -1,0 +1,288 @@
+"""The request bodies of the API, and everything about them that can be refused.
+
+What is not supported is refused by name; a field of OpenAI's that is set to what happens anyway
+(``presence_penalty: 0``) is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+from razor_dist.config_errors import nearest
+from razor_dist.errors import RequestError
+from razor_dist.sampling_params import MAX_LOGPROBS, SamplingParams
+
+_INT64 = 2**63
+Body = TypeVar("Body", bound="GenerateBody")
+
+# Fields that are not supported, with the values that ask for nothing. null asks for nothing too.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "store": (False,),
+    "metadata": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+def _content(value: object) -> str:
+    """A message's content; its text parts are joined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(_is_text_part(part) for part in value):
+        return "".join(part["text"] for part in value)
+    raise ValueError(
+        'must be a string or a list of {"type": "text", "text": ...} parts; '
+        "other kinds of content are not supported"
+    )
+
+
+def _is_text_part(part: object) -> bool:
+    if not isinstance(part, dict) or set(part) != {"type", "text"}:
+        return False
+    return part["type"] == "text" and isinstance(part["text"], str)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if isinstance(stops, list) and all(isinstance(stop, str) for stop in stops):
+        return tuple(stops)
+    raise ValueError("must be a string or a list of strings")
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """One or several prompts as a list of them.
+
+    By hand, because pydantic would report every one of a million tokens as "not a string".
+    """
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    if isinstance(value, list) and value:
+        are_texts = all(isinstance(p, str) for p in value)
+        if are_texts or all(_is_tokens(p) for p in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of such lists, "
+        "none of them empty"
+    )
+
+
+def _is_tokens(value: object) -> TypeGuard[list[int]]:
+    # type(), because True is an instance of int.
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
+
+
+class ChatMessage(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_content)]
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it."""
+        # OpenAI renamed the role; templates know the old name only.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
+
+
+class GenerateBody(_Strict):
+    """The fields that both endpoints share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(lt=_INT64)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    n: int | None = None
+    user: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse combinations that make no sense.
+
+        Raises
+        ------
+        RequestError
+            Naming the field.
+        """
+        if self.n not in (None, 1):
+            raise RequestError(f"n must be 1, got {self.n}", param="n")
+        for name in ("stream_options", "return_progress"):
+            if getattr(self, name) and not self.stream:
+                raise RequestError(f"{name} is only allowed with stream: true", param=name)
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+
+class ChatBody(GenerateBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """As `GenerateBody.check`."""
+        super().check()
+        if not self.messages:
+            raise RequestError("messages must hold at least one message", param="messages")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise RequestError(
+                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) contradict each "
+                "other; give one of them",
+                param="max_tokens",
+            )
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise RequestError(
+                    "top_logprobs is only allowed with logprobs: true", param="top_logprobs"
+                )
+            _check_logprobs(self.top_logprobs, "top_logprobs")
+
+    def sampling(self) -> SamplingParams:
+        """The sampling settings; without a limit, as many tokens as the context holds."""
+        limit = self.max_completion_tokens
+        if limit is not None and limit < 1:
+            raise RequestError(
+                f"max_completion_tokens must be at least 1, got {limit}",
+                param="max_completion_tokens",
+            )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(self.max_tokens if limit is None else limit, logprobs)
+
+
+class CompletionBody(GenerateBody):
+    """``POST /v1/completions``."""
+
+    # As a list: one prompt or several, each answered by a choice of its own.
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        """As `GenerateBody.check`."""
+        super().check()
+        if self.logprobs is not None:
+            _check_logprobs(self.logprobs, "logprobs")
+
+    def sampling(self) -> SamplingParams:
+        """The sampling settings; without a limit 16 tokens, OpenAI's default here."""
+        return self._sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+
+def parse(cls: type[Body], data: object) -> Body:
+    """Validate a request body.
+
+    Parameters
+    ----------
+    cls : type
+        `ChatBody` or `CompletionBody`.
+    data : object
+        What the JSON held.
+
+    Raises
+    ------
+    RequestError
+        Naming the first field at fault and what would be right.
+    """
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    fields = {}
+    for name, value in data.items():
+        if name in cls.model_fields:
+            fields[name] = value
+        elif name not in _NEUTRAL:
+            hint = nearest(name, cls.model_fields)
+            suffix = f"; did you mean {hint!r}?" if hint else ""
+            raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
+        elif value is not None and not _is_neutral(name, value):
+            raise RequestError(f"unsupported field {name!r}", param=name)
+    try:
+        body = cls(**fields)
+    except ValidationError as error:
+        raise _request_error(error) from None
+    body.check()
+    return body
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    # 0 == False in Python, not in JSON.
+    return any(
+        value == v and isinstance(value, bool) == isinstance(v, bool) for v in _NEUTRAL[name]
+    )
+
+
+def _check_logprobs(value: int, name: str) -> None:
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise RequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    field, *rest = problem["loc"]
+    where = f"{field}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
+    if problem["type"] == "missing":
+        return RequestError(f"missing required field {where!r}", param=where)
+    if problem["type"] == "extra_forbidden":
+        return RequestError(f"unsupported field {where!r}", param=where)
+    if problem["type"] == "value_error":
+        return RequestError(f"{where} {problem['ctx']['error']}", param=where)
+    message = problem["msg"].replace("Input should be", "must be")
+    return RequestError(f"{where} {message}", param=where)

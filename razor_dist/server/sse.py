@@ -1,0 +1,90 @@
+"""Server-sent events: a request's answers as they come."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from razor_dist.engine.assembler import Piece
+from razor_dist.errors import RazorError
+from razor_dist.server.answers import Event
+from razor_dist.server.errors import Failure
+from razor_dist.server.formats import Format
+
+log = logging.getLogger(__name__)
+
+# A line that begins with a colon is a comment: clients skip it, proxies see traffic.
+HEARTBEAT = ": heartbeat\n\n"
+DONE = "data: [DONE]\n\n"
+
+
+async def stream(
+    events: AsyncIterator[Event | None],
+    form: Format,
+    *,
+    include_usage: bool,
+    return_progress: bool,
+) -> AsyncIterator[str]:
+    """The text of a stream, event by event.
+
+    Parameters
+    ----------
+    events : async iterator
+        Of `Answers.events`; ``None`` makes a heartbeat.
+    form : Format
+        The endpoint's.
+    include_usage : bool
+        End with a chunk of token counts; the other chunks then say ``"usage": null``.
+    return_progress : bool
+        Tell of the prompt's progress too.
+    """
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    try:
+        for chunk in form.opening():
+            yield _data(chunk | usage)
+        async for event in events:
+            if event is None:
+                yield HEARTBEAT
+            elif isinstance(event.what, Piece):
+                for chunk in form.piece(event.index, event.what):
+                    yield _data(chunk | usage)
+            elif return_progress:
+                yield _data(form.progress(event.index, event.what) | usage)
+        if include_usage:
+            yield _data(form.usage())
+    except Exception as error:
+        # The status line has gone out: what is left is to tell it in the stream.
+        if not isinstance(error, RazorError):
+            log.exception("a stream failed")
+        yield _data(Failure.of(error).body())
+    yield DONE
+
+
+def _data(value: dict[str, Any]) -> str:
+    # ensure_ascii keeps U+2028 and its like, which some clients take for line ends, escaped.
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A streaming response that calls ``close`` however it ends, a vanished client included.
+
+    A generator's own ``finally`` would not do: if the client is gone before the first byte is
+    sent, the generator is never started.
+    """
+
+    def __init__(self, lines: AsyncIterator[str], *, close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

@@ -1,0 +1,166 @@
+"""Serving when torchrun starts the ranks.
+
+Every process is a rank. Rank 0 also starts the front, as a process that outlives it: torchrun may
+restart the ranks (``--max-restarts``), and the new rank 0 finds the front where the old one left
+it. The front ends when torchrun's agent does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from razor_dist.config import EngineConfig, ServerConfig
+from razor_dist.config_sources import Setting
+from razor_dist.engine.ranks import without_torchrun
+from razor_dist.errors import ConfigError, EngineError
+from razor_dist.server.logs import set_up_logging
+
+RunRank = Callable[[EngineConfig, str | None], None]
+FRONT = "razor_dist.server.attached"
+# Seconds that the front may take to import its libraries and listen.
+_PATIENCE = 60.0
+# Seconds that the other ranks leave rank 0 to tell of an error that all of them have met:
+# torchrun ends every process as soon as it sees that one has failed.
+HOLD_BACK = 5.0
+
+
+class FrontRefusedError(Exception):
+    """The front ended at once; it has told the user why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the front ended with code {code}")
+        self.code = code
+
+
+class Torchrun(NamedTuple):
+    """What torchrun says of this process."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Torchrun | None:
+        """Read the environment; ``None`` unless torchrun started more than one process.
+
+        A single process under torchrun is a front that starts the ranks itself.
+        """
+        if "TORCHELASTIC_RUN_ID" not in env or int(env["WORLD_SIZE"]) == 1:
+            return None
+        return cls(int(env["RANK"]), int(env["WORLD_SIZE"]))
+
+    @property
+    def implied(self) -> dict[str, Setting]:
+        """The settings that follow."""
+        return {"world_size": Setting(self.world_size, "torchrun")}
+
+    def check(self, config: EngineConfig) -> None:
+        """Raise `ConfigError` if the configured world size is another one."""
+        if config.world_size != self.world_size:
+            raise ConfigError(
+                f"world_size is {config.world_size}, but torchrun started {self.world_size} "
+                "processes; leave --world-size out or make the two agree"
+            )
+
+
+def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -> int:
+    """Be one of torchrun's ranks; rank 0 sees to the front first.
+
+    Parameters
+    ----------
+    config : ServerConfig
+        The settings, the same in every process.
+    torchrun : Torchrun
+        Who this process is.
+    run_rank : callable
+        `razor_dist.engine.worker.run_rank`.
+
+    Returns
+    -------
+    int
+        Exit code.
+    """
+    set_up_logging(config.log_level)
+    socket_path = None
+    if torchrun.rank == 0:
+        try:
+            socket_path = str(ensure_front(config, agent=os.getppid()))
+        except FrontRefusedError as refusal:
+            return refusal.code
+    run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
+    return 0
+
+
+def ensure_front(config: ServerConfig, agent: int) -> Path:
+    """The socket of the front of this agent's job; the front is started if there is none.
+
+    Raises
+    ------
+    FrontRefusedError
+        If the new front ends at once (the port is in use).
+    EngineError
+        If it does not listen in time.
+    """
+    folder = _private_folder(agent)
+    socket_path = folder / "engine"
+    # The front holds this lock as long as it lives: it inherits the descriptor.
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return socket_path
+        socket_path.unlink(missing_ok=True)
+        config_file = folder / "config.json"
+        config_file.write_text(config.model_dump_json())
+        arguments = ["--config-json", str(config_file), "--socket", str(socket_path)]
+        front = subprocess.Popen(
+            [sys.executable, "-m", FRONT, *arguments, "--agent", str(agent)],
+            env=without_torchrun(os.environ),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[lock.fileno()],
+            start_new_session=True,  # torchrun ends the rank's process group, not the front
+        )
+    _wait_for(socket_path, front)
+    return socket_path
+
+
+def _wait_for(socket_path: Path, front: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not socket_path.exists():
+        code = front.poll()
+        if code is not None:
+            raise FrontRefusedError(code)
+        if time.monotonic() > deadline:
+            front.kill()
+            raise EngineError(f"the front did not listen within {_PATIENCE:g} s")
+        time.sleep(0.05)
+
+
+def _private_folder(agent: int) -> Path:
+    """A folder of this user's for the job of one agent, the same for each of its rank 0s."""
+    born = re.sub(r"\W", "", _start_time(agent))
+    folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{born}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    # The name can be guessed: somebody else may have made the folder first.
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"the folder {folder} is not private to this user; remove it")
+    return folder
+
+
+def _start_time(pid: int) -> str:
+    """When a process was started: its number alone may be used again (Linux; else empty)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # Field 22; the second one is the name in parentheses, which may hold spaces.
+    return stat.rpartition(")")[2].split()[19]

@@ -1,0 +1,238 @@
+"""The client and the launcher against ranks that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.client import EngineClient
+from razor_dist.engine.local import LocalEngine
+from razor_dist.engine.protocol import encode
+from razor_dist.errors import EngineError, RequestError
+from razor_dist.sampling_params import SamplingParams
+from tests import fake_engine
+
+MANY = SamplingParams(max_tokens=100)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model: str = "smollm2", *, world_size: int = 2, max_queue: int | None = None
+) -> AsyncIterator[LocalEngine]:
+    config = EngineConfig(model=model, world_size=world_size)
+    engine = LocalEngine(config, max_queue=max_queue, worker="tests.fake_engine")
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        pids = engine.launcher.pids
+        await engine.close()
+        assert not any(exists(pid) for pid in pids)
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def tokens(client: EngineClient, request_id: str, prompt: list[int]) -> list[int]:
+    with client.generate(request_id, prompt, MANY) as stream:
+        return [m["token"] async for m in stream if m["t"] == "token"]
+
+
+def test_requests_are_answered_side_by_side() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            client = engine.client
+            info = await client.ready()
+            assert (info.max_model_len, info.fields["world_size"]) == (512, 2)
+            got = await asyncio.gather(
+                *(tokens(client, str(n), list(range(10, 10 + n))) for n in range(1, 9))
+            )
+            assert got == [[*reversed(range(10, 10 + n)), fake_engine.EOS] for n in range(1, 9)]
+            assert client.unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_each_rank_gets_its_environment() -> None:
+    async def main() -> None:
+        async with running(world_size=3) as engine:
+            await engine.client.ready()
+            env = (await engine.client.stats())["env"]
+            assert env["RANK"] == env["LOCAL_RANK"] == "0"
+            assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
+            assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
+            assert env["GLOO_SOCKET_IFNAME"] == "lo"
+            assert env["OMP_NUM_THREADS"] == str(engine.launcher._config.threads_per_rank(3))
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_closed_early_is_aborted() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            client = engine.client
+            await client.ready()
+            with client.generate("a", [fake_engine.HANG], MANY):
+                assert (await client.stats())["running"] == 1
+            stats = await client.stats()
+            assert (stats["running"], stats["aborted"], client.unfinished) == (0, 1, 0)
+            task = asyncio.create_task(tokens(client, "b", [fake_engine.HANG]))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert (await client.stats())["aborted"] == 2
+            await tokens(client, "c", [5])
+            assert (await client.stats())["aborted"] == 2
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded() -> None:
+    async def main() -> None:
+        async with running(max_queue=2) as engine:
+            client = engine.client
+            await client.ready()
+            first = client.generate("a", [fake_engine.HANG], MANY)
+            client.generate("b", [fake_engine.HANG], MANY)
+            with pytest.raises(RequestError, match="2 requests are unfinished") as raised:
+                client.generate("c", [5], MANY)
+            assert raised.value.code == "queue_full"
+            first.close()
+            assert await tokens(client, "c", [5]) == [5, fake_engine.EOS]
+
+    asyncio.run(main())
+
+
+def test_a_refusal_names_its_field() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            await engine.client.ready()
+            with pytest.raises(RequestError, match="more pages") as raised:
+                await tokens(engine.client, "a", [fake_engine.REFUSE])
+            assert raised.value.code == "context_length_exceeded"
+            assert raised.value.param == "messages"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) -> None:
+    async def main() -> None:
+        async with running(world_size=3) as engine:
+            client = engine.client
+            await client.ready()
+            before = engine.launcher.pids
+            work = [asyncio.create_task(tokens(client, str(n), [49002])) for n in range(3)]
+            await asyncio.sleep(0.05)
+            os.kill(before[rank], signal.SIGKILL)
+            async with asyncio.timeout(1):
+                done = await asyncio.gather(*work, return_exceptions=True)
+            assert all(isinstance(error, EngineError) for error in done)
+            assert client.status.state == "restarting"
+            with pytest.raises(EngineError, match="restarting"):
+                client.generate("x", [5], MANY)
+            async with asyncio.timeout(10):
+                await client.ready()
+            assert not set(before) & set(engine.launcher.pids)
+            assert await tokens(client, "x", [5]) == [5, fake_engine.EOS]
+
+    asyncio.run(main())
+
+
+def test_a_stopped_rank_is_killed_with_the_others() -> None:
+    async def main() -> None:
+        async with running(world_size=3) as engine:
+            await engine.client.ready()
+            before = engine.launcher.pids
+            os.kill(before[0], signal.SIGSTOP)
+            os.kill(before[1], signal.SIGKILL)
+            while engine.client.status.state == "ready":
+                await engine.client.wait_change()
+            async with asyncio.timeout(10):
+                await engine.client.ready()
+            assert not any(exists(pid) for pid in before)
+
+    asyncio.run(main())
+
+
+def test_what_rank_0_refuses_is_the_reason_and_not_tried_again() -> None:
+    async def main() -> None:
+        async with running("bad-head-map", world_size=3) as engine:
+            with pytest.raises(EngineError, match="failed: the head map belongs to another model"):
+                await engine.client.ready()
+            pids = engine.launcher.pids
+            await asyncio.sleep(1.0)
+            assert engine.launcher.pids == pids
+            assert engine.client.status.state == "failed"
+
+    asyncio.run(main())
+
+
+def test_failing_starts_are_bounded() -> None:
+    async def main() -> None:
+        async with running("crash-at-start") as engine:
+            with pytest.raises(EngineError, match="3 starts failed in a row"):
+                await engine.client.ready()
+
+    asyncio.run(main())
+
+
+def test_a_malformed_message_costs_the_engine_not_the_front(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = EngineClient(tmp_path / "engine")
+        await client.start()
+        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        writer.write(encode({"t": "ready", "info": {"max_model_len": 8, "vocab_size": 9}}))
+        await client.ready()
+        stream = client.generate("a", [1], MANY)
+        writer.write(encode({"unexpected": 1}))
+        with pytest.raises(EngineError, match="cannot be handled"):
+            await anext(stream)
+        assert client.status.state == "restarting"
+        writer.close()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_the_socket_is_the_users_alone() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            await engine.client.ready()
+            assert engine.client.socket_path.stat().st_mode & 0o777 == 0o600
+            assert engine.client.socket_path.parent.stat().st_mode & 0o777 == 0o700
+        assert not engine.client.socket_path.parent.exists()
+
+    asyncio.run(main())
+
+
+def test_a_socket_path_that_is_too_long_is_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="set TMPDIR to a shorter folder"):
+        EngineClient(tmp_path / ("x" * 108))
+
+
+def test_the_guard_runs_a_module_as_python_m_would() -> None:
+    import subprocess
+
+    command = [sys.executable, "-m", "razor_dist.engine.guard"]
+    shown = subprocess.run(
+        [*command, str(os.getpid()), "json.tool", "--help"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("usage:")
+    orphan = subprocess.run([*command, "1", "json.tool", "--help"], capture_output=True)
+    assert (orphan.returncode, orphan.stdout) == (1, b"")

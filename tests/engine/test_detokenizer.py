@@ -1,0 +1,99 @@
+"""Text comes out in pieces that join to the whole and never split a character."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.engine.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
+from tests.tokenizer import smollm2_tokenizer
+
+TOKENIZER = smollm2_tokenizer()
+VOCABULARY = len(TOKENIZER)
+# Tokens of one byte: most sequences of them are no UTF-8.
+BYTES = [i for i in range(VOCABULARY) if len(str(TOKENIZER.convert_ids_to_tokens(i))) == 1]
+
+anything = st.lists(st.integers(0, VOCABULARY - 1), max_size=60)
+broken = st.lists(st.sampled_from(BYTES), max_size=60)
+special = st.lists(st.sampled_from([*BYTES[100:], 0, 1, 2]), max_size=60)
+text = st.text(st.sampled_from("aé😀世界🇫🇷👩‍👩‍👧 \n\u2028\ufffd"), max_size=30).map(
+    lambda t: TOKENIZER.encode(t, add_special_tokens=False)
+)
+
+
+def pieces(ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(TOKENIZER)
+    return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(anything, broken, special, text))
+@example([])
+@example(BYTES[-1:] * 50)
+def test_the_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
+    assert "".join(pieces(ids)) == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("aé😀世界🇫🇷👩‍👩‍👧 "), max_size=30))
+def test_no_piece_of_valid_text_has_half_a_character(text: str) -> None:
+    assert REPLACEMENT not in "".join(pieces(TOKENIZER.encode(text, add_special_tokens=False)))
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    ids = TOKENIZER.encode("one two 😀!", add_special_tokens=False)
+    got = pieces(ids)
+    assert got[:2] == ["one", " two"]
+    assert got[-2:] == ["!", ""]
+
+
+def test_the_cost_per_token_does_not_grow() -> None:
+    def seconds(count: int) -> float:
+        detokenizer = Detokenizer(TOKENIZER)
+        begin = time.perf_counter()
+        for n in range(count):
+            detokenizer.push(BYTES[n % len(BYTES)])
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    assert seconds(20_000) < 40 * max(seconds(2000), 0.005)
+
+
+# -------------------------------------------------------------- stop strings
+
+
+def literal_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Read letter by letter; stop at the first end of a stop string, the longest there."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
+def test_stops_are_found_however_the_text_is_cut(chunks: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown, found = "", None
+    for chunk in chunks:
+        safe, found = matcher.push(chunk)
+        shown += safe
+        if found is not None:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, found) == literal_stop("".join(chunks), stops)
+
+
+def test_only_a_possible_start_is_held_back() -> None:
+    matcher = StopMatcher(["###"])
+    assert matcher.push("a#") == ("a", None)
+    assert matcher.push("b##") == ("#b", None)
+    assert matcher.push("#c") == ("", "###")

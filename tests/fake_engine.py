@@ -1,0 +1,178 @@
+"""A stand-in for the rank process: speaks the protocol, computes nothing.
+
+Rank 0 answers each prompt with its own tokens in reverse order, then with the end-of-sequence
+token. Prompts of one or two tokens whose first is one of `COMMANDS` make it misbehave instead.
+Faults at start are chosen by the configuration's model name (see `_fail_at_start`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+
+MAX_MODEL_LEN = 512
+VOCAB_SIZE = 49152
+EOS = 2
+# First tokens of a prompt, far up in the vocabulary, and what they make the engine do.
+SLOW_PREFILL, HANG, DIE, REFUSE, ENDLESS = 49001, 49002, 49003, 49004, 49005
+
+
+def _fail_at_start(model: str, rank: int) -> str | None:
+    """What is wrong with a model by its name, or a crash."""
+    if "crash-at-start" in model:
+        sys.exit(1)
+    if "bad-head-map" in model:
+        return "the head map belongs to another model"
+    if "slow-start" in model:
+        time.sleep(1.0)
+    return None
+
+
+class FakeEngine:
+    """Rank 0's end of the socket."""
+
+    def __init__(self, config: dict[str, Any], world_size: int) -> None:
+        self.config, self.world_size = config, world_size
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.aborted: list[str] = []
+
+    async def run(self, socket_path: str) -> None:
+        """Serve until the front hangs up or says shutdown."""
+        reader, self.writer = await asyncio.open_unix_connection(socket_path)
+        problem = _fail_at_start(self.config["model"], rank=0)
+        if problem:
+            self.send(t="error", id="", message=problem, param=None, code=None)
+            await self.writer.drain()
+            self.writer.close()
+            sys.exit(3)
+        self.send(t="ready", info=self.info())
+        while True:
+            try:
+                header = await reader.readexactly(HEADER_SIZE)
+            except asyncio.IncompleteReadError:
+                return
+            message = decode(await reader.readexactly(body_length(header)))
+            if message["t"] == "shutdown":
+                return
+            self.handle(message)
+
+    def info(self) -> Message:
+        return {
+            "world_size": self.world_size,
+            "model": self.config["model"],
+            "max_model_len": self.config["max_model_len"] or MAX_MODEL_LEN,
+            "vocab_size": VOCAB_SIZE,
+            "eos_token_ids": [EOS],
+            "attention": self.config["attention"],
+            "prefill": self.config["prefill"],
+            "retrieval_fraction": 0.15,
+            "kv_bytes_per_rank": 1000,
+        }
+
+    def handle(self, message: Message) -> None:
+        kind = message["t"]
+        if kind == "add":
+            task = asyncio.create_task(
+                self.answer(**{k: message[k] for k in ("id", "prompt", "params")})
+            )
+            self.tasks[message["id"]] = task
+        elif kind == "abort":
+            self.aborted.append(message["id"])
+            self.tasks.pop(message["id"]).cancel()
+        elif kind == "stats":
+            self.send(
+                t="stats",
+                tag=message["tag"],
+                running=len(self.tasks),
+                waiting=0,
+                aborted=len(self.aborted),
+                bytes_sent={"ring": 10},
+                pid=os.getpid(),
+                env={k: v for k, v in os.environ.items() if k.isupper()},
+            )
+
+    async def answer(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+        await self.prefill(id, prompt, params)
+        tokens = list(reversed(prompt))
+        limit = params["max_tokens"]
+        if prompt[0] == ENDLESS:
+            tokens = [prompt[-1]] * limit
+        tokens = [*tokens, EOS][:limit]
+        for n, token in enumerate(tokens, start=1):
+            is_end = token == EOS and not params["ignore_eos"]
+            stops = is_end or token in params["stop_token_ids"]
+            finish = "stop" if stops else "length" if n == len(tokens) else None
+            top = (
+                [[token, -0.5], [token ^ 1, -1.5]][: params["logprobs"]]
+                if params["logprobs"]
+                else []
+            )
+            logprob = None if params["logprobs"] is None else -0.5
+            if finish:
+                del self.tasks[id]
+            self.send(t="token", id=id, token=token, logprob=logprob, top=top, finish=finish)
+            if finish:
+                return
+            await asyncio.sleep(0.02 if prompt[0] == ENDLESS else 0)
+
+    async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+        if prompt[0] == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt[0] == HANG:
+            await asyncio.sleep(3600)
+        if prompt[0] == REFUSE:
+            del self.tasks[id]
+            self.send(
+                t="error",
+                id=id,
+                message="the prompt needs more pages than the pool has",
+                param="messages",
+                code="context_length_exceeded",
+            )
+            await asyncio.sleep(3600)
+        if params["prompt_logprobs"] is not None:
+            entries = [None] + [[-1.0, 1, [[t, -1.0]]] for t in prompt[1:]]
+            self.send(t="prompt", id=id, logprobs=entries)
+        steps = 4 if prompt[0] == SLOW_PREFILL else 1
+        for step in range(1, steps + 1):
+            if steps > 1:
+                await asyncio.sleep(0.3)
+            self.send(
+                t="progress",
+                id=id,
+                processed=len(prompt) * step // steps,
+                total=len(prompt),
+                seconds=0.3 * step,
+            )
+
+    def send(self, **message: Any) -> None:
+        self.writer.write(encode(message))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-json", type=Path, required=True)
+    parser.add_argument("--socket")
+    arguments = parser.parse_args()
+    config = json.loads(arguments.config_json.read_text())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        asyncio.run(FakeEngine(config, world_size).run(arguments.socket))
+    else:
+        problem = _fail_at_start(config["model"], rank)
+        if problem:
+            sys.exit(3)
+        signal.pause()  # ends with the launcher
+
+
+if __name__ == "__main__":
+    main()

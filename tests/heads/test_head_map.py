@@ -1,0 +1,157 @@
+"""Head maps: what is decided from scores, what is written, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.heads.head_map import HeadMap, Scores, decide, rounded, shipped_head_map
+from razor_dist.models.shape import ModelShape
+
+SHAPE = ModelShape(layers=3, query_heads=4, kv_heads=2, head_dim=8, vocab_size=32, max_positions=64)
+INDUCTION: Scores = ((0.1, 0.2, 0.3, 0.4), (0.9, 0.1, 0.1, 0.1), (0.4, 0.0, 0.0, 0.0))
+ECHO: Scores = ((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.5))
+SCORES = {"induction": INDUCTION, "echo": ECHO}
+
+
+def make() -> HeadMap:
+    decision = decide(SCORES, 16.7, 1, group=2)
+    return HeadMap(
+        model="tiny",
+        fingerprint="sha256:0",
+        method="razor",
+        settings={"seed": 0, "induction_percent": 16.7},
+        query_heads=4,
+        retrieval=decision.retrieval,
+        selected=decision.selected,
+        scores=SCORES,
+    )
+
+
+def test_decide_promotes_groups() -> None:
+    decision = decide(SCORES, 25, 1, group=2)
+    # 3 of 12 by induction; the tie of (0, 3) and (2, 0) is not broken here: both are in.
+    assert decision.selected == {"induction": ((1, 0), (0, 3), (2, 0)), "echo": ((2, 3),)}
+    assert decision.retrieval == ((False, True), (True, False), (True, True))
+
+
+def test_ties_break_by_layer_then_head() -> None:
+    assert decide(SCORES, 16.7, 0, group=2).selected["induction"] == ((1, 0), (0, 3))
+    assert decide(SCORES, 0, 16.7, group=2).selected["echo"] == ((2, 3), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("percent", "count"), [(0, 0), (0.001, 1), (4, 1), (12.5, 2), (12.4, 1), (20.8, 2), (100, 12)]
+)
+def test_number_is_rounded_half_up(percent: float, count: int) -> None:
+    assert len(decide(SCORES, percent, 0, group=2).selected["induction"]) == count
+
+
+@pytest.mark.parametrize(("induction", "echo"), [(-1, 1), (14, 101), (float("nan"), 1)])
+def test_percentages_out_of_range(induction: float, echo: float) -> None:
+    with pytest.raises(ConfigError, match="must be a percentage from 0 to 100"):
+        decide(SCORES, induction, echo, group=2)
+
+
+def test_fractions() -> None:
+    head_map = make()
+    assert head_map.selected_fraction == 3 / 12
+    assert head_map.kv_fraction == 3 / 6  # more than was selected: group mates come along
+
+
+def test_full_and_streaming() -> None:
+    assert HeadMap.full(SHAPE).retrieval == ((True, True),) * 3
+    assert HeadMap.streaming(SHAPE).kv_fraction == 0.0
+    HeadMap.full(SHAPE).validate(SHAPE, "sha256:whatever")
+
+
+def test_round_trip_is_stable_and_readable(tmp_path: Path) -> None:
+    path, again = tmp_path / "map.json", tmp_path / "again.json"
+    make().save(path)
+    assert HeadMap.load(path) == make()
+    HeadMap.load(path).save(again)
+    assert again.read_bytes() == path.read_bytes()
+    assert "    [false, true],\n" in path.read_text()  # one layer a line
+    HeadMap.full(SHAPE).save(path)
+    assert HeadMap.load(path) == HeadMap.full(SHAPE)
+
+
+def test_rounded_keeps_six_significant_digits() -> None:
+    assert rounded([[0.12345678, 0.000012345678]]) == ((0.123457, 1.23457e-05),)
+
+
+def _edited(field: str, value: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(make())))
+    *parents, last = field.split(".")
+    place = fields
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format_version", 2, "format_version is 2, but this release reads 1"),
+        ("unknown", 1, "unknown"),
+        ("model", 3, "model: .*string"),
+        ("retrieval", [], "retrieval"),
+        ("retrieval", [[1, 0]], r"retrieval\.0\.0: .*boolean"),
+        ("retrieval", [[True, False], [True]], "retrieval: every layer needs 2 KV heads"),
+        ("query_heads", 5, "query_heads: 5 is no multiple of the 2 KV heads"),
+        ("scores.echo", [[0.1] * 4], r"scores\.echo: needs 3 layers of 4 query heads"),
+        ("scores.echo", [["x"]], r"scores\.echo\.0\.0: .*number"),
+        ("selected.echo", [[3, 0]], r"selected\.echo: there is no layer 3, head 0"),
+    ],
+)
+def test_malformed_field_is_named(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(_edited(field, value)))
+    with pytest.raises(HeadMapError, match=message):
+        HeadMap.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format_version": 1}', "\xff"])
+def test_not_a_head_map(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(HeadMapError, match=r"map\.json"):
+        HeadMap.load(path)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(HeadMapError, match="cannot read the head map"):
+        HeadMap.load(tmp_path / "none.json")
+    with pytest.raises(HeadMapError, match="cannot write the head map"):
+        make().save(tmp_path / "no" / "folder.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 4}, "has 3 layers, but the model has 4"),
+        ({"query_heads": 8}, "has 4 query heads, but the model has 8"),
+        ({"kv_heads": 4}, "has 2 KV heads, but the model has 4"),
+    ],
+)
+def test_map_for_another_shape(change: dict[str, int], message: str) -> None:
+    make().validate(SHAPE, "sha256:0")
+    with pytest.raises(HeadMapError, match=message):
+        make().validate(dataclasses.replace(SHAPE, **change), "sha256:0")
+
+
+def test_map_for_another_configuration() -> None:
+    with pytest.raises(HeadMapError, match=r"made for 'tiny' \(fingerprint sha256:0\).*sha256:1"):
+        make().validate(SHAPE, "sha256:1")
+
+
+def test_shipped_maps() -> None:
+    assert HeadMap.load(shipped_head_map("smollm2")).model == "smollm2"
+    with pytest.raises(HeadMapError, match="razor-dist identify org/name --out"):
+        shipped_head_map("org/name")

@@ -1,0 +1,78 @@
+"""The identify command, end to end on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from razor_dist.commands.identify import identify
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.plot import plot_head_map
+from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.shape import ModelShape
+from tests.tiny_models import make_tiny
+
+app = typer.Typer()
+app.command()(identify)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def _identify(model: Path, out: Path, *options: str) -> str:
+    command = [str(model), "--out", str(out), "--tokens", "40", *options]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "map.json", tmp_path / "map.png"
+    text = _identify(model, out, "--plot", str(picture))
+    found = HeadMap.load(out)
+    config = read_config(model)
+    found.validate(ModelShape.from_config(config), model_fingerprint(config))
+    assert found.model == "tiny-llama"
+    assert found.settings["tokens"] == found.settings["tokens_requested"] == 40
+    # 14 % of 4 x 8 query heads is 4.48, and at least one echo head.
+    assert [len(found.selected[kind]) for kind in ("induction", "echo")] == [4, 1]
+    assert "40 random tokens x 4;" in text
+    assert f"{found.selected_fraction:.1%}" in text and f"{found.kv_fraction:.1%}" in text
+    with Image.open(picture) as image:
+        assert image.width > 800 and len(image.getcolors(1 << 24) or ()) > 50
+
+
+def test_says_how_many_tokens_fit(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    text = _identify(model, out, "--tokens", "2500")
+    assert "190 random tokens x 4, the most that fit; 2500 asked" in text
+    assert HeadMap.load(out).settings["tokens"] == 190
+
+
+def test_a_seed_decides_everything(model: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for file, seed in zip(files, ("7", "7", "8"), strict=True):
+        _identify(model, file, "--seed", seed)
+    same, again, other = (HeadMap.load(file) for file in files)
+    assert same == again
+    assert same.scores != other.scores
+
+
+def test_missing_folder_is_noticed_before_the_work(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        _identify(model, tmp_path / "no" / "map.json")
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    shape = ModelShape(
+        layers=1, query_heads=2, kv_heads=1, head_dim=8, vocab_size=8, max_positions=8
+    )
+    with pytest.raises(HeadMapError, match="has no scores to draw"):
+        plot_head_map(HeadMap.full(shape), tmp_path / "map.png")

@@ -1,0 +1,192 @@
+"""RazorAttention's probe against the definition, and the committed head maps against the probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from razor_dist.errors import ConfigError
+from razor_dist.heads.head_map import HeadMap, decide, shipped_head_map
+from razor_dist.heads.razor import (
+    ProbeContext,
+    RazorSettings,
+    plain_vocabulary,
+    probe,
+    probe_tokens,
+)
+from razor_dist.models.loader import load_model, model_fingerprint, read_config
+from razor_dist.models.shape import ModelShape
+from razor_dist.models.smollm2 import embedded_model
+from tests.tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+
+
+def _literal_scores(attention_HTT: Tensor, ids: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both readings of both scores, token by token from the attention matrix."""
+    found = {}
+    for kind, shift in (("induction", 1), ("echo", 0)):
+        pairs, per_token = [], []
+        for i, token in enumerate(ids):
+            earlier = [t for t in range(i) if ids[t] == token]
+            weights = [attention_HTT[:, i, t + shift] for t in earlier]
+            pairs += weights
+            if weights:
+                per_token.append(torch.stack(weights).mean(0))
+        found[kind] = torch.stack(pairs).mean(0), torch.stack(per_token).mean(0)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_scores_equal_those_of_the_attention_matrices(family: str, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    config = read_config(path)
+    settings = RazorSettings(tokens=23, repeats=4, seed=5)
+    vocabulary = plain_vocabulary(path, config)
+    model = load_model(path, device=CPU, dtype=torch.float32)
+    result = probe(model, vocabulary, settings)
+
+    order = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(5))
+    ids = vocabulary[order[:23]].repeat(4)
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        attentions = stock(ids[None], output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        for kind, (by_pair, by_token) in _literal_scores(attention[0], ids.tolist()).items():
+            got = torch.tensor(result.scores[kind][layer])
+            torch.testing.assert_close(got, by_pair, atol=1e-6, rtol=1e-4)
+            got = torch.tensor(result.per_token[kind][layer])
+            torch.testing.assert_close(got, by_token, atol=1e-6, rtol=1e-4)
+
+
+def test_constructed_attention() -> None:
+    """Heads built to attend where the definition looks get the scores that follow from it."""
+    n, repeats = 5, 4
+    total = n * repeats
+    shape = ModelShape(
+        layers=1, query_heads=4, kv_heads=2, head_dim=total, vocab_size=8, max_positions=total
+    )
+    # Key t is the t-th unit vector, so a query's coordinates are its scores.
+    k = torch.eye(total).repeat(2, 1, 1)
+    q = torch.zeros(4, total, total)
+    for i in range(n, total):
+        q[0, i, i - n] = 100.0  # echo, the latest occurrence only
+        q[1, i, i % n + 1 : i - n + 2 : n] = 100.0  # induction, all occurrences alike
+        q[2, i, i % n] = 100.0  # echo, the first occurrence only
+    # Head 3 attends uniformly.
+    context = ProbeContext(shape, n, repeats)
+    out = context.attend(0, q, k, k, 1.0)
+    torch.testing.assert_close(out[n, 0], torch.eye(total)[0])
+    result = context.scores()
+    one_of_r = (1 + 1 / 2 + 1 / 3) / 3  # one occurrence of r has all the weight, r = 1, 2, 3
+    uniform = sum((i // n) / (i + 1) for i in range(n, total)) / (6 * n)
+    assert result.scores["echo"][0] == pytest.approx((3 / 6, 0.0, 3 / 6, uniform), abs=1e-5)
+    assert result.scores["induction"][0] == pytest.approx((0.0, 3 / 6, 0.0, uniform), abs=1e-5)
+    assert result.per_token["echo"][0][0] == pytest.approx(one_of_r, abs=1e-5)
+    assert result.per_token["induction"][0][1] == pytest.approx(one_of_r, abs=1e-5)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple) else (result,):
+            if isinstance(item, Tensor):
+                self.elements = max(self.elements, item.numel())
+        return result
+
+
+def test_no_attention_matrix_is_held() -> None:
+    heads, total, dim = 4, 2048, 8
+    shape = ModelShape(
+        layers=1, query_heads=heads, kv_heads=2, head_dim=dim, vocab_size=8, max_positions=total
+    )
+    q, kv = torch.randn(heads, total, dim), torch.randn(2, total, dim)
+    with _Largest() as largest:
+        ProbeContext(shape, total // 4, 4).attend(0, q, kv, kv, 0.3)
+    assert largest.elements <= heads * total * dim
+
+
+def test_bfloat16_finds_the_same_order_of_scores(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    vocabulary = plain_vocabulary(path, read_config(path))
+    settings = RazorSettings(tokens=64)
+    scores = []
+    for dtype in (torch.float32, torch.bfloat16):
+        result = probe(load_model(path, device=CPU, dtype=dtype), vocabulary, settings)
+        scores.append(torch.tensor(result.scores["induction"] + result.scores["echo"]).flatten())
+    assert torch.corrcoef(torch.stack(scores))[0, 1] > 0.99
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_cpu(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    vocabulary = plain_vocabulary(path, read_config(path))
+    settings = RazorSettings(tokens=64)
+    found = []
+    for device in (CPU, torch.device("cuda")):
+        result = probe(load_model(path, device=device, dtype=torch.float32), vocabulary, settings)
+        found.append(torch.tensor(result.scores["induction"]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-2)
+
+
+def test_as_many_tokens_as_fit(tmp_path: Path) -> None:
+    shape = ModelShape(
+        layers=1, query_heads=4, kv_heads=2, head_dim=8, vocab_size=99, max_positions=8192
+    )
+    assert probe_tokens(RazorSettings(), shape, 50_000) == 2048
+    assert probe_tokens(RazorSettings(tokens=100), shape, 50_000) == 100
+    assert probe_tokens(RazorSettings(), shape, 300) == 300
+    with pytest.raises(ConfigError, match="repeats is 5000"):
+        probe_tokens(RazorSettings(repeats=5000), shape, 300)
+    with pytest.raises(ConfigError, match="tokens must be at least 2"):
+        RazorSettings(tokens=1)
+    with pytest.raises(ConfigError, match="induction must be a percentage"):
+        RazorSettings(induction_percent=140)
+    with pytest.raises(ConfigError, match="seed must be at least 0"):
+        RazorSettings(seed=-1)
+    with pytest.raises(ConfigError, match="repeats must be at least 2"):
+        RazorSettings(repeats=1)
+
+
+def test_vocabulary_leaves_special_tokens_out(tmp_path: Path) -> None:
+    folder = embedded_model()
+    assert plain_vocabulary(folder, read_config(folder)).tolist() == list(range(17, 49152))
+    path = make_tiny("glm", tmp_path)
+    assert plain_vocabulary(path, read_config(path)).tolist() == [1, *range(4, 192)]
+
+
+@pytest.fixture(scope="module")
+def embedded_scores() -> Any:
+    torch.set_num_threads(2)
+    folder = embedded_model()
+    model = load_model(folder, device=CPU, dtype=torch.float32)
+    return probe(model, plain_vocabulary(folder, model.config), RazorSettings())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), [("smollm2", 22), ("smollm2-28-2", 39)], ids=["14+1", "28+2"]
+)
+def test_committed_maps_are_what_the_probe_decides(
+    name: str, kv_heads: int, embedded_scores: Any
+) -> None:
+    committed = HeadMap.load(shipped_head_map(name))
+    config = read_config(embedded_model())
+    committed.validate(ModelShape.from_config(config), model_fingerprint(config))
+    induction, echo = (committed.settings[f"{kind}_percent"] for kind in ("induction", "echo"))
+    decision = decide(embedded_scores.scores, induction, echo, group=3)
+    assert committed.retrieval == decision.retrieval
+    assert sum(map(sum, committed.retrieval)) == kv_heads
+    # The scores in the file decide the same.
+    assert decide(committed.scores, induction, echo, group=3).retrieval == committed.retrieval

@@ -1,0 +1,160 @@
+"""Loading: stock logits, shared pages, complete weights, stable fingerprints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from razor_dist import kernels
+from razor_dist.errors import ModelError
+from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
+from razor_dist.models.smollm2 import embedded_model
+from tests.tiny_models import FAMILIES, make_tiny
+
+CPU = torch.device("cpu")
+
+
+class FullCausal:
+    """The simplest attention context: plain causal attention."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, _ = kernels.attend(q.unflatten(0, (len(k), -1)), k, v, scale=scale, causal=True)
+        return out.flatten(0, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_stock_transformers(family: str, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    ids = torch.randint(4, 192, (1, 77), generator=torch.Generator().manual_seed(1))
+    ours = load_model(path, device=CPU, dtype=torch.float32)
+    # Eager, because sdpa would run the very op that our CPU kernel runs and prove less.
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        got = ours(input_ids=ids, attention_context=FullCausal()).logits
+        expected = stock(input_ids=ids).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert got.std() > 0.5  # logits that hardly differ would agree with anything
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
+    assert not ours.training and ours.config.use_cache is False
+
+
+def test_tiny_models_attend_to_something(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        path = make_tiny(family, tmp_path / family)
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        ids = torch.randint(4, 192, (1, 128), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            attentions = model(ids, output_attentions=True).attentions
+        for weights in attentions:
+            peak = weights[0, :, -1].max(-1).values.mean()
+            assert 0.05 < peak < 0.95, (family, peak)  # uniform would be 1/128
+
+
+_MEASURE = """
+import sys, torch
+from razor_dist.models.loader import load_model
+model = load_model(sys.argv[1], device=torch.device("cpu"), dtype=torch.float32)
+touched = sum(float(p.sum()) for p in model.parameters())
+print("touched", flush=True)
+sys.stdin.readline()  # until every process has its pages
+keep, fields = False, dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+for line in open("/proc/self/smaps"):
+    head = line.split()
+    if not head[0].endswith(":"):
+        keep = line.rstrip().endswith("model.safetensors")
+    elif keep and head[0][:-1] in fields:
+        fields[head[0][:-1]] += int(head[1]) * 1024
+print(fields["Rss"], fields["Pss"], fields["Anonymous"])
+print(sum(p.numel() * 4 for p in model.parameters()), flush=True)
+sys.stdin.readline()  # stay until the others have measured
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_processes_share_the_weights() -> None:
+    """Every parameter is mapped from the file: counted once, however many ranks hold it."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEASURE, str(embedded_model())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "touched\n"
+    figures = []
+    for process in processes:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("measure\n")
+        process.stdin.flush()
+        rss, pss, anonymous = map(int, process.stdout.readline().split())
+        figures.append((rss, pss, anonymous, int(process.stdout.readline())))
+    for process in processes:
+        process.communicate("end\n")
+    for rss, pss, anonymous, parameter_bytes in figures:
+        assert rss >= 0.99 * parameter_bytes
+        assert anonymous == 0
+        assert pss <= 0.51 * rss
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    file = path / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        load_model(path, device=CPU, dtype=torch.float32)
+
+
+def test_bad_folder_and_dtype(tmp_path: Path) -> None:
+    for config in (
+        "",
+        '{"model_type": "no-such"}',
+        '{"model_type": "llama", "num_hidden_layers": "x"}',
+    ):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ModelError, match="cannot read the configuration"):
+            read_config(tmp_path)
+    with pytest.raises(ModelError, match=r"dtype must be one of float32.*got int8"):
+        load_model(tmp_path, device=CPU, dtype=torch.int8)
+
+
+def test_eos_token_ids(tmp_path: Path) -> None:
+    path = make_tiny("glm", tmp_path)
+    assert eos_token_ids(path) == (2, 3)
+    assert eos_token_ids(read_config(path)) == (2, 3)
+    (path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert eos_token_ids(path) == (7,)
+    assert eos_token_ids(LlamaConfig(eos_token_id=None)) == ()
+
+
+def test_fingerprint_ignores_what_attention_does_not_see(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    original = model_fingerprint(read_config(path))
+    fields = json.loads((path / "config.json").read_text())
+    # As transformers 4 would have written it.
+    rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": int(rope["rope_theta"]), "rope_scaling": None}
+    fields |= {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
+    fields |= {"pad_token_id": 5, "_name_or_path": "elsewhere"}
+    assert model_fingerprint(AutoConfig.for_model(**fields)) == original
+    for change in ({"rope_theta": 1e6}, {"num_hidden_layers": 5}, {"num_key_value_heads": 4}):
+        assert model_fingerprint(AutoConfig.for_model(**(fields | change))) != original
+
+
+def test_fingerprint_is_pinned() -> None:
+    """Head maps on disk hold it: a change of this value orphans them."""
+    assert model_fingerprint(LlamaConfig()) == (
+        "sha256:2ee30a311613e16c14496bc47c58a37d376ccb435dbd5a7712e24eac951156c0"
+    )

@@ -1,0 +1,32 @@
+"""``launch/serve.py`` under torchrun with ranks that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import types
+from unittest import mock
+
+from razor_dist.cli import main
+from razor_dist.config import EngineConfig
+from tests.fake_engine import FakeEngine
+
+
+def run_rank(config: EngineConfig, socket_path: str | None) -> None:
+    """As `razor_dist.engine.worker.run_rank`."""
+    if int(os.environ["RANK"]) == 0:
+        assert socket_path is not None
+        engine = FakeEngine(config.model_dump(), config.world_size)
+        asyncio.run(engine.run(socket_path))
+    else:
+        assert socket_path is None
+        signal.pause()
+
+
+if __name__ == "__main__":
+    worker = types.ModuleType("razor_dist.engine.worker")
+    worker.run_rank = run_rank  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"razor_dist.engine.worker": worker}):
+        sys.exit(main(["serve", *sys.argv[1:]]))

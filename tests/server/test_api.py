@@ -1,0 +1,214 @@
+"""The API as clients see it: the official client, streams, counts, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from razor_dist.engine.prompts import PromptEncoder
+from tests import fake_engine
+from tests.server.process import wait_until
+from tests.tokenizer import smollm2_tokenizer
+
+HELLO = [{"role": "user", "content": "Say héllo 😀 to 世界"}]
+TOKENIZER = smollm2_tokenizer()
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def answer_to(prompt: list[int]) -> tuple[str, int]:
+    """What the fake engine answers: the prompt's tokens backwards, up to the first EOS."""
+    tokens = [*reversed(prompt), fake_engine.EOS]
+    count = tokens.index(fake_engine.EOS) + 1
+    return TOKENIZER.decode(tokens[:count], skip_special_tokens=True), count
+
+
+def events(url: str, path: str, body: dict[str, Any]) -> list[str]:
+    """The lines of a stream."""
+    body = {"model": "smollm2", "stream": True, **body}
+    with httpx.stream("POST", f"{url}{path}", json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [line for line in response.iter_lines() if line]
+
+
+def test_a_chat_is_answered_with_exact_counts(client: openai.OpenAI) -> None:
+    prompt = PromptEncoder(TOKENIZER).chat(HELLO)
+    text, count = answer_to(prompt)
+    answer = client.chat.completions.create(model="smollm2", messages=HELLO)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == count
+    assert answer.usage.total_tokens == len(prompt) + count
+
+
+def test_the_official_client_streams_a_chat(client: openai.OpenAI) -> None:
+    text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    chunks = list(
+        client.chat.completions.create(
+            model="smollm2", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *contents, last = chunks
+    assert contents[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in contents) == text
+    assert [c.choices[0].finish_reason for c in contents[-2:]] == [None, "stop"]
+    assert all(chunk.usage is None for chunk in contents)
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == count
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_template_is_tokenised_once() -> None:
+    prompt = PromptEncoder(TOKENIZER).chat([{"role": "user", "content": "Hello"}])
+    text = TOKENIZER.decode(prompt)
+    assert text.count("<|im_start|>user") == 1
+    assert not text.startswith("<|im_start|><|im_start|>")
+
+
+def test_a_character_in_several_tokens_is_never_split(url: str) -> None:
+    emoji = TOKENIZER.encode("😀世é", add_special_tokens=False)
+    lines = events(url, "/v1/completions", {"prompt": emoji[::-1], "max_tokens": len(emoji)})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert texts == ["😀", "世", "é"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_character_cut_off_by_the_limit_is_told_as_it_is(client: openai.OpenAI) -> None:
+    emoji = TOKENIZER.encode("😀", add_special_tokens=False)
+    answer = client.completions.create(model="smollm2", prompt=emoji[::-1], max_tokens=1)
+    assert answer.choices[0].text == "\ufffd"
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_stop_string_across_tokens_ends_the_answer(client: openai.OpenAI) -> None:
+    words = TOKENIZER.encode(" one two three four", add_special_tokens=False)
+    for stream in (False, True):
+        got = client.completions.create(
+            model="smollm2", prompt=words[::-1], stop=["two thr"], stream=stream, max_tokens=50
+        )
+        chunks = list(got) if stream else [got]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == " one "
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_several_prompts_make_several_choices(client: openai.OpenAI) -> None:
+    prompts = ["first prompt", "second", "and the third"]
+    encoded = [TOKENIZER.encode(prompt) for prompt in prompts]
+    texts = [answer_to(ids)[0] for ids in encoded]
+    whole = client.completions.create(model="smollm2", prompt=prompts)
+    assert [choice.text for choice in whole.choices] == texts
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == sum(map(len, encoded))
+    assert whole.usage.completion_tokens == sum(answer_to(ids)[1] for ids in encoded)
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(model="smollm2", prompt=encoded, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+
+
+def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenAI) -> None:
+    emoji = TOKENIZER.encode("😀", add_special_tokens=False)
+    messages = [{"role": "user", "content": "😀"}]
+    answer = client.chat.completions.create(
+        model="smollm2", messages=messages, logprobs=True, top_logprobs=2, max_tokens=40
+    )
+    content = answer.choices[0].logprobs.content
+    assert answer.usage.completion_tokens == len(content)
+    assert all(entry.logprob == -0.5 and len(entry.top_logprobs) == 2 for entry in content)
+    stream = client.completions.create(
+        model="smollm2", prompt=emoji[::-1], max_tokens=len(emoji), logprobs=1, stream=True
+    )
+    assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in stream) == len(emoji)
+
+
+def test_the_bytes_of_every_token_join_to_the_text() -> None:
+    from razor_dist.engine.assembler import decode_one
+    from razor_dist.server.logprobs import token_bytes
+
+    text = "naïve 😀 世界 \n\t done"
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    spelt = [token_bytes(TOKENIZER, i, decode_one(TOKENIZER, i) or "") or [] for i in ids]
+    assert b"".join(map(bytes, spelt)) == text.encode()
+
+
+def test_legacy_logprobs_tell_offsets(client: openai.OpenAI) -> None:
+    words = TOKENIZER.encode(" one two", add_special_tokens=False)
+    answer = client.completions.create(model="smollm2", prompt=words[::-1], logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == [" one", " two", "<|im_end|>"]
+    assert logprobs.text_offset == [0, 4, 8]
+    assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
+    assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]
+
+
+def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
+    prompt = [fake_engine.SLOW_PREFILL, *range(20, 27)]
+    lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert [p["processed"] for p in progress] == [2, 4, 6, 8]
+    assert all(p["total"] == 8 for p in progress)
+    assert progress[-1]["time_ms"] == 1200
+    silent = events(url, "/v1/completions", {"prompt": prompt})
+    assert not any("prompt_progress" in line for line in silent)
+
+
+def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+        assert next(line for line in response.iter_lines()) == ": heartbeat"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_in_mid_prefill_is_forgotten(url: str, stream: bool) -> None:
+    def counts() -> tuple[int, int]:
+        stats = httpx.get(f"{url}/stats").json()
+        return stats["running"], stats["aborted"]
+
+    assert wait_until(lambda: counts()[0] == 0, 5)
+    _, aborted = counts()
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.5)
+    assert wait_until(lambda: counts() == (0, aborted + 1), 2), counts()
+
+
+def test_a_full_queue_refuses_with_429(url: str) -> None:
+    body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 4, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10):
+        full = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "Hello"})
+        assert full.status_code == 429
+        assert full.headers["retry-after"] == "1"
+        assert full.json()["error"]["code"] == "queue_full"
+        assert "at most 4 may be" in full.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 200
+    free = {"model": "smollm2", "prompt": "Hello"}
+    assert wait_until(lambda: httpx.post(f"{url}/v1/completions", json=free).status_code == 200, 5)
+
+
+def test_models_lists_the_served_one(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").id == "smollm2"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+
+
+def test_health_and_stats(url: str) -> None:
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ready", "reason": ""})
+    stats = httpx.get(f"{url}/stats").json()
+    assert stats["world_size"] == 2
+    assert stats["bytes_sent"] == {"ring": 10}

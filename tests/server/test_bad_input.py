@@ -1,0 +1,164 @@
+"""Bad input is refused by name, in OpenAI's error shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from razor_dist.server.schema import _NEUTRAL
+from tests import fake_engine
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = {"model": "smollm2", "messages": HELLO}
+TEXT = {"model": "smollm2", "prompt": "Hello"}
+LIMIT = fake_engine.MAX_MODEL_LEN
+
+
+def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | None, str]:
+    """Status, param, code and message of a refusal; checks its shape."""
+    response = httpx.post(f"{url}{path}", **post)
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    if response.status_code in (400, 404, 413):
+        assert error["type"] == "invalid_request_error"
+    return response.status_code, error["param"], error["code"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "messages must hold at least one message"),
+        ({"messages": "Hello"}, "messages", "messages must be a valid list"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing required field"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "messages[0].role", "must be 'system'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages[0].content",
+            "must be a string or a list of",
+        ),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 1, got -1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens must be a valid integer"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "must be at least 1, got -1"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradict"),
+        ({"n": 100000}, "n", "n must be 1, got 100000"),
+        ({"temperature": 3}, "temperature", "temperature must be between 0 and 2, got 3"),
+        ({"top_p": 0}, "top_p", "top_p must be in (0, 1], got 0"),
+        ({"top_k": -2}, "top_k", "top_k must be -1, 0 or positive, got -2"),
+        ({"seed": 2**64}, "seed", "seed must be less than"),
+        ({"stop": [""]}, "stop", "stop must not contain an empty string"),
+        ({"stop": 5}, "stop", "stop must be a string or a list of strings"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "is not in [0, 49152)"),
+        ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "with stream: true"),
+        ({"return_progress": True}, "return_progress", "with stream: true"),
+        ({"temprature": 1}, "temprature", "unsupported field 'temprature'; did you mean 'temper"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported field 'tools'"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported field 'presence_penalty'"),
+        ({"store": 0}, "store", "unsupported field 'store'"),
+    ],
+)
+def test_a_chat_field_is_refused_by_name(
+    url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    refusal = refused(url, "/v1/chat/completions", json=CHAT | fields)
+    assert refusal[:3] == (400, param, None)
+    assert message in refusal[3]
+
+
+@pytest.mark.parametrize("prompt", [[], {}, None, [1, "a"], [[]], [[1], [True]], [1.5], [[1], "a"]])
+def test_a_malformed_prompt_is_refused(url: str, prompt: object) -> None:
+    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": prompt})
+    assert refusal[:3] == (400, "prompt", None)
+    assert "must be a string, a list of strings, a list of token ids" in refusal[3]
+
+
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+def test_an_empty_prompt_is_refused(url: str, prompt: object) -> None:
+    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": prompt})
+    assert refusal[:3] == (400, "prompt", None)
+    assert "the prompt is empty" in refusal[3]
+
+
+@pytest.mark.parametrize("token", [-1, 49152, 10**30])
+def test_a_token_outside_the_vocabulary_is_refused(url: str, token: int) -> None:
+    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": [1, token]})
+    assert refusal[:3] == (400, "prompt", None)
+    assert f"token id {token} in prompt is not in [0, 49152)" in refusal[3]
+
+
+def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
+    nothing = {name: values[0] for name, values in _NEUTRAL.items() if values}
+    nulls = dict.fromkeys(_NEUTRAL)
+    for fields in (nothing, nulls, {"n": 1, "user": "somebody", "stop": None}):
+        response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"model": "\xff"}', "the body is not valid UTF-8: byte 11 is 0xff"),
+        (b"{", "the body is not valid JSON"),
+        (b"", "the body is not valid JSON"),
+        (b"[]", "the body must be a JSON object"),
+        (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"model": "\\ud800"}', "lone surrogate"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not valid JSON"),
+    ],
+)
+def test_a_malformed_body_is_refused(url: str, body: bytes, message: str) -> None:
+    refusal = refused(url, "/v1/chat/completions", content=body)
+    assert refusal[:3] == (400, None, None)
+    assert message in refusal[3]
+
+
+def test_a_body_above_the_limit_is_refused(url: str) -> None:
+    large = b" " * (2**20 + 1)
+    for content in (large, iter([large[:10], large[10:]])):  # with and without Content-Length
+        refusal = refused(url, "/v1/chat/completions", content=content)
+        assert refusal[:3] == (413, None, "body_too_large")
+        assert "larger than 1048576 bytes" in refusal[3]
+
+
+def test_another_model_is_not_found(url: str) -> None:
+    refusal = refused(url, "/v1/chat/completions", json=CHAT | {"model": "gpt-4o"})
+    assert refusal[:3] == (404, "model", "model_not_found")
+    assert "'gpt-4o' does not exist; this server serves 'smollm2'" in refusal[3]
+
+
+def test_an_unknown_route_has_the_error_shape(url: str) -> None:
+    assert refused(url, "/v1/embeddings", json={})[0] == 404
+
+
+def test_a_context_that_does_not_fit_is_refused_with_both_numbers(url: str) -> None:
+    for prompt, max_tokens in ([5] * 500, 13), ([5] * LIMIT, 1), ([5] * 600, 16):
+        body = TEXT | {"prompt": prompt, "max_tokens": max_tokens}
+        refusal = refused(url, "/v1/completions", json=body)
+        assert refusal[:3] == (400, "prompt", "context_length_exceeded")
+        total = len(prompt) + max_tokens
+        assert f"{LIMIT} tokens, but {total} were asked for" in refusal[3]
+        assert f"{len(prompt)} in the prompt and {max_tokens} for the answer" in refusal[3]
+    fits = httpx.post(f"{url}/v1/completions", json=TEXT | {"prompt": [5] * 500, "max_tokens": 12})
+    assert fits.json()["usage"]["completion_tokens"] == 12
+    refusal = refused(url, "/v1/chat/completions", json=CHAT | {"max_tokens": LIMIT})
+    assert refusal[:3] == (400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_the_clients_error(url: str, stream: bool) -> None:
+    body = TEXT | {"prompt": [fake_engine.REFUSE, 5], "stream": stream}
+    refusal = refused(url, "/v1/completions", json=body)
+    assert refusal[::2] == (400, "context_length_exceeded")
+    assert "more pages than the pool has" in refusal[3]
+
+
+def test_more_prompts_than_the_queue_holds_are_refused(url: str) -> None:
+    refusal = refused(url, "/v1/completions", json=TEXT | {"prompt": ["a"] * 5})
+    assert refusal[:3] == (400, "prompt", None)
+    assert "at most 4 prompts, got 5" in refusal[3]

@@ -1,0 +1,291 @@
+"""Starting, failing, restarting and ending: nothing hangs and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests import fake_engine
+from tests.server.process import ROOT, ServerProcess, alive, fake_server, health, wait_until
+
+LISTENING = r"listening on (http://[^,\s]+)"
+
+
+def folder(parent: Path, name: str) -> str:
+    """A model folder whose name tells `tests.fake_engine` how to fail; it has no tokenizer."""
+    path = parent / name
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").touch()
+    return str(path)
+
+
+def complete(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
+    body = {"model": "smollm2", "prompt": prompt, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and output of a server that is expected to end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.server.serve_fake", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stderr
+
+
+def test_health_tells_of_loading_and_requests_get_503(tmp_path: Path) -> None:
+    model = folder(tmp_path, "slow-start")
+    with fake_server("--model", model, "--served-model-name", "smollm2") as server:
+        url = server.url(LISTENING)
+        assert health(url) == (503, "loading")
+        early = complete(url, [1, 2])
+        assert early.status_code == 503
+        assert early.json()["error"]["code"] == "engine_loading"
+        assert early.headers["retry-after"] == "1"
+        server.url()
+        assert health(url) == (200, "ready")
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    model = folder(tmp_path, "ids-only")
+    with fake_server("--model", model, "--served-model-name", "smollm2") as server:
+        url = server.url()
+        answer = complete(url, [5, 6, 7], max_tokens=2, logprobs=1).json()["choices"][0]
+        assert answer["token_ids"] == [7, 6]
+        assert answer["text"] == ""
+        assert answer["logprobs"]["tokens"] == ["token_id:7", "token_id:6"]
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json={"model": "smollm2", "prompt": [5, 6, 7], "stream": True},
+        ) as stream:
+            chunks = [json.loads(s[6:]) for s in stream.iter_lines() if s.startswith("data: {")]
+        assert [c["choices"][0]["token_ids"] for c in chunks] == [[7], [6], [5], [2]]
+        text = httpx.post(f"{url}/v1/completions", json={"model": "smollm2", "prompt": "Hello"})
+        assert text.status_code == 400
+        assert "no tokenizer" in text.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_fails_requests_and_serving_resumes(victim: int) -> None:
+    with fake_server() as server:
+        url = server.url()
+        lines: list[str] = []
+        streaming = threading.Event()
+
+        def read() -> None:
+            body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+                streaming.set()
+                lines.extend(line for line in stream.iter_lines() if line)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert streaming.wait(5)
+        ranks = [p for p in server.family() if "tests.fake_engine" in p.cmdline()]
+        rank = {int(p.environ()["RANK"]): p for p in ranks}
+        killed = time.monotonic()
+        rank[victim].kill()
+        assert wait_until(lambda: health(url)[0] == 503, 2)
+        assert time.monotonic() - killed < 2
+        assert complete(url, [5]).status_code == 503
+        reader.join(5)
+        error, done = lines[-2:]
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert done == "data: [DONE]"
+        assert wait_until(lambda: health(url) == (200, "ready"), 15)
+        assert complete(url, [5, 6], max_tokens=1).status_code == 200
+        assert alive(ranks) == []
+
+
+def test_a_request_that_kills_the_engine_gets_500() -> None:
+    with fake_server() as server:
+        died = complete(server.url(), [fake_engine.DIE])
+        assert died.status_code == 500
+        assert died.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None:
+    with fake_server() as server:
+        url = server.url()
+        body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+            family = server.family()
+            assert len(family) == 3
+            server.process.send_signal(number)
+            rest = "".join(stream.iter_text())
+        assert "the server is shutting down" in rest
+        assert server.process.wait(6) == 0
+        assert alive(family) == []
+
+
+def test_a_killed_front_takes_its_ranks_along() -> None:
+    with fake_server() as server:
+        server.url()
+        family = server.family()
+        server.process.kill()
+        assert wait_until(lambda: not alive(family), 2)
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output = run("--port", str(port))
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "Traceback" not in output
+
+
+def test_no_such_model_is_told() -> None:
+    code, output = run("--port", "0", "--model", "/no/such/model")
+    assert code == 2
+    assert output.splitlines()[-1].startswith("razor-dist: model '/no/such/model'")
+    assert "Traceback" not in output
+
+
+def test_what_the_ranks_refuse_is_told_without_another_start(tmp_path: Path) -> None:
+    model = folder(tmp_path, "bad-head-map")
+    code, output = run("--port", "0", "--model", model, "--world-size", "3")
+    assert code == 2
+    assert "the head map belongs to another model" in output.splitlines()[-1]
+    assert "restarted" not in output
+
+
+def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:
+    code, output = run("--port", "0", "--model", folder(tmp_path, "crash-at-start"))
+    assert code == 2
+    assert "3 starts failed in a row; the last: rank 0 exited with code 1" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "0"], "world_size must be at least 1, got 0 (from --world-size)"),
+        (["--world-size", "-1"], "world_size must be at least 1, got -1 (from --world-size)"),
+        (["--port", "70000"], "port must be at most 65535, got 70000 (from --port)"),
+        (["--config", "/no/such.yaml"], "cannot read the file /no/such.yaml"),
+        (["--host", "no.such.host.invalid"], "host 'no.such.host.invalid' is not an address"),
+    ],
+)
+def test_wrong_settings_are_one_line(arguments: list[str], message: str) -> None:
+    code, output = run(*arguments)
+    assert code == 2
+    assert output.count("\n") == 1
+    assert message in output
+
+
+# ------------------------------------------------------------------- torchrun
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+RANKS = "tests/server/rank_fake.py"
+
+
+def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
+    with ServerProcess(*TORCHRUN, "tests/server/serve_fake.py", "--world-size", "2") as server:
+        url = server.url()
+        env = httpx.get(f"{url}/stats").json()["env"]
+        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
+        assert not any(name.startswith(("TORCHELASTIC", "MASTER", "GROUP")) for name in env)
+        family = server.family()
+        server.process.kill()  # not even a killed agent leaves anything behind
+        assert wait_until(lambda: not alive(family), 6)
+
+
+def test_torchruns_processes_are_the_ranks_and_the_front_outlives_them() -> None:
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    with ServerProcess(*TORCHRUN, *options, RANKS, "--world-size", "2") as server:
+        url = server.url()
+        first = httpx.get(f"{url}/stats").json()
+        assert first["world_size"] == 2
+        assert complete(url, [5, 6], max_tokens=1).status_code == 200
+        psutil.Process(first["pid"]).kill()
+        assert wait_until(lambda: health(url)[0] == 503, 2)
+        assert wait_until(lambda: health(url) == (200, "ready"), 30), server.log
+        assert httpx.get(f"{url}/stats").json()["pid"] != first["pid"]
+        assert complete(url, [5, 6], max_tokens=1).status_code == 200
+        server.process.terminate()
+        server.process.wait(20)
+        assert wait_until(lambda: not answers(url), 5)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code > 0
+    except httpx.TransportError:
+        return False
+
+
+def test_the_world_size_may_be_torchruns() -> None:
+    with ServerProcess(*TORCHRUN, "--nproc-per-node", "2", RANKS) as server:
+        assert httpx.get(f"{server.url()}/stats").json()["world_size"] == 2
+
+
+@pytest.mark.parametrize(("processes", "asked"), [(2, 3), (8, 9)])
+def test_a_world_size_that_contradicts_torchruns_is_told_once(processes: int, asked: int) -> None:
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", str(processes), RANKS, "--world-size", str(asked)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    sentence = f"world_size is {asked}, but torchrun started {processes} processes"
+    assert done.returncode != 0
+    assert done.stderr.count(sentence) == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_taken_port_ends_torchruns_job() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*TORCHRUN, "--nproc-per-node", "2", RANKS, "--port", port],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode != 0
+    assert done.stderr.count(f"cannot listen on 127.0.0.1:{port}: Address already in use") == 1
+
+
+def test_two_agents_make_one_job(tmp_path: Path) -> None:
+    """Multi-node torchrun: the node that has rank 0 serves."""
+    store = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", "job"]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", str(tmp_path / "store")]
+    with (
+        ServerProcess(*TORCHRUN, *store, *nodes, RANKS, "--world-size", "2") as one,
+        ServerProcess(*TORCHRUN, *store, *nodes, RANKS, "--world-size", "2") as other,
+    ):
+        assert wait_until(lambda: "Serving" in one.log + other.log, 60), one.log + other.log
+        url = next(agent for agent in (one, other) if "Serving" in agent.log).url()
+        assert httpx.get(f"{url}/stats").json()["world_size"] == 2
+        assert complete(url, [5, 6], max_tokens=1).status_code == 200
+
+
+def test_a_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
+    with fake_server("--model", folder(tmp_path, "slow-start")) as server:
+        url = server.url(LISTENING)
+        assert health(url) == (503, "loading")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(8) == 0

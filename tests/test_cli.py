@@ -1,0 +1,74 @@
+"""The command line's public surface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+
+from razor_dist import cli
+from razor_dist.commands.serve import serve
+
+SERVE_OPTIONS = """
+    --attention --block --collective-timeout --compensation --config --device --dtype --head-map
+    --host --kv-tokens --log-level --max-body-mb --max-model-len --max-num-seqs --max-queue
+    --model --no-compensation --no-trust-remote-code --page-size --port --prefill --ring --seed
+    --served-model-name --sink-tokens --threads --trust-remote-code --wave-tokens --window-max
+    --window-min --window-ratio --world-size
+"""
+
+
+def options(command: Any) -> set[str]:
+    """All option names of a typer command, --help excepted."""
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    parameters = typer.main.get_command(app).params
+    return {name for p in parameters for name in [*p.opts, *p.secondary_opts]}
+
+
+def test_the_options_of_serve_are_frozen() -> None:
+    """Renaming or dropping a flag breaks scripts: change this list on purpose only."""
+    assert options(serve) == set(SERVE_OPTIONS.split())
+
+
+def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    code = (
+        "import sys; from razor_dist.cli import main; main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'pydantic', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_serves_help_shows_the_classs_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Least window of a local head, in tokens. [default: 4000]" in shown
+    assert "[razor|full|streaming]" in shown
+    assert "[default: --compensation]" in shown
+
+
+def test_serve_does_not_import_what_it_does_not_need() -> None:
+    code = (
+        "import sys; from razor_dist.cli import main; main(['serve', '--help']);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_mistake_is_one_line_and_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--world-size", "0"]) == 2
+    error = capfd.readouterr().err
+    assert error == "razor-dist: world_size must be at least 1, got 0 (from --world-size)\n"
+
+
+def test_an_unknown_flag_suggests_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--wrld-size", "2"]) == 2
+    assert "--world-size" in capfd.readouterr().err
+    assert cli.main(["sevre"]) == 2
+    assert "serve" in capfd.readouterr().err

@@ -1,0 +1,116 @@
+"""Settings: precedence, and one readable sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist.config import EngineConfig, ServerConfig
+from razor_dist.config_sources import build_config, load_config
+from razor_dist.errors import ConfigError
+from razor_dist.policy import LocalPolicy
+
+
+def test_each_source_outranks_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("window_min: 300\nblock: 16\nseed: 1\nworld_size: 2\n")
+    env = {"RAZOR_BLOCK": "32", "RAZOR_SEED": "2", "HOME": "/"}
+    config = load_config(ServerConfig, {"seed": "3", "port": None}, env, file)
+    assert config.seed == 3  # flag
+    assert config.block == 32  # environment
+    assert config.window_min == 300  # file
+    assert config.world_size == 2
+    assert config.port == 8000  # class; a flag of None was not given
+    model = load_config(EngineConfig, {}, {"RAZOR_BLOCK": "32"})
+    assert (model.block, model.window_min) == (32, shipped("window_min"))
+
+
+def shipped(name: str) -> Any:
+    return getattr(load_config(EngineConfig), name)
+
+
+def test_the_shipped_defaults_are_the_models_alone() -> None:
+    paper = LocalPolicy(window_min=4000, window_ratio=5, window_max=None, sinks=4, block=128)
+    assert EngineConfig().policy == paper
+    assert load_config(EngineConfig, {"model": "other"}).policy == paper
+    assert load_config(EngineConfig, {"model": "../models/smollm2"}).policy == paper
+    assert load_config(EngineConfig).policy != paper
+    assert build_config(EngineConfig).policy == load_config(EngineConfig).policy
+
+
+def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("window_ratio: null\n")
+    assert load_config(EngineConfig, yaml_path=file).window_ratio is None
+    assert load_config(EngineConfig, {"window_ratio": "none"}).window_ratio is None
+    assert load_config(EngineConfig, {}, {"RAZOR_WINDOW_RATIO": "None"}).window_ratio is None
+    assert build_config(EngineConfig, window_ratio=None).window_ratio is None
+    with pytest.raises(ConfigError, match="world_size must be an integer, got 'none'"):
+        load_config(EngineConfig, {"world_size": "none"})
+
+
+@pytest.mark.parametrize(
+    ("cli", "env", "text", "message"),
+    [
+        ({"world_size": 0}, {}, "", "world_size must be at least 1, got 0 (from --world-size)"),
+        ({}, {"RAZOR_PORT": "x"}, "", "port must be an integer, got 'x' (from RAZOR_PORT)"),
+        ({}, {}, "attention: half", "attention must be one of razor, full, streaming, got 'half'"),
+        ({}, {}, "max_num_seqs: yes", "max_num_seqs must be an integer, got True"),
+        ({}, {}, "compensation: perhaps", "compensation must be true or false, got 'perhaps'"),
+        ({}, {}, "collective_timeout: .nan", "collective_timeout must be a finite number"),
+        ({}, {}, "collective_timeout: 0", "collective_timeout must be greater than 0, got 0"),
+        ({}, {}, "window_min: 1.5", "window_min must be an integer, got 1.5"),
+        ({}, {}, "window_max: 1", "window_max (1) must not be below window_min"),
+        ({}, {}, "window-min: 1", "unknown setting 'window-min'; did you mean 'window_min'?"),
+        ({}, {}, "modell: x", "unknown setting 'modell'; did you mean 'model'?"),
+        ({}, {"RAZOR_WORLDSIZE": "1"}, "", "did you mean 'RAZOR_WORLD_SIZE'?"),
+        ({"wurld": 1}, {}, "", "unknown setting 'wurld'"),
+        ({}, {}, "- a\n- b", "must hold a mapping of settings, not ['a', 'b']"),
+        ({}, {}, "a: [", "is not valid YAML"),
+        ({}, {}, "block: 1\nblock: 2", "'block' is given twice"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, cli: dict[str, Any], env: dict[str, str], text: str, message: str
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(ServerConfig, cli, env, file)
+    assert message in str(raised.value)
+    assert "pydantic" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    if text:
+        assert str(file) in str(raised.value) or "window_max" in message
+
+
+def test_the_class_itself_raises_our_error() -> None:
+    with pytest.raises(ConfigError, match=r"^world_size must be at least 1, got -1$"):
+        EngineConfig(world_size=-1)
+    with pytest.raises(ConfigError, match="did you mean 'attention'"):
+        build_config(EngineConfig, atention="full")
+
+
+def test_the_servers_settings_are_unknown_to_the_engine_but_not_in_the_environment() -> None:
+    assert load_config(EngineConfig, {}, {"RAZOR_PORT": "80"}) == load_config(EngineConfig)
+    with pytest.raises(ConfigError, match="unknown setting 'port'"):
+        load_config(EngineConfig, {"port": 80})
+
+
+def test_a_rank_reads_back_the_engines_settings() -> None:
+    config = ServerConfig(world_size=3, window_ratio=None, port=1)
+    assert EngineConfig.from_json(config.engine_json()) == EngineConfig(
+        world_size=3, window_ratio=None
+    )
+
+
+def test_threads_are_shared_by_the_ranks_of_a_host() -> None:
+    assert EngineConfig(threads=3).threads_per_rank(8) == 3
+    assert EngineConfig().threads_per_rank(10**6) == 1
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        EngineConfig().world_size = 2  # type: ignore[misc]

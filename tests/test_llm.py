@@ -1,0 +1,226 @@
+"""The offline API on ranks that compute nothing."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import razor_dist
+from razor_dist import LLM, SamplingParams
+from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.errors import ConfigError, EngineError, ModelError, RequestError
+from tests import fake_engine
+from tests.tokenizer import smollm2_tokenizer
+
+EOS = fake_engine.EOS
+
+
+class FakeLLM(LLM):
+    _worker = "tests.fake_engine"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with FakeLLM(world_size=2) as llm:
+        yield llm
+
+
+def test_a_text_prompt(llm: LLM) -> None:
+    [output] = llm.generate(" one two three", SamplingParams(max_tokens=50))
+    assert output.prompt == " one two three"
+    assert output.prompt_token_ids == smollm2_tokenizer()(" one two three")["input_ids"]
+    [answer] = output.outputs
+    assert answer.text == " three two one"
+    assert answer.token_ids == [*reversed(output.prompt_token_ids), EOS]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+    assert answer.logprobs is None and answer.cumulative_logprob is None
+    assert output.finished
+    metrics = output.metrics
+    assert metrics.time_to_first_token is not None and metrics.total_seconds is not None
+    assert 0 < metrics.time_to_first_token <= metrics.total_seconds
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[5, 6], {"prompt_token_ids": [5, 6]}, [[5, 6]], [{"prompt_token_ids": [5, 6]}]],
+)
+def test_token_ids_in_all_their_shapes(llm: LLM, prompts: Any) -> None:
+    [output] = llm.generate(prompts)
+    assert output.prompt is None
+    assert output.outputs[0].token_ids == [6, 5, EOS]
+
+
+def test_many_prompts_keep_their_order_and_their_parameters(llm: LLM) -> None:
+    prompts = [[10 + n] * 3 for n in range(40)]
+    params = [SamplingParams(max_tokens=1 + n % 3) for n in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in outputs] == [[10 + n] * (1 + n % 3) for n in range(40)]
+    assert len({o.request_id for o in outputs}) == 40
+    assert llm.generate([]) == []
+
+
+def test_how_an_answer_ends(llm: LLM) -> None:
+    def end(**params: Any) -> tuple[str, str | None, str | int | None]:
+        [output] = llm.generate(" four three two one", SamplingParams(max_tokens=9, **params))
+        answer = output.outputs[0]
+        return answer.text, answer.finish_reason, answer.stop_reason
+
+    three = smollm2_tokenizer()(" three")["input_ids"][0]
+    assert end() == (" one two three four", "stop", None)
+    assert end(stop="two thr") == (" one ", "stop", "two thr")
+    assert end(stop_token_ids=[three]) == (" one two", "stop", three)
+    [cut] = llm.generate(" two one", SamplingParams(max_tokens=1))
+    assert (cut.outputs[0].text, cut.outputs[0].finish_reason) == (" one", "length")
+
+
+def test_logprobs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
+    [output] = llm.generate([5, 6, 7], params)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None and output.prompt_logprobs is not None
+    assert [list(entry) for entry in answer.logprobs] == [[7, 6], [6, 7], [5, 4], [2, 3]]
+    assert answer.logprobs[0][7].rank == 1
+    assert answer.cumulative_logprob == -2.0
+    first, *rest = output.prompt_logprobs
+    assert first is None
+    assert [entry[token].logprob for entry, token in zip(rest, [6, 7], strict=True) if entry] == [
+        -1.0,
+        -1.0,
+    ]
+    [chosen] = llm.generate([5], SamplingParams(max_tokens=1, logprobs=0))
+    assert chosen.outputs[0].logprobs is not None
+    assert chosen.outputs[0].logprobs[0][5].rank is None
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    ids = PromptEncoder(smollm2_tokenizer()).chat(conversation)
+    [one] = llm.chat(conversation)
+    assert one.prompt_token_ids == ids
+    assert len(llm.chat([conversation, conversation])) == 2
+    [open_end] = llm.chat(conversation, add_generation_prompt=False)
+    assert ids[: len(open_end.prompt_token_ids)] == open_end.prompt_token_ids
+    assert len(open_end.prompt_token_ids) < len(ids)
+    with pytest.raises(RequestError, match="at least one message"):
+        llm.chat([])
+    with pytest.raises(RequestError, match="chat template refuses"):
+        llm.chat([{"content": 3}])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+        ([[5], [49152]], r"token id 49152 in prompt is not in \[0, 49152\)"),
+        ([[5] * 512], "maximum context length is 512 tokens, but 528 were asked for"),
+        ({"text": "x"}, "one key, prompt_token_ids"),
+        (["a", 3], "a text or a list of token ids, not 3"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts)
+    assert llm.stats()["running"] == 0
+
+
+def test_parameters_must_be_as_many_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 for 1"):
+        llm.generate([[5]], [SamplingParams(), SamplingParams()])
+
+
+def test_one_failure_aborts_the_others(llm: LLM) -> None:
+    aborted = llm.stats()["aborted"]
+    with pytest.raises(RequestError, match="more pages"):
+        llm.generate([[fake_engine.HANG], [fake_engine.REFUSE, 1]])
+    stats = llm.stats()
+    assert (stats["running"], stats["aborted"]) == (0, aborted + 1)
+
+
+def test_a_dead_engine_is_an_error_and_comes_back() -> None:
+    with FakeLLM(world_size=2) as llm:
+        with pytest.raises(EngineError, match="the engine failed"):
+            llm.generate([[fake_engine.HANG], [fake_engine.DIE]])
+        [output] = llm.generate([[5]])
+        assert output.outputs[0].token_ids == [5, EOS]
+
+
+def test_a_closed_llm_has_no_ranks() -> None:
+    llm = FakeLLM(world_size=2)
+    pids = llm._engine.launcher.pids
+    llm.close()
+    llm.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    dropped = FakeLLM()
+    pids = dropped._engine.launcher.pids
+    del dropped
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
+    code = (
+        "from tests.test_llm import FakeLLM\n"
+        "llm = FakeLLM()\n"
+        "print(*llm._engine.launcher.pids, flush=True)\n"
+        "{}"
+    )
+    for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(end)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == status, done.stderr
+        assert not any(_runs(int(pid)) for pid in done.stdout.split())
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_wrong_settings_and_models() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'atention'; did you mean 'attention'"):
+        LLM(atention="full")
+    with pytest.raises(ConfigError, match="world_size must be at least 1, got 0"):
+        LLM(world_size=0)
+    with pytest.raises(ModelError, match="no such folder"):
+        LLM("/no/such/model")
+
+
+def test_what_the_ranks_refuse_reaches_the_caller(tmp_path: Path) -> None:
+    folder = tmp_path / "bad-head-map"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    with pytest.raises(EngineError, match="the head map belongs to another model"):
+        FakeLLM(str(folder))
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    with FakeLLM(str(tmp_path)) as llm:
+        assert llm.get_tokenizer() is None
+        [output] = llm.generate([[5, 6]])
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == ([6, 5, EOS], "")
+        with pytest.raises(RequestError, match="no tokenizer, so it takes no text prompts"):
+            llm.generate("Hello")
+        with pytest.raises(RequestError, match="stop needs a tokenizer"):
+            llm.generate([[5]], SamplingParams(stop="x"))
+
+
+def test_the_package_is_lazy() -> None:
+    code = "import sys, razor_dist; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert all(hasattr(razor_dist, name) for name in razor_dist.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = razor_dist.nonsense
