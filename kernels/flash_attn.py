@@ -27,9 +27,11 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
+) -> Partial:
     """See `razor_dist.kernels.attend`; flash-attn's lse is a natural logarithm."""
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_func
 
     heads, group, queries, dim = q.shape
     # flash-attn's layout is [batch, tokens, heads, dim], grouped queries included.

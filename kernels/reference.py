@@ -8,7 +8,9 @@ from torch import Tensor
 from razor_dist.kernels.partial import Partial
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
+) -> Partial:
     """See `razor_dist.kernels.attend`; materialises the scores in float32."""
     scores = torch.einsum("kgtd,ksd->kgts", q.float(), k.float()) * scale
     if bias is not None:

@@ -26,7 +26,9 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
+) -> Partial:
     """See `razor_dist.kernels.attend`."""
     heads, group, queries, dim = q.shape
     keys = k.shape[1]
@@ -41,7 +43,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Te
     return _call(q, k4, v4, scale, causal, bias)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
+) -> Partial:
     mask = None if bias is None else bias.to(q.dtype).view(1, 1, *_two_dims(bias))
     return Partial(*_flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 

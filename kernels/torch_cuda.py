@@ -13,7 +13,9 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
     return q.device.type == "cuda" and q.shape[-1] % 8 == 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> Partial:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
+) -> Partial:
     """See `razor_dist.kernels.attend`."""
     heads, group, queries, dim = q.shape
     keys = k.shape[1]

@@ -53,7 +53,7 @@ def _forward(
     attention_context: AttentionContext,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
             # `models.loader` refuses such models; reaching this means that a release of
             # transformers has changed what it passes, and silence would be a wrong answer.

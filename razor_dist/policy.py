@@ -12,6 +12,7 @@ A local head attends to the sinks ``[0, N0)``, to the window ``[s(i), i]`` and, 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,5 @@ class LocalPolicy:
         edges = np.flatnonzero(np.diff(starts)) + 1
         bounds = [0, *edges.tolist(), end - begin]
         return [
-            Run(begin + lo, begin + hi, int(starts[lo]))
-            for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
+            Run(begin + lo, begin + hi, int(starts[lo])) for lo, hi in itertools.pairwise(bounds)
         ]

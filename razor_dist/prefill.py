@@ -122,9 +122,7 @@ class PrefillContext:
             for chunk in wave.owned(rank)
             if len(chunk & retained)
         ]
-        return plan_window(
-            policy, self.wave, self.comm.rank, base=base, held=held, last=self.last
-        )
+        return plan_window(policy, self.wave, self.comm.rank, base=base, held=held, last=self.last)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
@@ -138,7 +136,9 @@ class PrefillContext:
 
         transfers = None
         if heads.num_local and self._plan is not None:
-            transfers = self._start_local(layer, heads, _pick(k, heads.local), _pick(v, heads.local))
+            transfers = self._start_local(
+                layer, heads, _pick(k, heads.local), _pick(v, heads.local)
+            )
         if heads.num_retrieval:
             out_KGTD[heads.retrieval] = self._ring(
                 heads.retrieval, heads.retrieval_rows, q, k, v, scale, exact=False
@@ -203,9 +203,7 @@ class PrefillContext:
         pieces.append(Piece(self.owned[1], k[:, split:], v[:, split:]))
         return pieces
 
-    def _start_local(
-        self, layer: int, heads: LayerHeads, k: Tensor, v: Tensor
-    ) -> _LocalTransfers:
+    def _start_local(self, layer: int, heads: LayerHeads, k: Tensor, v: Tensor) -> _LocalTransfers:
         plan, local = self._plan, self.caches.local
         assert plan is not None
         pieces = self._own_pieces(layer, heads, k, v)

@@ -117,7 +117,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
     ConfigError, ModelError, HeadMapError
         If the settings, the model or the head map do not fit together.
     """
-    path = resolve_model(config.model)
+    path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     model_config = read_config(path, trust_remote_code=config.trust_remote_code)
     shape = ModelShape.from_config(model_config)
     max_model_len = config.max_model_len or shape.max_positions
@@ -128,9 +128,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         )
     retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
     dtype = torch_dtype(config, device)
-    model = load_model(
-        path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
-    )
+    model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
     wave_tokens = wave_length(config, comm.size, device)
     runner = ModelRunner(
         model,
@@ -160,5 +158,3 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         "kv_bytes_per_rank": runner.reserved_bytes,
     }
     return Engine(runner, core, info)
-
-

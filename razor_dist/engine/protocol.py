@@ -21,7 +21,7 @@ Engine to front
     ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
                   (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
     ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused or failed
-    ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} summed over ranks, ``bytes_sent_per_rank``
+    ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
                   ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start)
 """

@@ -92,16 +92,25 @@ class ModelRunner:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self.device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
-        place = {"dtype": dtype, "device": self.device}
         size, dim = cache.page_size, shape.head_dim
         scratch = None
         if cache.scratch_pages and layout.local_rows:
-            scratch = PagePool(layout.local_rows, cache.scratch_pages, size, dim, **place)
+            scratch = PagePool(
+                layout.local_rows, cache.scratch_pages, size, dim, dtype=dtype, device=self.device
+            )
         self.caches = Caches(
             layout,
-            PagePool(layout.retrieval_rows, cache.num_pages, size, dim, **place),
+            PagePool(
+                layout.retrieval_rows, cache.num_pages, size, dim, dtype=dtype, device=self.device
+            ),
             LocalCache(
-                layout.local_rows, cache.max_sequences, cache.max_tokens, cache.policy, dim, **place
+                layout.local_rows,
+                cache.max_sequences,
+                cache.max_tokens,
+                cache.policy,
+                dim,
+                dtype=dtype,
+                device=self.device,
             ),
             scratch,
         )
@@ -178,12 +187,15 @@ class ModelRunner:
         self, tokens: list[int], positions: list[int], context: AttentionContext, keep: list[int]
     ) -> Tensor:
         """float32 logits ``[len(keep), V]`` of the tokens at indices ``keep``."""
-        as_tensor = lambda x: torch.tensor(x, dtype=torch.int64, device=self.device)  # noqa: E731
+        ids, at, rows = (
+            torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            for numbers in (tokens, positions, keep)
+        )
         output = self.model(
-            input_ids=as_tensor([tokens]),
-            position_ids=as_tensor([positions]),
+            input_ids=ids.unsqueeze(0),
+            position_ids=at.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=as_tensor(keep),
+            logits_to_keep=rows,
             attention_context=context,
         )
         return output.logits[0].float()
@@ -192,7 +204,9 @@ class ModelRunner:
         wave = Wave(plan.begin, plan.end, self.comm.size)
         sequence = self.sequences[plan.sequence]
         context = PrefillContext(self.comm, self.caches, sequence, wave, last=plan.last)
-        positions = [p for chunk in wave.owned(self.comm.rank) for p in range(chunk.begin, chunk.end)]
+        positions = [
+            p for chunk in wave.owned(self.comm.rank) for p in range(chunk.begin, chunk.end)
+        ]
         tokens = [plan.payload[p - wave.begin] for p in positions]
         self.prompt_logprobs = None
         if plan.prompt_logprobs >= 0:

@@ -66,7 +66,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     probabilities = torch.softmax(logits, dim=-1)
     if params.top_p < 1.0:
         ordered, index = probabilities.sort(descending=True, stable=True)
-        # Keep the smallest set whose mass reaches top_p: a token stays if the mass before it is less.
+        # The smallest set whose mass reaches top_p: a token stays if the mass before it is less.
         outside = ordered.cumsum(0) - ordered >= params.top_p
         probabilities[index[outside]] = 0.0
     return probabilities / probabilities.sum()

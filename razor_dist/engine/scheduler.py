@@ -103,7 +103,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> StepPlan | None:
-        """Open the oldest waiting request if its prefix is ready and everything it needs is free."""
+        """Open the oldest waiting request if its prefix is ready and all it needs is free."""
         if not self.waiting or len(self.running) >= self.cache.max_sequences:
             return None
         request = self.waiting[0]

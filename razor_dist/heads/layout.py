@@ -54,9 +54,7 @@ class HeadLayout:
         return self.layers[-1].local_rows.stop
 
     @classmethod
-    def from_decision(
-        cls, retrieval: Sequence[Sequence[bool]], device: torch.device
-    ) -> HeadLayout:
+    def from_decision(cls, retrieval: Sequence[Sequence[bool]], device: torch.device) -> HeadLayout:
         """Build the layout.
 
         Parameters

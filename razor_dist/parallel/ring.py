@@ -48,7 +48,9 @@ class Earlier:
         return sum(self.tokens)
 
 
-def queries_travel(wave: Wave, earlier_tokens: int, kv_heads: int, group: int, dim: int, itemsize: int) -> bool:
+def queries_travel(
+    wave: Wave, earlier_tokens: int, kv_heads: int, group: int, dim: int, itemsize: int
+) -> bool:
     """Whether pass-Q moves fewer bytes than pass-KV for the earlier waves' keys.
 
     pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the wave

@@ -8,6 +8,7 @@ and `merge`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,7 +172,7 @@ def edge_sums(edges: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
     sums = torch.zeros(
         len(edges) - 1, 2, like.shape[0], like.shape[2], dtype=torch.float32, device=like.device
     )
-    for index, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for index, (begin, end) in enumerate(itertools.pairwise(edges)):
         for piece in pieces:
             if len(piece.at & Interval(begin, end)):
                 part = piece.part(Interval(begin, end))
@@ -236,7 +237,10 @@ def window_attention(
             sums = sums + torch.stack([k[:, moved].float().sum(1), v[:, moved].float().sum(1)])
             summed_to = start
         q_run = q[:, :, run.begin - at.begin : run.end - at.begin]
-        past, own = slice(start - first, run.begin - first), slice(run.begin - first, run.end - first)
+        past, own = (
+            slice(start - first, run.begin - first),
+            slice(run.begin - first, run.end - first),
+        )
         partials = [
             attend(q_run, k[:, own], v[:, own], scale=scale, causal=True),
             attend(q_run, k[:, past], v[:, past], scale=scale),
@@ -244,8 +248,6 @@ def window_attention(
         ]
         if policy.compensation and start > sinks:
             count = start - sinks
-            partials.append(
-                compensate(q_run, sums[0] / count, sums[1] / count, count, scale=scale)
-            )
+            partials.append(compensate(q_run, sums[0] / count, sums[1] / count, count, scale=scale))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)

@@ -7,6 +7,7 @@ chunk 2P-1 and so on rank 0, which samples.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,7 +43,7 @@ class Wave:
         """The 2P chunks in order; some are empty when the wave is shorter than 2P tokens."""
         n, parts = self.end - self.begin, 2 * self.world_size
         edges = [self.begin + n * j // parts for j in range(parts + 1)]
-        return tuple(Interval(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True))
+        return tuple(Interval(a, b) for a, b in itertools.pairwise(edges))
 
     def indices(self, rank: int) -> tuple[int, int]:
         """Indices of the early and the late chunk of ``rank``."""
@@ -60,6 +61,4 @@ class Wave:
 
 def waves(begin: int, end: int, wave_tokens: int, world_size: int) -> list[Wave]:
     """Cut ``[begin, end)`` into waves of at most ``wave_tokens`` tokens."""
-    return [
-        Wave(a, min(a + wave_tokens, end), world_size) for a in range(begin, end, wave_tokens)
-    ]
+    return [Wave(a, min(a + wave_tokens, end), world_size) for a in range(begin, end, wave_tokens)]

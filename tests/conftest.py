@@ -1,0 +1,45 @@
+"""Fixtures: pools of real rank processes, and tiny models made once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(P)``: a pool of P rank processes, the same one each time."""
+    pools: dict[int, RankPool] = {}
+
+    def get(size: int) -> RankPool:
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny(family)``: the folder of a tiny random model."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny(family, tmp_path_factory.mktemp("tiny") / family)
+        return made[family]
+
+    return get

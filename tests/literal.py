@@ -1,0 +1,86 @@
+"""Equation 5 and the window's definition, written out query by query: slow and literal.
+
+Deliberately shares no code with the package: the formulas are DESIGN.md's, copied here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+NAME = "literal_razor"
+
+
+def literal_head(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: dict[str, Any]) -> Tensor:
+    """Local attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time."""
+    out = torch.empty_like(q)
+    n0, block, ratio = settings["sinks"], settings["block"], settings["ratio"]
+    for i in range(q.shape[0]):
+        length = settings["minimum"]
+        if ratio is not None:
+            length = max(length, math.ceil((i + 1) / ratio))
+        if settings["maximum"] is not None:
+            length = min(length, settings["maximum"])
+        start = block * math.floor((i + 1 - length) / block)
+        if start <= n0:
+            weights = torch.exp(scale * (k[: i + 1] @ q[i]))
+            out[i] = weights @ v[: i + 1] / weights.sum()
+            continue
+        kept = [*range(n0), *range(start, i + 1)]
+        weights = torch.exp(scale * (k[kept] @ q[i]))
+        numerator, denominator = weights @ v[kept], weights.sum()
+        if settings["compensation"]:
+            dropped = start - n0
+            k_hat, v_hat = k[n0:start].mean(0), v[n0:start].mean(0)
+            weight = dropped * torch.exp(scale * (q[i] @ k_hat))
+            numerator, denominator = numerator + weight * v_hat, denominator + weight
+        out[i] = numerator / denominator
+    return out
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    *,
+    literal: dict[str, Any],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    out = torch.empty_like(query, dtype=torch.float64)
+    for h in range(heads):
+        kv = h // group
+        q, k, v = (x.double() for x in (query[0, h], key[0, kv], value[0, kv]))
+        if literal["retrieval"][module.layer_idx][kv]:
+            n = q.shape[0]
+            scores = scaling * q @ k.T
+            future = torch.ones(n, n, dtype=torch.bool).triu(1)
+            out[0, h] = torch.softmax(scores.masked_fill(future, -math.inf), -1) @ v
+        else:
+            out[0, h] = literal_head(q, k, v, scaling, literal)
+    return out.to(query.dtype).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _forward)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def literal_logits(
+    model: str, tokens: list[int], retrieval: Any, settings: dict[str, Any]
+) -> Tensor:
+    """float32 ``[N, V]``: logits of every position with the literal attention."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation=NAME)
+    with torch.inference_mode():
+        output = loaded(
+            input_ids=torch.tensor([tokens]),
+            use_cache=False,
+            literal={**settings, "retrieval": retrieval},
+        )
+    return output.logits[0]

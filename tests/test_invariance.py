@@ -1,0 +1,218 @@
+"""The project's strongest claim: logits depend on the prompt and the settings alone.
+
+Not on the number of ranks, nor on how the prompt was cut, nor on whether a token came from prefill
+or decode. And they are the right ones: stock transformers' with every head a retrieval head, the
+literal definition's with local heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.models.registry import resolve_model
+from razor_dist.policy import LocalPolicy
+from tests.cases import Case, logits_of, model_and_shape
+from tests.literal import literal_logits
+from tests.ranks import RankPool
+
+FAMILIES = ("llama", "qwen2", "mistral", "glm")
+WORLDS = (1, 2, 4, 8)
+CUTS = (8192, 64, 37)
+TOLERANCE = 1e-4
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+
+def tokens_of(count: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 190, (count,), generator=generator).tolist())
+
+
+def split_of(path: Path, seed: int = 0) -> tuple[tuple[bool, ...], ...]:
+    """A random decision that has layers of one kind only, and mixed ones."""
+    _, shape = model_and_shape(str(path))
+    generator = torch.Generator().manual_seed(seed)
+    rows = (torch.rand(shape.layers, shape.kv_heads, generator=generator) < 0.5).tolist()
+    rows[0], rows[1] = [False] * shape.kv_heads, [True] + [False] * (shape.kv_heads - 1)
+    return tuple(tuple(row) for row in rows)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= TOLERANCE, f"relative error {error:.2e}"
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_do_not_depend_on_ranks_cuts_or_phase(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    n, k = 181, 7
+    tokens = tokens_of(n + k)
+    path = tiny(family)
+    base = Case(str(path), split_of(path), POLICY, tokens[:n], tokens[n:])
+    want = ranks(1).run(logits_of, base)[0]
+    for world in WORLDS:
+        for cut in CUTS:
+            forced = dataclasses.replace(base, wave_tokens=cut)
+            whole = dataclasses.replace(forced, prompt=tokens, forced=())
+            assert_same(ranks(world).run(logits_of, forced)[0], want)
+            assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_retrieval_is_stock_transformers(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    n, k = 150, 5
+    tokens = tokens_of(n + k, seed=1)
+    path = tiny(family)
+    model, shape = model_and_shape(str(path))
+    every = ((True,) * shape.kv_heads,) * shape.layers
+    for implementation in ("sdpa", "eager"):
+        stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
+        with torch.inference_mode():
+            want = stock(torch.tensor([tokens])).logits[0, n - 1 :]
+        for world in (1, 4):
+            case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], wave_tokens=64)
+            assert_same(ranks(world).run(logits_of, case)[0], want)
+    assert model.config._attn_implementation == "razor"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compensation", [True, False])
+def test_local_heads_are_the_literal_definition(
+    family: str, compensation: bool, ranks: Ranks, tiny: Tiny
+) -> None:
+    n, k = 120, 4
+    tokens = tokens_of(n + k, seed=2)
+    path = tiny(family)
+    policy = dataclasses.replace(POLICY, window_max=26, compensation=compensation)
+    literal = {
+        "minimum": 20,
+        "maximum": 26,
+        "ratio": 6,
+        "sinks": 4,
+        "block": 8,
+        "compensation": compensation,
+    }
+    split = split_of(path)
+    want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
+    case = Case(str(path), split, policy, tokens[:n], tokens[n:], wave_tokens=50)
+    for world in (1, 2):
+        assert_same(ranks(world).run(logits_of, case)[0], want)
+
+
+def test_compensation_changes_the_logits(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    case = Case(str(path), split_of(path), POLICY, tokens_of(100))
+    without = dataclasses.replace(case, policy=dataclasses.replace(POLICY, compensation=False))
+    a, b = (ranks(1).run(logits_of, c)[0] for c in (case, without))
+    assert (a - b).abs().max() / a.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_exact_prefill_does_not_depend_on_ranks_or_cuts(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    tokens = tokens_of(170, seed=3)
+    base = Case(str(path), split_of(path), POLICY, tokens[:163], tokens[163:], exact=True)
+    want = ranks(1).run(logits_of, base)[0]
+    for cut in CUTS:
+        case = dataclasses.replace(base, wave_tokens=cut)
+        assert_same(ranks(world).run(logits_of, case)[0], want)
+
+
+def test_exact_prefill_is_full_attention_until_the_prompt_ends(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    tokens = tokens_of(140, seed=4)
+    with torch.inference_mode():
+        want = stock(torch.tensor([tokens])).logits[0, -1:]
+    case = Case(str(path), split_of(path), POLICY, tokens, exact=True, wave_tokens=60)
+    for world in (1, 4):
+        assert_same(ranks(world).run(logits_of, case)[0], want)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[LocalPolicy, int, int, int, int, bool, int]:
+    low = draw(st.integers(1, 24))
+    policy = LocalPolicy(
+        window_min=low,
+        window_ratio=draw(st.none() | st.integers(1, 8)),
+        window_max=draw(st.none() | st.integers(low, 40)),
+        sinks=draw(st.integers(0, 9)),
+        block=draw(st.sampled_from([1, 2, 3, 8, 16])),
+        compensation=draw(st.booleans()),
+    )
+    prompt = draw(st.integers(1, 90))
+    forced = draw(st.integers(0, 6))
+    cut = draw(st.sampled_from([8192, 1, 5, 17, 40]) if prompt < 30 else st.integers(12, 100))
+    return (
+        policy,
+        prompt,
+        forced,
+        cut,
+        draw(st.integers(0, 99)),
+        draw(st.booleans()),
+        draw(st.sampled_from([2, 3, 8])),
+    )
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(run=runs())
+def test_any_settings_any_length_any_cut(
+    run: tuple[LocalPolicy, int, int, int, int, bool, int], ranks: Ranks, tiny: Tiny
+) -> None:
+    policy, n, k, cut, seed, exact, world = run
+    path = tiny("llama")
+    tokens = tokens_of(n + k, seed)
+    base = Case(
+        str(path), split_of(path, seed), policy, tokens[:n], tokens[n:], exact=exact, page_size=3
+    )
+    want = ranks(1).run(logits_of, base)[0]
+    got = ranks(world).run(logits_of, dataclasses.replace(base, wave_tokens=cut))[0]
+    assert_same(got, want)
+
+
+def test_embedded_model_at_every_world_size(ranks: Ranks) -> None:
+    path = str(resolve_model("smollm2"))
+    split = HeadMap.load(shipped_head_map("smollm2")).retrieval
+    policy = LocalPolicy(window_min=64, window_ratio=5, sinks=4, block=16)
+    generator = torch.Generator().manual_seed(7)
+    tokens = tuple(torch.randint(20, 49000, (404,), generator=generator).tolist())
+    base = Case(path, tuple(map(tuple, split)), policy, tokens[:400], tokens[400:])
+    want = ranks(1).run(logits_of, base)[0]
+    for world in WORLDS:
+        for cut in (8192, 257, 130):
+            case = dataclasses.replace(base, wave_tokens=cut)
+            assert_same(ranks(world).run(logits_of, case)[0], want)
+        whole = dataclasses.replace(base, prompt=tokens, forced=())
+        assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
+
+
+def test_embedded_model_with_all_heads_full_is_stock(ranks: Ranks) -> None:
+    path = str(resolve_model("smollm2"))
+    generator = torch.Generator().manual_seed(8)
+    tokens = tuple(torch.randint(20, 49000, (300,), generator=generator).tolist())
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.inference_mode():
+        want = stock(torch.tensor([tokens])).logits[0, 295:]
+    case = Case(path, ((True,) * 3,) * 30, POLICY, tokens[:296], tokens[296:])
+    for world in (1, 4):
+        assert_same(ranks(world).run(logits_of, case)[0], want)

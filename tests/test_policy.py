@@ -1,0 +1,62 @@
+"""The window's definition: its vectorised forms against the formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.errors import ConfigError
+from razor_dist.policy import LocalPolicy
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> LocalPolicy:
+    low = draw(st.integers(1, 50))
+    return LocalPolicy(
+        window_min=low,
+        window_ratio=draw(st.none() | st.integers(1, 9)),
+        window_max=draw(st.none() | st.integers(low, 80)),
+        sinks=draw(st.integers(0, 8)),
+        block=draw(st.integers(1, 20)),
+    )
+
+
+@given(policy=policies(), position=st.integers(0, 5000))
+def test_start_is_the_formula_and_covers_the_window(policy: LocalPolicy, position: int) -> None:
+    length = policy.window_min
+    if policy.window_ratio:
+        length = max(length, math.ceil((position + 1) / policy.window_ratio))
+    length = min(length, policy.window_max or length)
+    start = max(0, policy.block * math.floor((position + 1 - length) / policy.block))
+    assert policy.start(position) == start
+    live = position + 1 - start
+    assert live >= min(length, position + 1)
+    assert live <= length + policy.block - 1 or start == 0
+    assert live <= policy.capacity(position + 1)
+    assert policy.start(position + 1) >= start
+
+
+@given(policy=policies(), begin=st.integers(0, 300), count=st.integers(0, 200))
+def test_runs_partition_the_queries(policy: LocalPolicy, begin: int, count: int) -> None:
+    runs = policy.runs(begin, begin + count)
+    covered = [i for run in runs for i in range(run.begin, run.end)]
+    assert covered == list(range(begin, begin + count))
+    assert all(policy.start(i) == run.start for run in runs for i in range(run.begin, run.end))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"window_min": 0}, "window_min"),
+        ({"window_ratio": 0}, "window_ratio"),
+        ({"block": 0}, "block"),
+        ({"sinks": -1}, "sinks"),
+        ({"window_min": 10, "window_max": 9}, "window_max"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, int], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LocalPolicy(**settings)
