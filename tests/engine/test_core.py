@@ -1,0 +1,211 @@
+"""The engine in process: many requests, kept prompts, exact admission, nothing left behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import build_engine
+from razor_dist.engine.core import EngineCore
+from razor_dist.errors import ConfigError, HeadMapError, RequestError
+from razor_dist.parallel.comm import Communicator
+from razor_dist.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def make_core(path: Path, **settings: Any) -> EngineCore:
+    values = {"attention": "streaming", "window_min": 24, "block": 8, "wave_tokens": 40}
+    config = EngineConfig(model=str(path), max_model_len=400, page_size=8, **{**values, **settings})
+    return build_engine(config, Communicator(None), torch.device("cpu")).core
+
+
+def run(core: EngineCore) -> dict[str, list[dict[str, Any]]]:
+    messages: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for _ in range(2000):
+        if not core.has_work:
+            return messages
+        for message in core.step():
+            messages[message["id"]].append(message)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens(messages: list[dict[str, Any]]) -> list[int]:
+    return [m["token"] for m in messages if m["t"] == "token"]
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 190, (count,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_requests_in_flight_together_answer_as_if_alone(
+    attention: str, tiny: Callable[[str], Path]
+) -> None:
+    core = make_core(tiny("qwen2"), attention=attention, max_num_seqs=2)
+    prompts = {f"r{i}": prompt(30 + 37 * i, i) for i in range(4)}
+    alone = {}
+    for name, ids in prompts.items():
+        core.add(name, ids, GREEDY)
+        alone[name] = tokens(run(core)[name])
+    for name, ids in prompts.items():
+        core.add(name, ids, GREEDY)
+    together = run(core)
+    assert {name: tokens(together[name]) for name in prompts} == alone
+    assert core.runner.kv_bytes == 0
+    assert core.scheduler._free_pages == [core.runner.config.num_pages]
+
+
+def test_full_attention_generates_what_transformers_generates(
+    tiny: Callable[[str], Path],
+) -> None:
+    path = tiny("glm")
+    core = make_core(path, attention="full")
+    ids = prompt(90, 5)
+    core.add("a", ids, GREEDY)
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    want = stock.generate(torch.tensor([ids]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
+        0, 90:
+    ]
+    assert tokens(run(core)["a"]) == want.tolist()
+
+
+@pytest.mark.parametrize("prefill", ["local", "exact"])
+def test_one_kept_prompt_answers_many_questions(prefill: str, tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), prefill=prefill)
+    document = prompt(150, 1)
+    core.add("doc", document, GREEDY, keep=True)
+    progress = run(core)["doc"]
+    assert [m["processed"] for m in progress] == [40, 80, 120, 150]
+    used = core.runner.kv_bytes
+    questions = {f"q{i}": prompt(11, 10 + i) for i in range(3)}
+    answers = {}
+    for _ in range(2):  # a question asked twice gets the same answer: the document is unharmed
+        for name, ids in questions.items():
+            core.add(name, ids, GREEDY, prefix_id="doc")
+        found = {name: tokens(m) for name, m in run(core).items()}
+        assert answers in ({}, found)
+        answers = found
+        assert core.runner.kv_bytes == used
+    if prefill == "local":
+        core.add("whole", document + questions["q1"], GREEDY)
+        assert tokens(run(core)["whole"]) == answers["q1"]
+    core.add("last", questions["q0"], GREEDY, prefix_id="doc")
+    core.abort("doc")  # while a question waits for it
+    assert tokens(run(core)["last"]) == answers["q0"]
+    assert core.runner.kv_bytes == 0
+    with pytest.raises(RequestError, match=r"no kept prompt 'doc'"):
+        core.add("late", [5], GREEDY, prefix_id="doc")
+
+
+def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), prefill="exact")
+    core.add("a", prompt(200), GREEDY)
+    core.step()
+    core.step()
+    assert core.runner.kv_bytes > 0
+    core.abort("a")
+    assert core.runner.kv_bytes == 0
+    assert not core.has_work
+    assert core.scheduler._free_scratch == [core.runner.config.scratch_pages]
+
+
+def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), attention="full", kv_tokens=200, max_num_seqs=4)
+    for i in range(3):
+        core.add(f"r{i}", prompt(150, i), GREEDY)
+    core.step()
+    assert len(core.scheduler.running) == 1
+    assert {name: len(tokens(m)) for name, m in run(core).items()} == {f"r{i}": 8 for i in range(3)}
+    with pytest.raises(RequestError, match="on a rank") as refused:
+        core.add("big", prompt(300), GREEDY)
+    assert refused.value.code == "kv_capacity_exceeded"
+
+
+def test_the_context_limit_names_both_numbers(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    with pytest.raises(RequestError, match=r"holds 400 tokens; the prompt has 395 and 8") as error:
+        core.add("a", prompt(395), GREEDY)
+    assert error.value.code == "context_length_exceeded"
+    core.add("b", prompt(392), GREEDY)
+    assert len(tokens(run(core)["b"])) == 8
+
+
+@pytest.mark.parametrize(("ids", "words"), [([], "at least one token"), ([192], "token id 192")])
+def test_bad_prompts_are_refused(ids: list[int], words: str, tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(RequestError, match=words):
+        make_core(tiny("llama")).add("a", ids, GREEDY)
+
+
+def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None:
+    path = tiny("llama")
+    core = make_core(path, attention="full")
+    ids = prompt(100, 3)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, prompt_logprobs=3)
+    core.add("a", ids, params)
+    messages = run(core)["a"]
+    entries = [e for m in messages if m["t"] == "prompt" for e in m["logprobs"]]
+    assert entries[0] is None
+    assert len(entries) == 100
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.inference_mode():
+        want = stock(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for i, (logprob, rank, top) in enumerate(entries[1:]):
+        assert logprob == pytest.approx(want[i, ids[i + 1]].item(), abs=1e-3)
+        assert rank == int((want[i] > want[i, ids[i + 1]]).sum()) + 1
+        assert [t for t, _ in top] == want[i].topk(3).indices.tolist()
+    [token] = [m for m in messages if m["t"] == "token"]
+    assert token["logprob"] == pytest.approx(want[-1].max().item(), abs=1e-3)
+
+
+def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
+    tiny: Callable[[str], Path],
+) -> None:
+    core = make_core(tiny("llama"))
+
+    def draw(**settings: Any) -> list[int]:
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **settings)
+        core.add("a", [5, 6, 7], params)
+        return tokens(run(core)["a"])
+
+    greedy = draw(temperature=0.0)
+    assert draw(seed=1) == draw(seed=1)
+    assert draw(seed=1) != draw(seed=2)
+    assert draw(top_k=1) == greedy
+    assert draw(top_p=1e-6) == greedy
+
+
+def test_stop_tokens_and_end_of_sequence(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    core.add("a", [5, 6, 7], GREEDY)
+    first = tokens(run(core)["a"])
+    stop = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(first[2],))
+    core.add("b", [5, 6, 7], stop)
+    messages = run(core)["b"]
+    assert tokens(messages) == first[: first.index(first[2]) + 1]
+    assert messages[-1]["finish"] == "stop"
+    core.eos_token_ids = frozenset({first[1]})
+    core.add("c", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
+    assert tokens(run(core)["c"]) == first[: first.index(first[1]) + 1]
+
+
+def test_a_head_map_of_another_model_is_refused(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(HeadMapError, match=r"configs|layers|fingerprint|identify"):
+        make_core(tiny("llama"), attention="razor")
+    shipped = Path(__file__).parents[2] / "configs" / "head_maps" / "smollm2.json"
+    with pytest.raises(HeadMapError, match=r"layers|fingerprint"):
+        make_core(tiny("llama"), attention="razor", head_map=str(shipped))
+
+
+def test_a_context_longer_than_the_model_is_refused(tiny: Callable[[str], Path]) -> None:
+    config = EngineConfig(model=str(tiny("llama")), attention="full", max_model_len=5000)
+    with pytest.raises(ConfigError, match=r"5000, but .* 4096 positions"):
+        build_engine(config, Communicator(None), torch.device("cpu"))

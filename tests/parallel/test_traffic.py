@@ -1,0 +1,110 @@
+"""What crosses the links: measured bytes against the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.parallel.comm import Communicator
+from razor_dist.policy import LocalPolicy
+from tests.cases import Case, make_runner, model_and_shape, prefill
+from tests.ranks import RankPool
+
+WORLD = 8
+POLICY = LocalPolicy(window_min=32, window_ratio=None, sinks=4, block=16)
+DIM, ITEM = 16, 4
+
+
+def traffic(comm: Communicator, case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes this rank sends, by purpose: in prefill, and in the decode steps after it."""
+    runner = make_runner(comm, case)
+    comm.bytes_sent.clear()
+    prefill(runner, 0, case)
+    after_prefill = dict(comm.bytes_sent)
+    for token in case.forced:
+        runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
+    decode = {p: n - after_prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
+    return after_prefill, {p: n for p, n in decode.items() if n}
+
+
+def total(results: list[tuple[dict[str, int], dict[str, int]]], phase: int, purpose: str) -> int:
+    return sum(result[phase].get(purpose, 0) for result in results)
+
+
+def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    path = tiny("llama")
+    _, shape = model_and_shape(str(path))
+    n = 640
+    tokens = tuple(torch.randint(3, 190, (n,), generator=torch.manual_seed(0)).tolist())
+    full = ((True,) * shape.kv_heads,) * shape.layers
+    razor = ((True, False), (False, False), (False, True), (False, False))
+    pool = ranks(WORLD)
+    in_full = pool.run(traffic, Case(str(path), full, POLICY, tokens))
+    in_razor = pool.run(traffic, Case(str(path), razor, POLICY, tokens))
+
+    per_token = 2 * shape.layers * shape.kv_heads * DIM * ITEM
+    assert total(in_full, 0, "ring") == n * per_token * (WORLD - 1)
+    fraction = 2 / 8
+    ring = total(in_razor, 0, "ring")
+    assert abs(ring - fraction * total(in_full, 0, "ring")) <= 0.05 * ring
+    assert total(in_full, 0, "halo") == 0
+
+    # Every chunk fetches what its window needs from other ranks, and at the end every rank gets
+    # the window: never more than 2P windows and P windows of L + B - 1 tokens.
+    local_per_token = 2 * 6 * DIM * ITEM
+    halo = total(in_razor, 0, "halo")
+    assert 0 < halo <= 3 * WORLD * (32 + 15) * local_per_token
+    assert total(in_razor, 0, "sinks") == 4 * (WORLD - 1) * local_per_token
+
+
+def test_decode_of_a_model_without_retrieval_heads_sends_nothing(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    path = tiny("llama")
+    _, shape = model_and_shape(str(path))
+    tokens = tuple(range(3, 103))
+    none = ((False,) * shape.kv_heads,) * shape.layers
+    case = Case(str(path), none, POLICY, tokens[:90], tokens[90:])
+    for _, decode in ranks(WORLD).run(traffic, case):
+        assert decode == {}
+
+
+def test_decode_gathers_out_and_lse_in_layers_with_retrieval_heads_only(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    path = tiny("llama")
+    _, shape = model_and_shape(str(path))
+    tokens = tuple(range(3, 103))
+    one = ((False, False), (True, False), (False, False), (False, False))
+    case = Case(str(path), one, POLICY, tokens[:90], tokens[90:])
+    for _, decode in ranks(WORLD).run(traffic, case):
+        packed = shape.group * (DIM + 1) * 4
+        assert decode == {"merge": 10 * (WORLD - 1) * packed}
+    two = dataclasses.replace(case, retrieval=((True, True), *one[1:]))
+    for _, decode in ranks(WORLD).run(traffic, two):
+        assert decode["merge"] == 10 * 3 * (WORLD - 1) * packed
+
+
+def test_queries_travel_when_that_moves_less(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    """A short wave after a long past: pass-Q beats moving the past's keys and values."""
+    path = tiny("llama")
+    _, shape = model_and_shape(str(path))
+    tokens = tuple(torch.randint(3, 190, (650,), generator=torch.manual_seed(1)).tolist())
+    full = ((True,) * shape.kv_heads,) * shape.layers
+    pool = ranks(4)
+    whole = pool.run(traffic, Case(str(path), full, POLICY, tokens[:640], wave_tokens=640))
+    then = pool.run(traffic, Case(str(path), full, POLICY, tokens, wave_tokens=640))
+    more = total(then, 0, "ring") - total(whole, 0, "ring")
+    rows = shape.layers * shape.kv_heads * shape.group
+    queries = 10 * rows * (DIM * ITEM + (DIM + 1) * 4) * 3
+    own_ring = 10 * shape.layers * shape.kv_heads * 2 * DIM * ITEM * 3
+    assert more == queries + own_ring
+    assert more < 640 * shape.layers * shape.kv_heads * 2 * DIM * ITEM * 3
