@@ -1,0 +1,138 @@
+"""The server with real ranks and the real embedded model, through real clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from razor_dist import LLM, SamplingParams
+from tests.server.process import ROOT, ServerProcess, health, wait_until
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(
+        sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"
+    ) as process:
+        process.url(timeout=180)
+        yield process
+
+
+def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    stream = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert "Paris" in text
+    whole = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=16
+    )
+    assert whole.choices[0].message.content == text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerProcess) -> None:
+    url = server.url()
+    body = {"model": "smollm2", "prompt": [100] * 3900, "max_tokens": 100, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=2)
+
+    def freed() -> bool:
+        stats = httpx.get(f"{url}/stats", timeout=60).json()
+        return stats["running"] == 0 and sum(stats["kv_bytes_per_rank"]) == 0
+
+    assert wait_until(freed, 60)
+    peak = httpx.get(f"{url}/stats", timeout=60).json()["peak_kv_bytes_per_rank"]
+    assert min(peak) > 0
+
+
+def test_the_context_limit_over_http(server: ServerProcess) -> None:
+    body = {"model": "smollm2", "prompt": [100] * 4000, "max_tokens": 200}
+    answer = httpx.post(f"{server.url()}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "4096" in error["message"]
+    assert "4200" in error["message"]
+
+
+def test_a_killed_rank_turns_health_to_503_and_serving_resumes(server: ServerProcess) -> None:
+    url = server.url()
+    ranks = [p for p in server.family() if "razor_dist.engine.worker" in " ".join(p.cmdline())]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    killed = time.monotonic()
+    assert wait_until(lambda: health(url)[0] == 503, 2)
+    assert time.monotonic() - killed < 2
+    assert wait_until(lambda: health(url)[0] == 200, 120)
+    body = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["launch/serve.py", "--world-size", "2"],
+        ["--nproc-per-node", "2", "launch/serve.py", "--world-size", "2"],
+    ],
+)
+def test_torchrun_serves(arguments: list[str]) -> None:
+    standalone = ["--standalone"] if "--nproc-per-node" in arguments else []
+    with ServerProcess(TORCHRUN, *standalone, *arguments) as server:
+        body = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+        url = server.url(timeout=180)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world-size", "0"], "world_size must be at least 1"),
+        (["--world-size", "-1"], "world_size must be at least 1"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_mistakes_at_start_are_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "launch/serve.py", "--port", "0", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_offline_api_answers_on_two_ranks() -> None:
+    with LLM("smollm2", world_size=2, max_model_len=1024) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1)
+        [chat] = llm.chat(QUESTION, params)
+        assert "Paris" in chat.outputs[0].text
+        assert chat.outputs[0].finish_reason == "stop"
+        assert chat.outputs[0].logprobs is not None
+        assert len(chat.outputs[0].logprobs) == len(chat.outputs[0].token_ids)
+        again = llm.generate({"prompt_token_ids": chat.prompt_token_ids}, params)
+        assert again[0].outputs[0].token_ids == chat.outputs[0].token_ids
