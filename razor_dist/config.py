@@ -79,7 +79,7 @@ class EngineConfig(BaseModel):
     block: int = Field(default=128, ge=1, description="The window starts at a multiple of this.")
     compensation: bool = Field(default=True, description="Keep the mean of what local heads drop.")
     ring: Literal["own", "ring_flash_attn"] = Field(
-        default="own", description="Ring attention code."
+        default="own", description="Ring attention code; ring_flash_attn is CUDA's."
     )
     threads: int | None = Field(
         default=None, ge=1, description="Threads per rank; none: cores divided by the host's ranks."

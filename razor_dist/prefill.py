@@ -13,7 +13,7 @@ from razor_dist.cache.sequence import Sequence
 from razor_dist.heads.layout import HeadLayout, LayerHeads
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.halo import Arriving, Piece, assemble
-from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.ring import Earlier, RingAttention, ring_attention
 from razor_dist.parallel.window import (
     WindowPlan,
     edge_sums,
@@ -72,14 +72,23 @@ class PrefillContext:
         Starts at ``sequence.length``.
     last : bool
         Whether the prompt ends with this wave.
+    ring : RingAttention
+        `ring_attention`, or another implementation of it.
     """
 
     def __init__(
-        self, comm: Communicator, caches: Caches, sequence: Sequence, wave: Wave, *, last: bool
+        self,
+        comm: Communicator,
+        caches: Caches,
+        sequence: Sequence,
+        wave: Wave,
+        *,
+        last: bool,
+        ring: RingAttention = ring_attention,
     ) -> None:
         assert wave.begin == sequence.length
         self.comm, self.caches, self.sequence = comm, caches, sequence
-        self.wave, self.last = wave, last
+        self.wave, self.last, self._ring_attention = wave, last, ring
         self.owned = wave.owned(comm.rank)
         self.tokens = wave.tokens(comm.rank)
         self.exact = sequence.scratch is not None
@@ -172,7 +181,7 @@ class PrefillContext:
         old, new = self._scratch_slots if exact else self._slots
         k, v = _pick(k, index), _pick(v, index)
         earlier = Earlier(pool.segments(rows, old), self._earlier_tokens(exact))
-        out = ring_attention(self.comm, self.wave, _pick(q, index), k, v, earlier, scale)
+        out = self._ring_attention(self.comm, self.wave, _pick(q, index), k, v, earlier, scale)
         pool.write(rows, new, k, v)
         return out
 

@@ -19,6 +19,8 @@ from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprin
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.ring import RingAttention, ring_attention
+from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,20 @@ def retrieval_heads(
     return head_map.retrieval
 
 
+def ring_of(config: EngineConfig) -> RingAttention:
+    """The implementation of ring attention that the settings name.
+
+    Raises
+    ------
+    ConfigError
+        If its packages are not installed.
+    """
+    if config.ring == "own":
+        return ring_attention
+    load_zigzag()
+    return ring_flash_attention
+
+
 def wave_length(config: EngineConfig, world_size: int, device: torch.device) -> int:
     """Tokens of a prompt that all ranks together prefill in one wave.
 
@@ -117,6 +133,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
     ConfigError, ModelError, HeadMapError
         If the settings, the model or the head map do not fit together.
     """
+    ring = ring_of(config)
     path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     model_config = read_config(path, trust_remote_code=config.trust_remote_code)
     shape = ModelShape.from_config(model_config)
@@ -136,6 +153,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         HeadLayout.from_decision(retrieval, device),
         cache_config(config, shape, max_model_len, wave_tokens, comm.size),
         comm,
+        ring,
     )
     eos = eos_token_ids(path)
     core = EngineCore(

@@ -18,6 +18,7 @@ from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
+from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.zigzag import Wave
 from razor_dist.policy import LocalPolicy
 from razor_dist.prefill import Caches, PrefillContext
@@ -79,6 +80,8 @@ class ModelRunner:
     layout : HeadLayout
     cache : CacheConfig
     comm : Communicator
+    ring : RingAttention
+        Which implementation of ring attention prefill uses.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class ModelRunner:
         layout: HeadLayout,
         cache: CacheConfig,
         comm: Communicator,
+        ring: RingAttention = ring_attention,
     ) -> None:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
+        self._ring = ring
         self.device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
         size, dim = cache.page_size, shape.head_dim
@@ -203,7 +208,9 @@ class ModelRunner:
     def _prefill(self, plan: StepPlan) -> Tensor | None:
         wave = Wave(plan.begin, plan.end, self.comm.size)
         sequence = self.sequences[plan.sequence]
-        context = PrefillContext(self.comm, self.caches, sequence, wave, last=plan.last)
+        context = PrefillContext(
+            self.comm, self.caches, sequence, wave, last=plan.last, ring=self._ring
+        )
         positions = [
             p for chunk in wave.owned(self.comm.rank) for p in range(chunk.begin, chunk.end)
         ]

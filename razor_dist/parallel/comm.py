@@ -60,7 +60,8 @@ class Communicator:
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.bytes_sent: Counter[Purpose] = Counter()
 
-    def _count(self, purpose: Purpose, nbytes: int) -> None:
+    def note(self, purpose: Purpose, nbytes: int) -> None:
+        """Count bytes; public for what another library sends over our group."""
         self.bytes_sent[purpose] += nbytes
 
     def exchange(
@@ -88,7 +89,7 @@ class Communicator:
             if peer == self.rank or not tensor.is_contiguous():
                 raise ValueError("send contiguous tensors, to other ranks only")
             ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
-            self._count(purpose, tensor.numel() * tensor.element_size())
+            self.note(purpose, tensor.numel() * tensor.element_size())
         for peer, buffer in receives:
             if peer == self.rank or not buffer.is_contiguous():
                 raise ValueError("receive into contiguous tensors, from other ranks only")
@@ -113,7 +114,7 @@ class Communicator:
         if self.size > 1:
             dist.broadcast(tensor, self._global(source), group=self.group)
             if self.rank == source:
-                self._count(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+                self.note(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
 
     def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
         """``tensor`` of every rank, stacked to ``[P, ...]`` in the order of ranks."""
@@ -121,7 +122,7 @@ class Communicator:
             return tensor.unsqueeze(0)
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self.group)
-        self._count(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+        self.note(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
         return out
 
     def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
@@ -130,7 +131,7 @@ class Communicator:
             return Pending([tensor])
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         nbytes = tensor.numel() * tensor.element_size()
-        self._count(purpose, 2 * nbytes * (self.size - 1) // self.size)
+        self.note(purpose, 2 * nbytes * (self.size - 1) // self.size)
         return Pending([tensor], [work])
 
     def _global(self, rank: int) -> int:

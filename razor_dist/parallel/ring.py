@@ -14,7 +14,7 @@ where they are while the queries travel (pass-Q), whichever moves fewer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.zigzag import Wave
 
 Segments = Sequence[tuple[Tensor, Tensor]]
+RingAttention = Callable[
+    [Communicator, Wave, Tensor, Tensor, Tensor, "Earlier", float], Tensor
+]  # the signature of `ring_attention`
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""The package ring-flash-attn behind our ring's interface: ``ring: ring_flash_attn``.
+
+Its zigzag ring wants equal chunks and knows no earlier keys, so it serves the waves that are a
+prompt's first and divide into 2P; the others take our own ring. It is made for CUDA, and is an
+independent check of ours wherever flash-attn's forward has a stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+from torch import Tensor
+
+from razor_dist.errors import ConfigError
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.zigzag import Wave
+
+_NAME = "razor_dist._ring_flash_attn"
+
+
+@functools.cache
+def load_zigzag() -> ModuleType:
+    """The package's zigzag module, without running the package's ``__init__``.
+
+    That ``__init__`` imports an adapter that asks transformers for a name which releases after
+    5.2 do not have.
+
+    Raises
+    ------
+    ConfigError
+        If ring-flash-attn or flash-attn is not installed.
+    """
+    spec = importlib.util.find_spec("ring_flash_attn")
+    if spec is None or importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            "ring is ring_flash_attn, which needs the packages ring-flash-attn and flash-attn: "
+            "pip install 'razor-dist[cuda]', or use ring: own"
+        )
+    # A package of that folder under another name: its modules import each other relatively.
+    package = ModuleType(_NAME)
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules[_NAME] = package
+    return importlib.import_module(f"{_NAME}.zigzag_ring_flash_attn")
+
+
+def serves(comm: Communicator, wave: Wave, earlier: Earlier) -> bool:
+    """Whether the package can compute this wave."""
+    equal = (wave.end - wave.begin) % (2 * comm.size) == 0
+    return comm.size > 1 and equal and earlier.total == 0
+
+
+def ring_flash_attention(
+    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+) -> Tensor:
+    """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
+    if not serves(comm, wave, earlier):
+        return ring_attention(comm, wave, q, k, v, earlier, scale)
+    heads, group, tokens, dim = q.shape
+    # [batch, tokens, heads, dim], contiguous for the package's sends.
+    out, _ = load_zigzag().zigzag_ring_flash_attn_forward(
+        comm.group,
+        q.reshape(1, heads * group, tokens, dim).transpose(1, 2).contiguous(),
+        k.unsqueeze(0).transpose(1, 2).contiguous(),
+        v.unsqueeze(0).transpose(1, 2).contiguous(),
+        softmax_scale=scale,
+    )
+    comm.note("ring", (comm.size - 1) * (k.nbytes + v.nbytes))
+    return out.transpose(1, 2).reshape(heads, group, tokens, dim).float()

@@ -1,0 +1,98 @@
+"""Our ring against the package ring-flash-attn, and against unsharded attention."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import ring_of
+from razor_dist.errors import ConfigError
+from razor_dist.kernels import attend
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.ring_flash import ring_flash_attention, serves
+from razor_dist.parallel.zigzag import Wave
+from tests.ranks import RankPool
+
+HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(HEADS, GROUP, TOKENS, DIM, generator=generator)
+    k, v = (torch.randn(HEADS, TOKENS, DIM, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def flash_attn_stand_in() -> None:
+    """A `flash_attn` whose forward is the reference, with the package's layout and lse."""
+
+    def forward(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size_left=-1,
+        window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    ):  # fmt: skip
+        heads = k.shape[2]
+        grouped = q[0].transpose(0, 1).unflatten(0, (heads, -1))
+        partial = attend(
+            grouped, k[0].transpose(0, 1), v[0].transpose(0, 1), scale=softmax_scale,
+            causal=causal, backend="reference",
+        )  # fmt: skip
+        return (
+            partial.out.flatten(0, 1).transpose(0, 1)[None],
+            partial.lse.flatten(0, 1)[None],
+            0,
+            0,
+        )
+
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    interface._flash_attn_forward, interface._flash_attn_backward = forward, None
+    sys.modules["flash_attn"] = package
+    sys.modules["flash_attn.flash_attn_interface"] = interface
+
+
+def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """This rank's rows by our ring and by the package's, and what each sent."""
+    flash_attn_stand_in()
+    wave = Wave(0, tokens, comm.size)
+    rows = [p for chunk in wave.owned(comm.rank) for p in range(chunk.begin, chunk.end)]
+    q, k, v = inputs()
+    q, k, v = q[:, :, rows], k[:, rows], v[:, rows]
+    nothing = Earlier((), [0] * comm.size)
+    assert serves(comm, wave, nothing) == (comm.size > 1 and tokens % (2 * comm.size) == 0)
+    results, sent = [], []
+    for ring in (ring_attention, ring_flash_attention):
+        comm.bytes_sent.clear()
+        results.append(ring(comm, wave, q, k, v, nothing, 0.25))
+        sent.append(comm.bytes_sent["ring"])
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        del sys.modules[name]
+    return results[0], results[1], sent[0], sent[1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [TOKENS, 90])
+def test_our_ring_is_the_packages_ring_and_unsharded_attention(
+    world: int, tokens: int, ranks: Callable[[int], RankPool]
+) -> None:
+    q, k, v = inputs()
+    q, k, v = q[:, :, :tokens], k[:, :tokens], v[:, :tokens]
+    want = attend(q, k, v, scale=0.25, causal=True, backend="reference").out
+    wave = Wave(0, tokens, world)
+    for rank, (ours, theirs, sent, their_sent) in enumerate(ranks(world).run(both_rings, tokens)):
+        rows = [p for chunk in wave.owned(rank) for p in range(chunk.begin, chunk.end)]
+        torch.testing.assert_close(ours, want[:, :, rows], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(theirs, want[:, :, rows], atol=2e-6, rtol=1e-5)
+        assert sent == their_sent
+
+
+def test_the_package_without_flash_attn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flash-attn"):
+        ring_of(EngineConfig(ring="ring_flash_attn"))
+    assert ring_of(EngineConfig()) is ring_attention
