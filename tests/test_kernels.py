@@ -66,10 +66,7 @@ def test_no_keys_means_minus_infinity_not_zero() -> None:
 def test_merge_of_any_cut_is_the_whole(cuts: list[int], seed: int, queries: int) -> None:
     q, k, v = draw(2, 2, queries, 40, seed=seed)
     edges = [0, *sorted(cuts), 40]
-    parts = [
-        attend(q, k[:, a:b], v[:, a:b], scale=0.5)
-        for a, b in itertools.pairwise(edges)
-    ]
+    parts = [attend(q, k[:, a:b], v[:, a:b], scale=0.5) for a, b in itertools.pairwise(edges)]
     want = attend(q, k, v, scale=0.5, backend="reference")
     stacked = merge_stacked(
         torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts])

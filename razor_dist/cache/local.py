@@ -70,9 +70,10 @@ class LocalCache:
         self.device = device
         width = 1 + policy.sinks + self.capacity
         shape = (rows, slots, width, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.sums = torch.zeros(2, rows, slots, head_dim, dtype=torch.float32, device=device)
+        # torch.empty: a slot that no sequence has used yet is not resident on CPU.
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
         self._free = list(range(slots - 1, -1, -1))
         self.num_slots = slots
 
@@ -94,8 +95,10 @@ class LocalCache:
         return (self.num_slots - len(self._free)) * self.slot_bytes
 
     def allocate(self) -> LocalSlot:
-        """Take a slot; its sums start at zero."""
+        """Take a slot, cleared: a hidden key must be finite, for NaN survives a bias of -inf."""
         index = self._free.pop()
+        self.k[:, index] = 0
+        self.v[:, index] = 0
         self.sums[:, :, index] = 0
         return LocalSlot(index)
 
