@@ -18,6 +18,7 @@ from razor_dist.errors import RazorError
 COMMANDS = {
     "serve": "Serve a model with OpenAI's API.",
     "identify": "Find a model's retrieval heads.",
+    "bench": "Measure speed and memory side by side.",
 }
 
 

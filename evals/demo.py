@@ -1,0 +1,284 @@
+"""``make demo``: ranks on this machine find one sentence in a document of 7,000 tokens.
+
+Starts ``razor-dist serve`` as a user would, asks over HTTP, streams the answer and prints what
+splitting the heads saved. It needs nothing but the embedded model and a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from razor_dist.evals.haystack import reference_paragraphs
+from razor_dist.evals.savings import Savings, full_kv_bytes
+from razor_dist.evals.serving import START_SECONDS, ServingError, server
+
+MODEL = "smollm2"
+DOCUMENT_TOKENS = 7000
+SENTENCE = "The phone number of Doctor Miller is 482913."
+QUESTION = "What is the phone number of Doctor Miller?"
+NUMBER = "482913"
+# Percent of the document before the sentence.
+DEPTH = 40
+MAX_ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came over HTTP.
+
+    Attributes
+    ----------
+    text : str
+    prompt_tokens, completion_tokens : int
+        As the server counts them.
+    first_token_seconds, total_seconds : float
+        Since the request was sent.
+    """
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_seconds: float
+    total_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed; the first token belongs to the prompt."""
+        seconds = self.total_seconds - self.first_token_seconds
+        return (self.completion_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def main() -> int:
+    """Entry point; returns 0 only if the answer holds the hidden number."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--world-size", type=int, default=8, help="ranks (default: 8)")
+    world_size: int = parser.parse_args().world_size
+    signal.signal(signal.SIGTERM, _as_interrupt)  # `kill` must end the server too
+    console = Console(highlight=False)
+    try:
+        return run(world_size, console)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; the server has been ended")
+        return 130
+    except (ServingError, httpx.HTTPError) as error:
+        Console(stderr=True).print(f"demo: {error}", style="red", markup=False)
+        return 1
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def run(world_size: int, console: Console) -> int:
+    """Start the server, ask, report; the server has ended when this returns.
+
+    Parameters
+    ----------
+    world_size : int
+        Number of ranks.
+    console : Console
+        Where to tell it.
+
+    Returns
+    -------
+    int
+        0 if the answer holds the hidden number, else 1.
+
+    Raises
+    ------
+    ServingError
+        If the server cannot be started or refuses the request.
+    """
+    started = time.monotonic()
+    console.print(f"[bold]1.[/] starting {world_size} ranks of {MODEL}, the embedded model ...")
+    with server(*_flags(world_size)) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        _wait_until_healthy(client)
+        console.print(f"   ready on {url} after {time.monotonic() - started:.0f} s")
+        document = build_document(reference_paragraphs(), _count_tokens())
+        console.print(
+            f"[bold]2.[/] sending {len(document):,} characters of Python's language reference, "
+            f"with one sentence hidden after {DEPTH} % of it:\n   [italic]{SENTENCE}[/]\n"
+            f"   and at the end a question: [italic]{QUESTION}[/]"
+        )
+        before = _get(client, "/stats")
+        answer = ask(client, f"{document}\n\n{QUESTION}", console)
+        saved = Savings.between(
+            before,
+            _get(client, "/stats"),
+            tokens=answer.prompt_tokens + answer.completion_tokens,
+            prompt_tokens=answer.prompt_tokens,
+            full_kv_bytes_per_token=full_kv_bytes(MODEL),
+        )
+    right = NUMBER in re.findall(r"\d+", answer.text)
+    console.print("[bold]3.[/] what it took\n", saved.table())
+    console.print(
+        f"time to first token {answer.first_token_seconds:.1f} s, then "
+        f"{answer.tokens_per_second:.1f} tokens/s ({answer.completion_tokens} tokens after a "
+        f"prompt of {answer.prompt_tokens}), {world_size} ranks on "
+        f"{len(os.sched_getaffinity(0))} cores"
+    )
+    verdict = "[green]right[/]" if right else f"[red]wrong[/]: it does not say {NUMBER}"
+    console.print(f"the answer is {verdict}")
+    return 0 if right else 1
+
+
+def _flags(world_size: int) -> list[str]:
+    # On the CPU: ranks that share one GPU could not talk over NCCL.
+    settings = {"model": MODEL, "world-size": str(world_size), "device": "cpu"}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]) -> str:
+    """The document: paragraphs of about `DOCUMENT_TOKENS` tokens with `SENTENCE` among them.
+
+    Parameters
+    ----------
+    paragraphs : sequence of str
+        Prose, more than enough of it.
+    count_tokens : callable
+        How many tokens a text has.
+
+    Raises
+    ------
+    ValueError
+        If there is too little prose.
+    """
+    chosen: list[str] = []
+    tokens = count_tokens(SENTENCE)
+    for paragraph in paragraphs:
+        text = " ".join(paragraph.split())
+        tokens += count_tokens(text + "\n\n")
+        if tokens > DOCUMENT_TOKENS:
+            break
+        chosen.append(text)
+    else:
+        raise ValueError(f"the prose has {tokens} tokens, the document wants {DOCUMENT_TOKENS}")
+    # The paragraph in which the depth lies ends with the sentence.
+    before = DEPTH / 100 * sum(map(len, chosen))
+    ends = itertools.accumulate(map(len, chosen))
+    index = next(i for i, end in enumerate(ends) if end >= before)
+    chosen[index] += f" {SENTENCE}"
+    return "\n\n".join(chosen)
+
+
+def _count_tokens() -> Callable[[str], int]:
+    """Counts the tokens of a text as the server's model sees them."""
+    from razor_dist.engine.prompts import load_tokenizer
+    from razor_dist.models.registry import resolve_model
+
+    tokenizer: Any = load_tokenizer(resolve_model(MODEL))
+    return lambda text: len(tokenizer(text)["input_ids"])
+
+
+def _wait_until_healthy(client: httpx.Client) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while client.get("/health").status_code != 200:
+        if time.monotonic() > deadline:
+            raise ServingError("the server does not become healthy")
+        time.sleep(0.2)
+
+
+def _get(client: httpx.Client, path: str) -> dict[str, Any]:
+    response = client.get(path, timeout=60.0)
+    response.raise_for_status()
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def ask(client: httpx.Client, content: str, console: Console) -> Answer:
+    """Ask one question; the answer is printed as it comes.
+
+    Parameters
+    ----------
+    client : httpx.Client
+        Of the server.
+    content : str
+        The user's message.
+    console : Console
+        Shows the prompt's progress, then the answer.
+
+    Raises
+    ------
+    ServingError
+        If the server refuses the request or fails.
+    """
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": MAX_ANSWER_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_progress": True,
+    }
+    columns = (
+        TextColumn("   reading"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+    )
+    begin = time.monotonic()
+    first: float | None = None
+    pieces: list[str] = []
+    usage: dict[str, int] = {}
+    with (
+        Progress(*columns, console=console) as progress,
+        client.stream("POST", "/v1/chat/completions", json=body, timeout=600.0) as response,
+    ):
+        task = progress.add_task("", total=None, tokens="")
+        if response.status_code != 200:
+            raise ServingError(f"the server answered {response.status_code}: {response.read()!r}")
+        for chunk in events(response.iter_lines()):
+            if "error" in chunk:
+                raise ServingError(f"the server failed: {chunk['error']['message']}")
+            usage = chunk.get("usage") or usage
+            if "prompt_progress" in chunk:
+                told = chunk["prompt_progress"]
+                tokens = f"{told['processed']} of {told['total']} tokens"
+                progress.update(
+                    task, total=told["total"], completed=told["processed"], tokens=tokens
+                )
+            for choice in chunk["choices"]:
+                piece = choice["delta"].get("content")
+                if not piece:
+                    continue
+                if first is None:
+                    first = time.monotonic() - begin
+                    progress.stop()
+                    console.print("   [bold]answer:[/] ", end="")
+                pieces.append(piece)
+                console.print(piece, end="", style="cyan", markup=False, soft_wrap=True)
+    total = time.monotonic() - begin
+    console.print()
+    if first is None:
+        raise ServingError("the answer is empty")
+    return Answer("".join(pieces), usage["prompt_tokens"], usage["completion_tokens"], first, total)
+
+
+def events(lines: Iterable[str]) -> Iterator[Any]:
+    """The data of server-sent events, up to ``[DONE]``; comments are skipped."""
+    for line in lines:
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

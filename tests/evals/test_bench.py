@@ -1,0 +1,102 @@
+"""The bench's arithmetic and its command line; the bench itself is run by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from razor_dist import cli
+from razor_dist.evals import bench
+from razor_dist.evals.bench_engines import OWN, STOCK, rank_name
+from razor_dist.evals.timing import BenchSettings, Run, Timing, take_turns
+
+
+def timing(name: str, *runs: tuple[float, float]) -> Timing:
+    return Timing(name, [Run(prefill, decode, (1, 2)) for prefill, decode in runs])
+
+
+def test_a_run_ends_prefill_with_the_first_token() -> None:
+    run = Run.from_stamps(10.0, [12.0, 12.5, 13.0], [7, 8, 9])
+    assert (run.prefill_seconds, run.decode_seconds) == (2.0, 0.5)
+    assert run == Run.from_totals(2.0, 3.0, [7, 8, 9])
+
+
+def test_medians_shrug_off_one_slow_run() -> None:
+    found = timing("x", (2.0, 0.1), (20.0, 0.9), (1.0, 0.2))
+    assert (found.prefill, found.decode) == (2.0, 0.2)
+    assert found.as_json()["prefill_runs"] == [2.0, 20.0, 1.0]
+
+
+def test_engines_take_turns_after_a_warm_up_that_does_not_count() -> None:
+    calls: list[str] = []
+
+    def engine(name: str, prompt: list[int], new_tokens: int) -> Run:
+        calls.append(name)
+        return Run(float(len(calls)), 0.0, ())
+
+    engines = {n: (lambda p, k, n=n: engine(n, p, k)) for n in "ab"}
+    told: list[str] = []
+    found = take_turns(engines, [1], BenchSettings(repeats=2), told.append)
+    assert "".join(calls) == "ababab"
+    assert [run.prefill_seconds for run in found["a"].runs] == [3.0, 5.0]
+    assert len(told) == 6
+
+
+def test_ratios_and_their_bars() -> None:
+    single = {
+        STOCK: timing(STOCK, (20.0, 0.050)),
+        OWN["razor"]: timing("", (14.0, 0.040)),
+        OWN["full"]: timing("", (22.0, 0.060)),
+    }
+    parallel = {
+        rank_name("razor", 1): timing("", (14.0, 0.040)),
+        rank_name("razor", 8): timing("", (28.0, 0.400)),
+    }
+    found = bench.ratios(single, parallel, BenchSettings())
+    assert [(round(r.value, 3), r.bar, r.met) for r in found] == [
+        (0.7, 0.75, True),
+        (0.8, 0.6, False),
+        (1.1, None, None),
+        (1.2, None, None),
+        (2.0, 1.5, False),
+        (10.0, None, None),
+    ]
+
+
+def test_ranks_share_the_threads() -> None:
+    settings = BenchSettings(threads=4)
+    assert [settings.config("razor", p).threads for p in (1, 2, 8)] == [4, 2, 1]
+    assert settings.config("razor").window_min == 512, "the model's shipped defaults hold"
+
+
+def test_the_prompt_is_the_seeds() -> None:
+    a, b = BenchSettings(tokens=50), BenchSettings(tokens=50, seed=1)
+    assert a.prompt(100) == a.prompt(100) != b.prompt(100)
+    assert len(a.prompt(100)) == 50
+    assert max(a.prompt(100)) < 100
+
+
+def test_the_cpus_name(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: A Fine: CPU\n")
+    assert bench.cpu_name(file) == "A Fine: CPU"
+    assert bench.cpu_name(tmp_path / "none")
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "1,x", "8,8", "-1"])
+def test_world_sizes_are_checked_before_anything_runs(
+    sizes: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--world-sizes", sizes]) == 2
+    assert "world_sizes is" in capfd.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from razor_dist.cli import main; main(['bench', '--help']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

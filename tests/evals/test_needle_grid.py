@@ -1,0 +1,129 @@
+"""The needle grid: documents, scoring, the results file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from razor_dist.config import EngineConfig
+from razor_dist.evals.haystack import Haystack, Needle, needle_pair, open_haystack
+from razor_dist.evals.needle_grid import (
+    DEPTHS,
+    LENGTHS,
+    METHODS,
+    Cell,
+    Results,
+    make_document,
+    table,
+)
+
+
+def encode(text: str) -> list[int]:
+    """One token a character."""
+    return [ord(letter) for letter in text]
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def haystack() -> Haystack:
+    return open_haystack("reference", encode)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_document_has_its_length_and_its_needles(
+    haystack: Haystack, length: int, depth: int
+) -> None:
+    document = make_document(haystack, length, depth, seed=0)
+    assert len(document.ids) == length
+    assert [needle.depth for needle in document.needles] == [depth, 100 - depth]
+    text = decode(document.ids)
+    for needle, position in zip(document.needles, document.positions, strict=True):
+        assert text.count(needle.number) == 1
+        assert text.startswith(f" {needle.sentence}", position)
+        # A sentence end is never further off than half the longest sentence.
+        assert abs(position / length - needle.depth / 100) < 500 / length
+
+
+def test_extreme_depths_are_the_ends(haystack: Haystack) -> None:
+    document = make_document(haystack, 2500, 0, seed=0)
+    last = document.needles[1]
+    assert document.positions[0] == 0
+    assert decode(document.ids).endswith(last.sentence)
+
+
+def test_needles_of_one_depth_are_neighbours(haystack: Haystack) -> None:
+    document = make_document(haystack, 2500, 50, seed=0)
+    first, second = document.needles
+    assert f" {first.sentence} {second.sentence}" in decode(document.ids)
+
+
+def test_documents_repeat_for_a_seed_and_differ_between_seeds(haystack: Haystack) -> None:
+    documents = [make_document(haystack, 1500, 25, seed) for seed in (0, 0, 1)]
+    assert documents[0] == documents[1]
+    assert documents[0].ids != documents[2].ids
+    assert documents[0].needles != documents[2].needles
+
+
+def test_subjects_of_a_pair_differ() -> None:
+    for seed in range(200):
+        first, second = needle_pair(50, seed)
+        assert first.subject != second.subject
+        assert first.number != second.number
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("The special magic number of Oslo is 123456.", True),
+        ("123,456", True),
+        ("123 456", True),
+        ("It is **123456**.", True),
+        ("1234567", False),
+        ("9123456", False),
+        ("123457", False),
+        ("12345 6", False),
+        ("", False),
+    ],
+)
+def test_scoring(answer: str, right: bool) -> None:
+    assert Needle("special magic number of Oslo", "123456", 50).found_in(answer) is right
+
+
+def test_folder_of_texts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no \.txt files"):
+        open_haystack(str(tmp_path), encode)
+    prose = "A sentence of some length is what a haystack is made of. " * 10
+    (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
+    haystack = open_haystack(str(tmp_path), encode)
+    assert len(haystack.document(400, needle_pair(25, 0), 0).ids) == 400
+    with pytest.raises(ValueError, match=r"tokens, .* are needed"):
+        haystack.document(4000, needle_pair(25, 0), 0)
+    with pytest.raises(ValueError, match="too short"):
+        haystack.document(20, needle_pair(25, 0), 0)
+
+
+def test_methods_are_engine_settings() -> None:
+    for settings in METHODS.values():
+        EngineConfig(**settings)
+
+
+def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
+    cell = Cell("full", 1500, 25, "x", "123456", "123456", True, 1, 0.5, "abc")
+    path = tmp_path / "grid.json"
+    Results(path, {"seed": 0}).add([cell, replace(cell, depth=75, right=False)])
+    again = Results(path, {"seed": 0})
+    assert again.has(cell.key, "abc")
+    assert not again.has(cell.key, "another")
+    again.add([replace(cell, settings="another"), replace(cell, method="exact-256", length=2500)])
+    assert len(again.cells) == 3
+    assert again.has(cell.key, "another")
+    assert table(again.cells).splitlines()[2:] == [
+        "| full | 1/2 | - | 1/2 |",
+        "| exact-256 | - | 1/1 | 1/1 |",
+    ]
