@@ -96,6 +96,9 @@ class PrefillContext:
         if self.exact:
             assert caches.scratch is not None and sequence.scratch is not None
             self._scratch_slots = self._extents(caches.scratch, sequence.scratch)
+        # What every rank holds of earlier waves: of all tokens, and of this prompt's alone.
+        prompt = [sum(w.tokens(r) for w in sequence.done) for r in range(comm.size)]
+        self._earlier = {False: sequence.shard_tokens, True: prompt}
         # A prompt that continues a finished one finds the window replicated in the local cache.
         prompt_begin = sequence.done[0].begin if sequence.done else wave.begin
         base = max(caches.local.policy.sinks, sequence.local.start)
@@ -180,15 +183,10 @@ class PrefillContext:
         assert pool is not None
         old, new = self._scratch_slots if exact else self._slots
         k, v = _pick(k, index), _pick(v, index)
-        earlier = Earlier(pool.segments(rows, old), self._earlier_tokens(exact))
+        earlier = Earlier(pool.segments(rows, old), self._earlier[exact])
         out = self._ring_attention(self.comm, self.wave, _pick(q, index), k, v, earlier, scale)
         pool.write(rows, new, k, v)
         return out
-
-    def _earlier_tokens(self, exact: bool) -> list[int]:
-        if not exact:
-            return self.sequence.shard_tokens
-        return [sum(w.tokens(r) for w in self.sequence.done) for r in range(self.comm.size)]
 
     def _own_pieces(self, layer: int, heads: LayerHeads, k: Tensor, v: Tensor) -> list[Piece]:
         """What this rank alone holds of the layer's local heads, this wave's tokens last."""

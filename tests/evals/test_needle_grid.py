@@ -110,7 +110,8 @@ def test_folder_of_texts(tmp_path: Path) -> None:
 
 def test_methods_are_engine_settings() -> None:
     for settings in METHODS.values():
-        EngineConfig(**settings)
+        config = EngineConfig(**settings)
+        assert {name: getattr(config, name) for name in settings} == dict(settings)
 
 
 def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
