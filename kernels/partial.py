@@ -79,9 +79,6 @@ def merge_stacked(out: Tensor, lse: Tensor) -> Partial:
     lse : Tensor
         ``[P, ...]`` float32.
     """
-    top = lse.amax(0)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = torch.exp(lse - top)
-    total = weights.sum(0)
-    weights = weights * torch.where(total > 0, 1.0 / total, 0.0)
-    return Partial((out * weights.unsqueeze(-1)).sum(0), top + torch.log(total))
+    # Where no partial sees a key, the softmax over -inf alone is NaN: weight 0.
+    weights = torch.softmax(lse, 0).nan_to_num(0.0)
+    return Partial((out * weights.unsqueeze(-1)).sum(0), torch.logsumexp(lse, 0))

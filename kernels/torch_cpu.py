@@ -7,10 +7,12 @@ mask, broadcast key heads (stride 0) and an additive mask.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from razor_dist.kernels.partial import Partial, merge
+from razor_dist.kernels.partial import Partial
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -18,7 +20,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # its whole group instead of once per query head: decode is bound by memory.
 _FOLD_BELOW = 16
 # Fewer keys than this per thread are not worth splitting.
-_SPLIT_KEYS = 512
+_SPLIT_KEYS = 256
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
@@ -36,7 +38,8 @@ def attend(
         folded = q.reshape(heads, 1, group * queries, dim)
         partial = _split_keys(folded, k, v, scale, bias)
         return Partial(
-            partial.out.view(heads, group, queries, dim), partial.lse.view(heads, group, queries)
+            partial.out.reshape(heads, group, queries, dim),
+            partial.lse.reshape(heads, group, queries),
         )
     k4 = k.unsqueeze(1).expand(heads, group, keys, dim)
     v4 = v.unsqueeze(1).expand(heads, group, keys, dim)
@@ -57,27 +60,35 @@ def _two_dims(bias: Tensor) -> tuple[int, int]:
 def _split_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Partial:
     """Attend few queries over many keys, the keys cut so that every thread has a share.
 
-    The op is parallel over batch, heads and blocks of queries only; a single head with a single
-    query would run on one core. Parts of the keys take the place of its head axis, and the parts
-    are merged by their lse (flash-decoding).
+    The op is parallel over batch, heads and blocks of queries only: a single head would run on
+    one core, and three heads on two cores would leave one idle for a quarter of the time. Parts of
+    the keys take the place of its head axis, and are merged by their lse (flash-decoding).
     """
     heads, _, rows, dim = q.shape
-    keys = k.shape[1]
-    parts = min(-(-torch.get_num_threads() // heads), keys // _SPLIT_KEYS)
-    if parts <= 1 or bias is not None:
+    keys, threads = k.shape[1], torch.get_num_threads()
+    parts = min(threads // math.gcd(heads, threads), keys // _SPLIT_KEYS)
+    if parts <= 1:
         return _call(q, k.unsqueeze(1), v.unsqueeze(1), scale, False, bias)
     length = keys // parts
     main = length * parts
-    qs = q.expand(heads, parts, rows, dim)
-    out, lse = _call(
-        qs,
+    mask = rest = None
+    if bias is not None:
+        # A part may be hidden altogether, for which the op reports lse = 0, not -inf: a finite
+        # bias gives it an lse whose weight in the merge is 0.
+        bias = bias.clamp(min=torch.finfo(q.dtype).min / 2)
+        mask, rest = bias[:main].view(1, parts, 1, length), bias[main:]
+    out, lse = _flash(
+        q.expand(heads, parts, rows, dim),
         k[:, :main].unflatten(1, (parts, length)),
         v[:, :main].unflatten(1, (parts, length)),
-        scale,
+        0.0,
         False,
-        None,
+        attn_mask=None if mask is None else mask.to(q.dtype),
+        scale=scale,
     )
-    partials = [Partial(out[:, i : i + 1], lse[:, i : i + 1]) for i in range(parts)]
     if main < keys:
-        partials.append(_call(q, k[:, None, main:], v[:, None, main:], scale, False, None))
-    return merge(partials)
+        last = _call(q, k[:, None, main:], v[:, None, main:], scale, False, rest)
+        out, lse = torch.cat([out, last.out], 1), torch.cat([lse, last.lse], 1)
+    # Few and short operations: decode runs this in every layer for every token.
+    weights = torch.softmax(lse, 1).unsqueeze(-1)
+    return Partial((out * weights).sum(1), torch.logsumexp(lse, 1))

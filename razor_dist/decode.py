@@ -32,9 +32,14 @@ class DecodeContext:
     def __init__(self, comm: Communicator, caches: Caches, sequences: Seq[Sequence]) -> None:
         self.comm, self.caches, self.sequences = comm, caches, sequences
         policy, local = caches.local.policy, caches.local
-        self._starts = [max(policy.sinks, policy.start(s.length)) for s in sequences]
-        self._biases = [local.visibility(s.length) for s in sequences]
-        self._at = [local.indices(s.length, s.length + 1) for s in sequences]
+        for sequence in sequences:
+            start = max(policy.sinks, policy.start(sequence.length))
+            if start > sequence.local.start:
+                # For all layers at once, before the new token takes the place of a dropped one.
+                local.drop(local.rows, sequence.local, sequence.local.start, start)
+                sequence.local.start = start
+        self._biases = [local.visibility(s.local, s.length) for s in sequences]
+        self._at = [local.indices(s.local, s.length, s.length + 1) for s in sequences]
         self._own = [owner_of(s.length, comm.size) == comm.rank for s in sequences]
         self._new, self._seen = [], []
         for sequence, own in zip(sequences, self._own, strict=True):
@@ -46,27 +51,27 @@ class DecodeContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
-        kv_heads = k.shape[0]
-        q = q.unflatten(0, (kv_heads, -1))
-        out = torch.empty(q.shape[2], *q.shape[:2], q.shape[3], dtype=q.dtype, device=q.device)
-        out_KGTD = out.permute(1, 2, 0, 3)
+        q = q.unflatten(0, (k.shape[0], -1))
         if heads.num_local == 0:
-            out_KGTD.copy_(self._retrieval(heads, q, k, v, scale))
+            out_KGTD = self._retrieval(heads, q, k, v, scale)
         elif heads.num_retrieval == 0:
-            out_KGTD.copy_(self._local(heads, q, k, v, scale))
+            out_KGTD = self._local(heads, q, k, v, scale)
         else:
-            r, w = heads.retrieval, heads.local
-            out_KGTD[r] = self._retrieval(heads, q[r], k[r], v[r], scale).to(q.dtype)
-            out_KGTD[w] = self._local(heads, q[w], k[w], v[w], scale).to(q.dtype)
-        return out.flatten(1, 2)
+            parts = [
+                compute(heads, q[index], k[index], v[index], scale)
+                for index, compute in (
+                    (heads.retrieval, self._retrieval),
+                    (heads.local, self._local),
+                )
+            ]
+            out_KGTD = torch.cat(parts)[heads.inverse]
+        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
     def _local(self, heads: LayerHeads, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         local, rows = self.caches.local, heads.local_rows
         outs = []
         for t, sequence in enumerate(self.sequences):
             slot, bias = sequence.local, self._biases[t]
-            if self._starts[t] > slot.start:
-                local.drop(rows, slot, slot.start, self._starts[t])
             local.write(rows, slot, self._at[t], k[:, t : t + 1], v[:, t : t + 1])
             seen = slice(0, bias.shape[0])
             outs.append(
@@ -76,7 +81,7 @@ class DecodeContext:
                     local.v[rows, slot.index, seen],
                     scale=scale,
                     bias=bias,
-                ).out
+                ).out.float()
             )
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
@@ -105,7 +110,6 @@ class DecodeContext:
     def finish(self) -> None:
         """Account for the step in the sequences; call once, after the forward pass."""
         for t, sequence in enumerate(self.sequences):
-            sequence.local.start = max(sequence.local.start, self._starts[t])
             sequence.table.tokens += self._own[t]
             sequence.shard_tokens[owner_of(sequence.length, self.comm.size)] += 1
             sequence.length += 1

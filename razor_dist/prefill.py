@@ -107,11 +107,11 @@ class PrefillContext:
         self._next_window: list[list[Piece]] = []
         if self._plan is not None:
             self._new_sinks_at = caches.local.indices(
-                self._plan.new_sinks.begin, self._plan.new_sinks.end
+                sequence.local, self._plan.new_sinks.begin, self._plan.new_sinks.end
             )
             if self._plan.window is not None:
                 self._window_at = caches.local.indices(
-                    self._plan.window.begin, self._plan.window.end
+                    sequence.local, self._plan.window.begin, self._plan.window.end
                 )
 
     def _extents(self, pool: PagePool, table: PageTable) -> tuple[list, list]:

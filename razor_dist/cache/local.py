@@ -1,6 +1,7 @@
 """The small replicated cache of the local heads.
 
-A slot holds, for every local KV head of every layer, ``1 + N0 + capacity`` keys and values::
+A slot holds, for every local KV head of every layer, ``1 + N0 + capacity`` keys and values, where
+``capacity`` covers the longest window that the sequence can come to have::
 
     [ compensation token | sinks 0..N0-1 | ring of the window ]
 
@@ -29,11 +30,14 @@ class LocalSlot:
     ----------
     index : int
         Which slot.
+    capacity : int
+        Tokens that its ring holds; what the slot has beyond them is neither touched nor read.
     start : int
         s of the newest query seen: tokens in ``[N0, start)`` are in the compensation sums.
     """
 
     index: int
+    capacity: int
     start: int = 0
 
 
@@ -47,7 +51,7 @@ class LocalCache:
     slots : int
         Sequences held at once.
     max_tokens : int
-        Longest sequence, which sizes the window's ring.
+        Longest sequence, which sizes the slots.
     policy : LocalPolicy
     head_dim : int
     dtype, device
@@ -66,76 +70,102 @@ class LocalCache:
         device: torch.device,
     ) -> None:
         self.policy = policy
-        self.capacity = policy.capacity(max_tokens)
+        self.rows = slice(0, rows)
         self.device = device
-        width = 1 + policy.sinks + self.capacity
-        shape = (rows, slots, width, head_dim)
-        # torch.empty: a slot that no sequence has used yet is not resident on CPU.
+        shape = (rows, slots, self._width(policy.capacity(max_tokens)), head_dim)
+        # torch.empty: what no sequence has used yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
         self._free = list(range(slots - 1, -1, -1))
+        self._held: dict[int, LocalSlot] = {}
         self.num_slots = slots
+
+    def _width(self, capacity: int) -> int:
+        return 1 + self.policy.sinks + capacity
 
     @property
     def free_slots(self) -> int:
         """Slots that no sequence holds."""
         return len(self._free)
 
+    def _bytes(self, capacity: int) -> int:
+        """Bytes of a slot of this capacity, by the tensors' own strides and item sizes."""
+        rows, _, _, head_dim = self.k.shape
+        stored = self._width(capacity) * (self.k.itemsize + self.v.itemsize)
+        return rows * head_dim * (stored + 2 * self.sums.itemsize)
+
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot, read off the tensors."""
-        if self.num_slots == 0:
-            return 0
-        return (self.k.nbytes + self.v.nbytes + self.sums.nbytes) // self.num_slots
+    def reserved_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.k.nbytes + self.v.nbytes + self.sums.nbytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return (self.num_slots - len(self._free)) * self.slot_bytes
+        """Bytes that the slots in use occupy."""
+        return sum(self._bytes(slot.capacity) for slot in self._held.values())
 
-    def allocate(self) -> LocalSlot:
-        """Take a slot, cleared: a hidden key must be finite, for NaN survives a bias of -inf."""
-        index = self._free.pop()
-        self.k[:, index] = 0
-        self.v[:, index] = 0
-        self.sums[:, :, index] = 0
-        return LocalSlot(index)
+    def allocate(self, total: int) -> LocalSlot:
+        """Take a slot for a sequence of up to ``total`` tokens.
+
+        It is cleared: a hidden key must be finite, for NaN survives a bias of -inf.
+        """
+        slot = LocalSlot(self._free.pop(), self.policy.capacity(total))
+        self._held[slot.index] = slot
+        width = self._width(slot.capacity)
+        self.k[:, slot.index, :width] = 0
+        self.v[:, slot.index, :width] = 0
+        self.sums[:, :, slot.index] = 0
+        return slot
 
     def release(self, slot: LocalSlot) -> None:
         """Give a slot back."""
+        del self._held[slot.index]
         self._free.append(slot.index)
 
-    def fork(self, slot: LocalSlot) -> LocalSlot:
-        """A copy of a slot in a new one."""
-        copy = self.allocate()
+    def fork(self, slot: LocalSlot, length: int, total: int) -> LocalSlot:
+        """A second slot with the state of one that has seen ``length`` tokens.
+
+        Parameters
+        ----------
+        slot : LocalSlot
+        length : int
+        total : int
+            Up to how many tokens the copy will come to have.
+        """
+        copy = self.allocate(total)
         copy.start = slot.start
-        for store in (self.k, self.v):
-            store[:, copy.index] = store[:, slot.index]
         self.sums[:, :, copy.index] = self.sums[:, :, slot.index]
+        sinks = self.policy.sinks
+        for store in (self.k, self.v):
+            store[:, copy.index, : 1 + sinks] = store[:, slot.index, : 1 + sinks]
+        # The rings differ in length, so the window's tokens move.
+        begin, end = max(slot.start, sinks), max(length, sinks)
+        window = self.read(self.rows, slot, begin, end)
+        self.write(self.rows, copy, self.indices(copy, begin, end), *window)
         return copy
 
-    def indices(self, begin: int, end: int) -> Tensor:
-        """Where the slot keeps positions ``[begin, end)``: int64 indices, on the cache's device."""
+    def indices(self, slot: LocalSlot, begin: int, end: int) -> Tensor:
+        """Where a slot keeps positions ``[begin, end)``: int64 indices, on the cache's device."""
         position = torch.arange(begin, end, device=self.device)
-        ring = 1 + self.policy.sinks + position % max(1, self.capacity)
+        ring = 1 + self.policy.sinks + position % max(1, slot.capacity)
         return torch.where(position < self.policy.sinks, 1 + position, ring)
 
     def write(self, rows: slice, slot: LocalSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store ``k``, ``v`` ``[K, n, D]`` of one layer at ``at = indices(...)``."""
+        """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""
         self.k[rows, slot.index].index_copy_(1, at, k)
         self.v[rows, slot.index].index_copy_(1, at, v)
 
     def read(self, rows: slice, slot: LocalSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""
-        at = self.indices(begin, end)
+        at = self.indices(slot, begin, end)
         return (
             self.k[rows, slot.index].index_select(1, at),
             self.v[rows, slot.index].index_select(1, at),
         )
 
     def drop(self, rows: slice, slot: LocalSlot, begin: int, end: int) -> None:
-        """Move the window's positions ``[begin, end)`` of one layer into the compensation sums."""
+        """Move the window's positions ``[begin, end)`` into the compensation sums."""
         begin = max(begin, self.policy.sinks)
         if begin < end:
             k, v = self.read(rows, slot, begin, end)
@@ -144,12 +174,12 @@ class LocalCache:
             self.refresh(rows, slot, end - self.policy.sinks)
 
     def refresh(self, rows: slice, slot: LocalSlot, count: int) -> None:
-        """Set one layer's compensation tokens to the mean of the ``count`` dropped tokens."""
+        """Set the compensation tokens to the mean of the ``count`` dropped tokens."""
         mean = self.sums[:, rows, slot.index] / count
         self.k[rows, slot.index, 0] = mean[0].to(self.k.dtype)
         self.v[rows, slot.index, 0] = mean[1].to(self.v.dtype)
 
-    def visibility(self, position: int) -> Tensor:
+    def visibility(self, slot: LocalSlot, position: int) -> Tensor:
         """Additive bias float32 ``[1 + N0 + n]`` over a slot for the query at ``position``.
 
         Only as much of the slot is covered as has ever been written: the ring's unused tail
@@ -157,14 +187,13 @@ class LocalCache:
         """
         policy, sinks = self.policy, self.policy.sinks
         start, length = policy.start(position), position + 1
-        width = 1 + sinks + max(0, min(self.capacity, length))
-        bias = torch.full((width,), -math.inf)
+        bias = torch.full((self._width(min(slot.capacity, length)),), -math.inf)
         dropped = start - sinks
         if dropped > 0 and policy.compensation:
             bias[0] = math.log(dropped)
         bias[1 : 1 + min(sinks, length)] = 0.0
         first = max(start, sinks)
         if first < length:
-            at = (torch.arange(first, length) % self.capacity) + 1 + sinks
+            at = (torch.arange(first, length) % slot.capacity) + 1 + sinks
             bias[at] = 0.0
         return bias.to(self.device)

@@ -160,7 +160,7 @@ class ModelRunner:
             total=plan.total,
             table=self.caches.pages.allocate(sizes[self.comm.rank]),
             shard_tokens=[0] * self.comm.size,
-            local=self.caches.local.allocate(),
+            local=self.caches.local.allocate(plan.total),
             scratch=scratch,
         )
         self._note_peak()
@@ -175,7 +175,7 @@ class ModelRunner:
             total=plan.total,
             table=table,
             shard_tokens=list(source.shard_tokens),
-            local=self.caches.local.fork(source.local),
+            local=self.caches.local.fork(source.local, source.length, plan.total),
             length=source.length,
         )
         self._note_peak()
@@ -276,7 +276,7 @@ class ModelRunner:
         """Bytes set aside for keys and values on this rank."""
         caches = self.caches
         total = caches.pages.num_pages * caches.pages.page_bytes
-        total += caches.local.num_slots * caches.local.slot_bytes
+        total += caches.local.reserved_bytes
         if caches.scratch is not None:
             total += caches.scratch.num_pages * caches.scratch.page_bytes
         return total

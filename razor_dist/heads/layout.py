@@ -17,12 +17,15 @@ class LayerHeads:
     ----------
     retrieval, local : Tensor
         int64 indices of the layer's KV heads of each kind, ascending.
+    inverse : Tensor
+        int64; the model's order of what is computed in the order ``[*retrieval, *local]``.
     retrieval_rows, local_rows : slice
         Their rows in the page pool and in the local cache.
     """
 
     retrieval: Tensor
     local: Tensor
+    inverse: Tensor
     retrieval_rows: slice
     local_rows: slice
 
@@ -72,6 +75,7 @@ class HeadLayout:
                 LayerHeads(
                     torch.tensor(chosen, dtype=torch.int64, device=device),
                     torch.tensor(rest, dtype=torch.int64, device=device),
+                    torch.tensor(chosen + rest, dtype=torch.int64, device=device).argsort(),
                     slice(r_row, r_row + len(chosen)),
                     slice(l_row, l_row + len(rest)),
                 )

@@ -23,7 +23,7 @@ def make_cache(policy: LocalPolicy, longest: int, slots: int = 2) -> LocalCache:
 @given(policy=policies(), length=st.integers(1, 150))
 def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, length: int) -> None:
     cache = make_cache(policy, length)
-    slot = cache.allocate()
+    slot = cache.allocate(length)
     for position in range(length):
         start = max(policy.sinks, policy.start(position))
         if start > slot.start:
@@ -31,9 +31,9 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, le
             slot.start = start
         # The key of position p is p itself: what is visible can be read off the keys.
         value = torch.full((1, 1, 2), float(position))
-        cache.write(ALL, slot, cache.indices(position, position + 1), value, -value)
+        cache.write(ALL, slot, cache.indices(slot, position, position + 1), value, -value)
     last = length - 1
-    bias = cache.visibility(last)
+    bias = cache.visibility(slot, last)
     seen = cache.k[0, slot.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
     start = max(policy.sinks, policy.start(last))
     kept = [*range(min(policy.sinks, length)), *range(start, length)]
@@ -47,17 +47,44 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, le
     assert math.isclose(bias[0].item(), expected, rel_tol=1e-6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=policies(),
+    length=st.integers(1, 100),
+    more=st.integers(0, 50),
+    spare=st.integers(0, 50),
+)
+def test_a_fork_holds_the_same_in_a_ring_of_another_length(
+    policy: LocalPolicy, length: int, more: int, spare: int
+) -> None:
+    cache = make_cache(policy, length + more + spare)
+    slot = cache.allocate(length + spare)
+    slot.start = max(policy.sinks, policy.start(length - 1))
+    for begin, end in ((0, min(policy.sinks, length)), (slot.start, length)):
+        value = torch.arange(begin, max(begin, end), dtype=torch.float32).view(1, -1, 1)
+        at = cache.indices(slot, begin, max(begin, end))
+        cache.write(ALL, slot, at, value.expand(1, -1, 2), -value.expand(1, -1, 2))
+    cache.sums[:, 0, slot.index] = 7.0
+    copy = cache.fork(slot, length, length + more)
+    bias = cache.visibility(copy, length - 1)
+    seen = cache.k[0, copy.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
+    assert sorted(seen) == [*range(min(policy.sinks, length)), *range(slot.start, length)]
+    assert copy.start == slot.start
+    assert cache.sums[:, 0, copy.index].tolist() == [[7.0, 7.0]] * 2
+
+
 def test_a_fork_is_independent_and_a_reused_slot_is_clean() -> None:
     cache = make_cache(LocalPolicy(window_min=4, window_ratio=None, sinks=1, block=1), 20)
-    slot = cache.allocate()
-    cache.write(ALL, slot, cache.indices(0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
-    copy = cache.fork(slot)
-    cache.write(ALL, copy, cache.indices(0, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
+    slot = cache.allocate(20)
+    cache.write(ALL, slot, cache.indices(slot, 0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+    copy = cache.fork(slot, 1, 3)
+    cache.write(ALL, copy, cache.indices(copy, 0, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
     assert cache.k[0, slot.index, 1].tolist() == [1.0, 1.0]
-    assert cache.used_bytes == 2 * cache.slot_bytes
+    # Compensation token, sink and ring: of 4 tokens (the window), and of 3 (all there will be).
+    assert cache.used_bytes == (6 + 5) * 2 * 2 * 4 + 2 * 2 * 2 * 4
     cache.k.fill_(math.nan)
     cache.release(copy)
     cache.release(slot)
     assert cache.used_bytes == 0
-    again = cache.allocate()
-    assert not cache.k[:, again.index].isnan().any()
+    again = cache.allocate(20)
+    assert not cache.k[:, again.index, :6].isnan().any()
