@@ -91,7 +91,8 @@ class EngineCore:
         Raises
         ------
         RequestError
-            If the prompt is empty, holds an unknown token id, or does not fit.
+            If the prompt is empty, holds an unknown token id, does not fit, or would wait until a
+            kept prompt is released.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
@@ -110,7 +111,7 @@ class EngineCore:
             key=self._next_key,
             prompt=prompt,
             params=params,
-            max_tokens=0 if keep else self._max_tokens(before + len(prompt), params),
+            max_tokens=self._max_tokens(before + len(prompt), params, keep=keep),
             wave_tokens=wave_tokens,
             generator=self._generator(params),
             prefix=prefix,
@@ -129,9 +130,18 @@ class EngineCore:
                     f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
                 )
 
-    def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, keep: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
         room = self.max_model_len - prompt_tokens
+        if keep:
+            if room < 1:
+                raise RequestError(
+                    f"the context holds {self.max_model_len} tokens; the prompt to keep has "
+                    f"{prompt_tokens} and leaves no room to continue it",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+            return 0
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if room < wanted:
             raise RequestError(
@@ -169,6 +179,8 @@ class EngineCore:
             self._run(plan)
         plan = self.scheduler.next()
         if plan is None:
+            # A request that waits while nothing runs would have rank 0 spin for ever.
+            assert not self.scheduler.waiting, "the scheduler took in what it cannot admit"
             return []
         logits = self._run(plan)
         if plan.op is Op.PREFILL:
@@ -182,6 +194,8 @@ class EngineCore:
         request = self.scheduler.running[plan.sequence]
         self.scheduler.wave_done(request)
         messages: list[Message] = []
+        if request.released:
+            return messages  # needed by those that continue it only; its id may be another's now
         if self.runner.prompt_logprobs is not None:
             first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))

@@ -24,6 +24,10 @@ class _Need:
 class Scheduler:
     """First come, first served; a request is admitted when all it may ever need is free.
 
+    Whatever waits is admitted some day: what runs ends by itself, except for kept prompts, and
+    `add` refuses a request that would not fit beside those. A kept prompt counts from the moment
+    it is queued, so none that comes later can take a waiting request's place: it waits behind it.
+
     A prompt's waves alternate with decode steps of the requests that are already answering, so
     that a long prompt delays them by one wave at a time.
 
@@ -83,24 +87,69 @@ class Scheduler:
         Raises
         ------
         RequestError
-            If it could not be admitted even with every cache empty.
+            Code ``kv_capacity_exceeded`` if it could not be admitted with every cache empty but
+            for the prompts it continues; ``kept_prompts_hold_cache`` if it could not be admitted
+            until a kept prompt is released.
         """
-        need = self._need(request)
-        for pages, have in (
-            (max(need.pages), self.cache.num_pages),
-            (max(need.scratch), self.cache.scratch_pages),
+        self._check_size(request)
+        self._check_beside_kept(request)
+        if request.prefix is not None:
+            request.prefix.continued_by += 1
+        self.waiting.append(request)
+
+    def _check_size(self, request: Request) -> None:
+        """Refuse a request that is too large even for caches that hold nothing else."""
+        pages = self._pages_of([request, *_prefixes(request)])
+        for most, have in (
+            (max(pages), self.cache.num_pages),
+            (max(self._need(request).scratch), self.cache.scratch_pages),
         ):
-            if pages > have:
+            if most > have:
                 size = self.cache.page_size
                 raise RequestError(
-                    f"the request needs {pages * size} tokens of KV cache on a rank "
+                    f"the request needs {most * size} tokens of KV cache on a rank "
                     f"({request.total} in all), which has {have * size}; shorten it or start the "
                     "engine with a larger kv_tokens",
                     code="kv_capacity_exceeded",
                 )
-        if request.prefix is not None:
-            request.prefix.continued_by += 1
-        self.waiting.append(request)
+
+    def _check_beside_kept(self, request: Request) -> None:
+        """Refuse a request that would wait for ever, because kept prompts end by abort only."""
+        kept = self._held()
+        need, held = self._need(request).pages, self._pages_of(kept)
+        most = max(range(self.world_size), key=lambda rank: held[rank] + need[rank])
+        size = self.cache.page_size
+        if len(kept) >= self.cache.max_sequences:
+            what = f"{len(kept)} of the engine's {self.cache.max_sequences} sequences"
+            setting = "max_num_seqs"
+        elif held[most] + need[most] > self.cache.num_pages:
+            what = (
+                f"{held[most] * size} of the {self.cache.num_pages * size} tokens of KV cache on a "
+                f"rank, where the request needs {need[most] * size}"
+            )
+            setting = "kv_tokens"
+        else:
+            return
+        raise RequestError(
+            f"kept prompts ({', '.join(k.id for k in kept)}) hold {what}; release one that is not "
+            f"needed or start the engine with a larger {setting}",
+            code="kept_prompts_hold_cache",
+        )
+
+    def _held(self) -> list[Request]:
+        """What only an abort will free: kept prompts, and the prompts that these continue.
+
+        Waiting ones count as well. A released prompt does not count if only requests that will
+        end by themselves continue it: all of them were queued before whatever is queued next.
+        """
+        kept = [r for r in [*self.running.values(), *self.waiting] if r.kept and not r.released]
+        held = {r.key: r for k in kept for r in [k, *_prefixes(k)]}
+        return list(held.values())
+
+    def _pages_of(self, requests: list[Request]) -> list[int]:
+        """Pages of the pool that requests take together, on every rank."""
+        needs = [self._need(request).pages for request in requests]
+        return [sum(need[rank] for need in needs) for rank in range(self.world_size)]
 
     def admit(self) -> StepPlan | None:
         """Open the oldest waiting request if its prefix is ready and all it needs is free."""
@@ -194,3 +243,8 @@ class Scheduler:
             return []
         prefix.continued_by -= 1
         return self.remove(prefix) if prefix.released else []
+
+
+def _prefixes(request: Request) -> list[Request]:
+    """The kept prompt that a request continues, the one that this continues, and so on."""
+    return [] if request.prefix is None else [request.prefix, *_prefixes(request.prefix)]

@@ -1,0 +1,301 @@
+"""Kept prompts in the engine's core: what is refused, and that whatever is taken in ends.
+
+The model is left out: a stand-in for the runner does what the ranks do with pages and slots, for
+several ranks at once, so that the scheduler's arithmetic is checked against real page pools.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.sequence import owner_of, shard_sizes
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.errors import RequestError
+from razor_dist.parallel.zigzag import Wave
+from razor_dist.policy import LocalPolicy
+from razor_dist.sampling_params import SamplingParams
+
+VOCABULARY, WAVE, PAGE = 8, 6, 2
+MAX_LEN = 40
+POLICY = LocalPolicy(window_min=4, window_ratio=None, window_max=None, sinks=1, block=1)
+
+
+class PagesOnly:
+    """Executes step plans for all ranks at once, as far as pages and slots go."""
+
+    def __init__(self, ranks: int, pages: int, slots: int, scratch: int = 0) -> None:
+        self.config = CacheConfig(POLICY, slots, MAX_LEN, pages, PAGE, scratch)
+        self.shape = SimpleNamespace(vocab_size=VOCABULARY)
+        self.device = torch.device("cpu")
+        self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
+        self.prompt_logprobs = None
+        self.pools = [_pool(pages) for _ in range(ranks)]
+        self.tables: dict[int, list[PageTable]] = {}
+        self.lengths: dict[int, int] = {}
+        self.executed = 0
+
+    def execute(self, plan: StepPlan) -> torch.Tensor | None:
+        self.executed += 1
+        rows = 1
+        match plan.op:
+            case Op.OPEN:
+                self._take(plan, 0, [PageTable() for _ in self.pools])
+            case Op.FORK:
+                self._take(plan, self.lengths[plan.source], self.tables[plan.source])
+            case Op.CLOSE:
+                del self.lengths[plan.sequence]
+                for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
+                    pool.release(table)
+            case Op.PREFILL:
+                assert plan.begin == self.lengths[plan.sequence]
+                wave = Wave(plan.begin, plan.end, self.comm.size)
+                self.lengths[plan.sequence] = plan.end
+                for rank, table in enumerate(self.tables[plan.sequence]):
+                    table.tokens += wave.tokens(rank)
+            case Op.DECODE:
+                rows = len(plan.payload) // 2
+                for key in plan.payload[::2]:
+                    owner = owner_of(self.lengths[key], self.comm.size)
+                    self.tables[key][owner].tokens += 1
+                    self.lengths[key] += 1
+        assert len(self.tables) <= self.config.max_sequences
+        for tables in self.tables.values():
+            assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
+        return torch.zeros(rows, VOCABULARY)
+
+    def _take(self, plan: StepPlan, begin: int, source: list[PageTable]) -> None:
+        new = shard_sizes(begin, plan.end, plan.total, plan.wave_tokens, self.comm.size)
+        self.tables[plan.sequence] = [
+            pool.fork(table, table.tokens + count)
+            for pool, table, count in zip(self.pools, source, new, strict=True)
+        ]
+        self.lengths[plan.sequence] = begin
+
+
+def _pool(pages: int) -> PagePool:
+    return PagePool(1, pages, PAGE, 1, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def make_core(
+    *, ranks: int = 1, pages: int = 20, slots: int = 4, scratch: int = 0
+) -> tuple[EngineCore, PagesOnly]:
+    runner = PagesOnly(ranks, pages, slots, scratch)
+    core = EngineCore(
+        cast("ModelRunner", runner), max_model_len=MAX_LEN, wave_tokens=WAVE, eos_token_ids=()
+    )
+    return core, runner
+
+
+def add(
+    core: EngineCore,
+    name: str,
+    prompt: int,
+    answer: int = 1,
+    *,
+    keep: bool = False,
+    prefix: str | None = None,
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=answer)
+    core.add(name, [1] * prompt, params, keep=keep, prefix_id=prefix)
+
+
+def step(core: EngineCore) -> list[dict[str, Any]]:
+    """A step, which must do something."""
+    runner = cast("PagesOnly", core.runner)
+    before = runner.executed
+    messages = core.step()
+    assert runner.executed > before, "a step that does nothing, although there is work"
+    return messages
+
+
+def run(core: EngineCore) -> list[dict[str, Any]]:
+    """Step to the end."""
+    messages = []
+    for _ in range(10_000):
+        if not core.has_work:
+            return messages
+        messages += step(core)
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("chained", [0, 10])
+def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
+    core, _ = make_core(pages=60)
+    prefix = None
+    if chained:
+        add(core, "first", chained, keep=True)
+        prefix = "first"
+    with pytest.raises(RequestError, match=r"holds 40 tokens; the prompt to keep has 40") as error:
+        add(core, "doc", MAX_LEN - chained, keep=True, prefix=prefix)
+    assert (error.value.param, error.value.code) == ("prompt", "context_length_exceeded")
+    add(core, "doc", MAX_LEN - 1 - chained, keep=True, prefix=prefix)
+    run(core)
+
+
+def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
+    core, _ = make_core(slots=2)
+    add(core, "one", 4, keep=True)
+    add(core, "two", 4, keep=True)  # nothing has run yet: what waits counts as well
+    for prefix in (None, "one"):
+        with pytest.raises(
+            RequestError, match=r"\(one, two\) hold 2 of .* 2 seq.*max_num"
+        ) as error:
+            add(core, "question", 3, prefix=prefix)
+        assert error.value.code == "kept_prompts_hold_cache"
+    with pytest.raises(RequestError, match="max_num_seqs"):
+        add(core, "three", 4, keep=True)
+    run(core)
+    core.abort("one")
+    add(core, "question", 3, prefix="two")
+    assert [m["finish"] for m in run(core) if m["t"] == "token"] == ["length"]
+
+
+def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
+    core, runner = make_core(pages=10)
+    add(core, "doc", 12, keep=True)
+    with pytest.raises(
+        RequestError, match=r"\(doc\) hold 12 of the 20 .* needs 10; .*kv_tok"
+    ) as no:
+        add(core, "other", 8, 2)
+    assert no.value.code == "kept_prompts_hold_cache"
+    add(core, "fits", 7, 1)
+    add(core, "question", 7, 1, prefix="doc")  # shares the document's pages
+    with pytest.raises(RequestError, match="needs 22 tokens") as too_large:
+        add(core, "never", 9, 1, prefix="doc")
+    assert too_large.value.code == "kv_capacity_exceeded"
+    run(core)
+    core.abort("doc")
+    add(core, "other", 8, 2)
+    run(core)
+    assert runner.pools[0].free_pages == 10
+
+
+def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
+    core, runner = make_core(pages=10, slots=2)
+    add(core, "doc", 12, keep=True)
+    add(core, "question", 2, 3, prefix="doc")
+    core.abort("doc")
+    add(core, "large", 16, 2)  # waits for the question, with which the document goes
+    messages = run(core)
+    ends = [m["id"] for m in messages if m["t"] == "token" and m["finish"]]
+    assert ends == ["question", "large"]
+    assert not any(m["id"] == "doc" for m in messages)
+    assert runner.pools[0].free_pages == 10
+
+
+def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
+    core, _ = make_core(slots=2)
+    add(core, "first", 4, keep=True)
+    add(core, "second", 4, keep=True, prefix="first")
+    core.abort("first")
+    with pytest.raises(RequestError, match=r"\(second, first\) hold 2") as error:
+        add(core, "question", 1, prefix="second")
+    assert error.value.code == "kept_prompts_hold_cache"
+    core.abort("second")
+    add(core, "any", 1)
+    run(core)
+
+
+class Engine(RuleBasedStateMachine):
+    """Random requests, kept prompts, continuations and aborts: nothing gets stuck or is lost."""
+
+    @initialize(
+        ranks=st.integers(1, 3),
+        pages=st.integers(4, 24),
+        slots=st.integers(1, 4),
+        exact=st.booleans(),
+    )
+    def start(self, ranks: int, pages: int, slots: int, exact: bool) -> None:
+        self.core, self.runner = make_core(
+            ranks=ranks, pages=pages, slots=slots, scratch=MAX_LEN // PAGE + 1 if exact else 0
+        )
+        self.names = 0
+        self.kept: list[str] = []
+
+    @rule(
+        prompt=st.integers(1, 20),
+        answer=st.integers(1, 8),
+        keep=st.booleans(),
+        which=st.none() | st.integers(0, 9),
+    )
+    def add(self, prompt: int, answer: int, keep: bool, which: int | None) -> None:
+        prefix = None
+        if which is not None and self.kept:
+            prefix = self.kept[which % len(self.kept)]
+        name = f"r{self.names}"
+        self.names += 1
+        try:
+            add(self.core, name, prompt, answer, keep=keep, prefix=prefix)
+        except RequestError as error:
+            if error.code != "context_length_exceeded":
+                self.was_right_to_refuse(prompt, 0 if keep else answer, prefix)
+            return
+        if keep:
+            self.kept.append(name)
+
+    def was_right_to_refuse(self, prompt: int, answer: int, prefix: str | None) -> None:
+        """Once all that ends by itself has ended, there is still no room."""
+        run(self.core)
+        runner = self.runner
+        begin, held = 0, [0] * len(runner.pools)
+        if prefix is not None:
+            key = self.core._requests[prefix].key
+            begin, held = runner.lengths[key], [t.tokens for t in runner.tables[key]]
+        end = begin + prompt
+        new = shard_sizes(begin, end, end + answer, WAVE, runner.comm.size)
+        fits = all(
+            pool.pages_for(have + more) - have // PAGE <= pool.free_pages
+            for pool, have, more in zip(runner.pools, held, new, strict=True)
+        )
+        assert not fits or len(runner.tables) == runner.config.max_sequences
+
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        alive = list(self.core._requests)
+        if alive:
+            name = alive[which % len(alive)]
+            self.core.abort(name)
+            if name in self.kept:
+                self.kept.remove(name)
+
+    @precondition(lambda self: self.core.has_work)
+    @rule(steps=st.integers(1, 5))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.core.has_work:
+                return
+            step(self.core)
+
+    @invariant()
+    def the_scheduler_knows_what_is_free(self) -> None:
+        if hasattr(self, "core"):
+            free = [pool.free_pages for pool in self.runner.pools]
+            assert self.core.scheduler._free_pages == free
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        run(self.core)
+        for name in self.kept:
+            self.core.abort(name)
+        assert not self.core._requests
+        assert not self.core.scheduler.running
+        assert not self.core.scheduler.waiting
+        assert self.core.scheduler._free_scratch == (
+            [self.runner.config.scratch_pages] * self.runner.comm.size
+        )
+        assert all(p.free_pages == p.num_pages for p in self.runner.pools)
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
