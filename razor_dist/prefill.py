@@ -275,7 +275,7 @@ class PrefillContext:
             outs.append(
                 window_attention(
                     q[:, :, span.offset : span.offset + len(span.at)],
-                    span.at,
+                    span,
                     k,
                     v,
                     first,

@@ -18,7 +18,7 @@ from torch import Tensor
 from razor_dist.kernels import attend, compensate, merge
 from razor_dist.parallel.halo import Exchange, Piece
 from razor_dist.parallel.zigzag import Interval, Wave
-from razor_dist.policy import LocalPolicy
+from razor_dist.policy import LocalPolicy, Run
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,14 @@ class QuerySpan:
         Index of the first one among the rank's tokens of the wave.
     edge : int
         Which edge of `WindowPlan.edges` is the window start of the first query.
+    runs : list of Run
+        Those of them that are not sinks, by where their window starts.
     """
 
     at: Interval
     offset: int
     edge: int
+    runs: list[Run]
 
 
 @dataclass
@@ -111,10 +114,11 @@ def plan_window(
     for index in wave.indices(rank):
         chunk = wave.chunks[index]
         if spans and spans[-1].at.end == chunk.begin:
-            at = Interval(spans[-1].at.begin, chunk.end)
-            spans[-1] = QuerySpan(at, spans[-1].offset, spans[-1].edge)
+            before = spans.pop()
+            at = Interval(before.at.begin, chunk.end)
+            spans.append(_span(policy, at, before.offset, before.edge))
         elif len(chunk):
-            spans.append(QuerySpan(chunk, offset, 1 + index))
+            spans.append(_span(policy, chunk, offset, 1 + index))
         offset += len(chunk)
     return WindowPlan(
         edges,
@@ -124,6 +128,11 @@ def plan_window(
         window,
         next_start,
     )
+
+
+def _span(policy: LocalPolicy, at: Interval, offset: int, edge: int) -> QuerySpan:
+    runs = policy.runs(max(at.begin, policy.sinks), at.end)
+    return QuerySpan(at, offset, edge, runs)
 
 
 def plan_compression(policy: LocalPolicy, done: Sequence[Wave], rank: int) -> WindowPlan:
@@ -183,7 +192,7 @@ def edge_sums(edges: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
 
 def window_attention(
     q: Tensor,
-    at: Interval,
+    span: QuerySpan,
     k: Tensor,
     v: Tensor,
     first: int,
@@ -193,13 +202,13 @@ def window_attention(
     policy: LocalPolicy,
     scale: float,
 ) -> Tensor:
-    """Attention of local heads for the queries at positions ``at``.
+    """Attention of local heads for the queries of ``span``, at positions ``at = span.at``.
 
     Parameters
     ----------
     q : Tensor
         ``[K, G, n, D]``, the queries of ``at``.
-    at : Interval
+    span : QuerySpan
     k, v : Tensor
         ``[K, at.end - first, D]``: positions ``[first, at.end)``.
     first : int
@@ -216,7 +225,7 @@ def window_attention(
     Tensor
         ``[K, G, n, D]`` float32.
     """
-    outs, sinks = [], policy.sinks
+    outs, at, sinks = [], span.at, policy.sinks
     inside = at & Interval(0, sinks)
     if len(inside):  # queries among the sinks themselves: plain causal attention
         q_in = q[:, :, : len(inside)]
@@ -230,7 +239,7 @@ def window_attention(
             ).out
         )
     summed_to = first
-    for run in policy.runs(max(at.begin, sinks), at.end):
+    for run in span.runs:
         start = max(run.start, sinks)
         if start > summed_to:
             moved = slice(summed_to - first, start - first)
