@@ -43,4 +43,7 @@ def _serve_under(torchrun: Torchrun, config_file: str | None, flags: dict[str, A
         if torchrun.rank == 0:
             raise
         time.sleep(HOLD_BACK)
+        # Still here, so this is another node than rank 0's: its own user reads what it prints.
+        if torchrun.local_rank == 0:
+            raise
         return 2

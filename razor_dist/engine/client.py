@@ -303,7 +303,8 @@ class EngineClient:
                 future.set_exception(EngineError(str(error)))
 
     def _set(self, status: Status) -> None:
-        if status.state != "ready" and status.reason:
+        # A failure is raised to whoever waits for the engine, and told there.
+        if status.state not in ("ready", "failed") and status.reason:
             log.info("engine %s: %s", status.state, status.reason)
         self._status = status
         changed, self._changed = self._changed, asyncio.Event()

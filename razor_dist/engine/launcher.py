@@ -151,4 +151,4 @@ class LocalLauncher:
                 while self._client.status.state != "failed":
                     await self._client.wait_change()
         if self._client.status.state != "failed":
-            self._client.failed(f"{exit}; its error message is above")
+            self._client.failed(f"{exit} and rank 0 did not say why")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from razor_dist.config import EngineConfig
 from razor_dist.engine.build import Engine, build_engine, torch_device
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
-from razor_dist.errors import RazorError, RequestError
+from razor_dist.errors import EngineError, RazorError, RequestError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # The exit status of a rank that cannot start because of what the user asked for.
 EXIT_USER_ERROR = 3
+# Seconds that the front gets to read why rank 0 ends, before rank 0 ends.
+_LAST_WORDS = 5.0
 
 
 class FrontClosed(Exception):
@@ -39,11 +43,19 @@ class Link:
     ----------
     path : str
         The Unix-domain socket on which the front listens.
+
+    Raises
+    ------
+    EngineError
+        If the front does not listen.
     """
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            raise EngineError(f"the front does not listen on {path}: {error.strerror}") from error
         self._buffer = bytearray()
 
     def send(self, message: Message) -> None:
@@ -52,6 +64,15 @@ class Link:
             self._socket.sendall(encode(message))
         except OSError as error:
             raise FrontClosed from error
+
+    def send_failure(self, error: RazorError) -> None:
+        """Tell the front why the ranks cannot start; the front tells the user."""
+        message = {"t": "error", "id": "", "message": str(error), "param": None, "code": None}
+        with contextlib.suppress(FrontClosed):
+            self.send(message)
+            # The front hangs up when it has read that. Our exit makes torchrun's agent end, and
+            # that the front, which must know the reason by then.
+            self.receive(_LAST_WORDS)
 
     def receive(self, timeout: float) -> list[Message]:
         """The messages that have come; waits up to ``timeout`` seconds for the first byte.
@@ -171,6 +192,33 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     return Communicator(dist.group.WORLD)
 
 
+def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
+    """``build()``, which succeeds on every rank or raises the same error on every rank.
+
+    The nodes of a job have their own disks: a model may be missing on one, which only the ranks
+    there can know, and only rank 0 can tell the front.
+
+    Raises
+    ------
+    RazorError
+        The error of the lowest rank that met one.
+    """
+    engine: Engine | None = None
+    mine: RazorError | None = None
+    try:
+        engine = build()
+    except RazorError as error:
+        mine = error
+    everyones = [mine] * comm.size
+    if comm.size > 1:
+        dist.all_gather_object(everyones, mine, group=comm.group)
+    for problem in everyones:
+        if problem is not None:
+            raise problem
+    assert engine is not None
+    return engine
+
+
 def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     """Be one rank until the front says shutdown or goes away.
 
@@ -183,7 +231,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     Raises
     ------
     RazorError
-        If the engine cannot be built; rank 0 has told the front.
+        If the engine cannot be built on some rank: every rank raises the same. The front has been
+        told and tells the user, so the ranks need not.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -193,14 +242,14 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         comm = init_distributed(config, device)
-        engine = build_engine(config, comm, device)
+        engine = agree(comm, lambda: build_engine(config, comm, device))
         if link is None:
             follow(engine)
         else:
             serve_front(engine, link, idle_seconds=config.collective_timeout / 4)
     except RazorError as error:
         if link is not None:
-            link.send({"t": "error", "id": "", "message": str(error), "param": None, "code": None})
+            link.send_failure(error)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -214,13 +263,11 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     config = EngineConfig.from_json(arguments.config_json.read_text())
-    rank = int(os.environ["RANK"])
+    is_first = os.environ["RANK"] == "0"
     try:
-        run_rank(config, arguments.socket if rank == 0 else None)
-    except RazorError as error:
-        if rank == 0:
-            print(f"razor-dist: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        run_rank(config, arguments.socket if is_first else None)
+    except RazorError:
+        sys.exit(EXIT_USER_ERROR)  # the front tells the user
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from razor_dist.config import ServerConfig
 from razor_dist.engine.client import EngineClient
-from razor_dist.errors import EngineError, RazorError
+from razor_dist.errors import RazorError
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.main import Front, bind
 
@@ -31,8 +31,6 @@ def main() -> int:
     try:
         with bind(config) as listener:
             return asyncio.run(_run(config, listener, arguments.socket, arguments.agent))
-    except EngineError:
-        return 1  # rank 0 has said why
     except RazorError as error:
         print(f"razor-dist: {error}", file=sys.stderr)
         return 2

@@ -137,7 +137,9 @@ class Front:
         try:
             if await _unless(ends, self._load()):
                 print(f"Serving {self._config.name} on {self._url}", flush=True)
+                teller = asyncio.create_task(self._tell_failure())
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                teller.cancel()
             return 0
         finally:
             log.info("ending")
@@ -157,6 +159,12 @@ class Front:
         tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
         self._service.encoder = PromptEncoder(tokenizer)
         await self._client.ready()
+
+    async def _tell_failure(self) -> None:
+        """Log it when the engine fails for good; the front stays, and /health tells why."""
+        while self._client.status.state != "failed":
+            await self._client.wait_change()
+        log.error("the engine failed: %s", self._client.status.reason)
 
     @property
     def _url(self) -> str:

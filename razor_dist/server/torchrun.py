@@ -21,7 +21,7 @@ from typing import NamedTuple
 from razor_dist.config import EngineConfig, ServerConfig
 from razor_dist.config_sources import Setting
 from razor_dist.engine.ranks import without_torchrun
-from razor_dist.errors import ConfigError, EngineError
+from razor_dist.errors import ConfigError, EngineError, RazorError
 from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
@@ -29,7 +29,7 @@ FRONT = "razor_dist.server.attached"
 # Seconds that the front may take to import its libraries and listen.
 _PATIENCE = 60.0
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met:
-# torchrun ends every process as soon as it sees that one has failed.
+# torchrun ends every process of a node as soon as it sees that one has failed.
 HOLD_BACK = 5.0
 
 
@@ -45,6 +45,7 @@ class Torchrun(NamedTuple):
     """What torchrun says of this process."""
 
     rank: int
+    local_rank: int
     world_size: int
 
     @classmethod
@@ -55,7 +56,7 @@ class Torchrun(NamedTuple):
         """
         if "TORCHELASTIC_RUN_ID" not in env or int(env["WORLD_SIZE"]) == 1:
             return None
-        return cls(int(env["RANK"]), int(env["WORLD_SIZE"]))
+        return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]))
 
     @property
     def implied(self) -> dict[str, Setting]:
@@ -87,6 +88,11 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     -------
     int
         Exit code.
+
+    Raises
+    ------
+    RazorError
+        On another rank than 0, where it has been told already.
     """
     set_up_logging(config.log_level)
     socket_path = None
@@ -95,7 +101,12 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
             socket_path = str(ensure_front(config, agent=os.getppid()))
         except FrontRefusedError as refusal:
             return refusal.code
-    run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
+    try:
+        run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
+    except RazorError:
+        if torchrun.rank > 0:
+            raise
+        return 2  # the front tells the user
     return 0
 
 

@@ -166,6 +166,7 @@ def test_what_the_ranks_refuse_is_told_without_another_start(tmp_path: Path) -> 
     code, output = run("--port", "0", "--model", model, "--world-size", "3")
     assert code == 2
     assert "the head map belongs to another model" in output.splitlines()[-1]
+    assert output.count("the head map belongs to another model") == 1
     assert "restarted" not in output
 
 
