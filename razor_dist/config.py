@@ -90,6 +90,11 @@ class EngineConfig(BaseModel):
     collective_timeout: float = Field(
         default=120.0, gt=0, description="Seconds until a collective with a stuck rank fails."
     )
+    heartbeat_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds of rank 0's silence after which the ranks are killed and restarted.",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the draws of requests that bring none."
     )

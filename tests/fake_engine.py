@@ -48,6 +48,7 @@ class FakeEngine:
     async def run(self, socket_path: str) -> None:
         """Serve until the front hangs up or says shutdown."""
         reader, self.writer = await asyncio.open_unix_connection(socket_path)
+        self.beating = asyncio.create_task(self.beat())
         problem = _fail_at_start(self.config["model"], rank=0)
         if problem:
             self.send(t="error", id="", message=problem, param=None, code=None)
@@ -64,6 +65,11 @@ class FakeEngine:
             if message["t"] == "shutdown":
                 return
             self.handle(message)
+
+    async def beat(self) -> None:
+        while True:
+            self.send(t="alive", pid=os.getpid())
+            await asyncio.sleep(0.2)
 
     def info(self) -> Message:
         return {

@@ -14,10 +14,10 @@ from razor_dist.commands.serve import serve
 
 SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --device --dtype --head-map
-    --host --kv-tokens --log-level --max-body-mb --max-model-len --max-num-seqs --max-queue
-    --model --no-compensation --no-trust-remote-code --page-size --port --prefill --ring --seed
-    --served-model-name --sink-tokens --threads --trust-remote-code --wave-tokens --window-max
-    --window-min --window-ratio --world-size
+    --heartbeat-timeout --host --kv-tokens --log-level --max-body-mb --max-model-len
+    --max-num-seqs --max-queue --model --no-compensation --no-trust-remote-code --page-size --port
+    --prefill --ring --seed --served-model-name --sink-tokens --threads --trust-remote-code
+    --wave-tokens --window-max --window-min --window-ratio --world-size
 """
 
 

@@ -66,6 +66,9 @@ class EngineClient:
         self.max_queue = max_queue
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
+        # Messages of all rank 0s so far, and the process of the last one: see `heartbeat`.
+        self.received = 0
+        self.rank0_pid: int | None = None
         self._status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -80,6 +83,11 @@ class EngineClient:
     def status(self) -> Status:
         """The engine's state now."""
         return self._status
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a rank 0 at the other end of the socket."""
+        return self._writer is not None
 
     @property
     def unfinished(self) -> int:
@@ -256,7 +264,10 @@ class EngineClient:
 
     def _handle(self, message: Message) -> None:
         kind = message["t"]
-        if kind == "ready":
+        self.received += 1
+        if kind == "alive":
+            self.rank0_pid = message["pid"]
+        elif kind == "ready":
             fields = message["info"]
             self.info = EngineInfo(fields["max_model_len"], fields["vocab_size"], fields)
             self._set(Status("ready"))

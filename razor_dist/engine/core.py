@@ -238,8 +238,8 @@ class EngineCore:
         return "length" if len(request.generated) >= request.max_tokens else None
 
     def idle(self) -> None:
-        """Keep the other ranks' wait for a plan below the collectives' time-out."""
-        self._run(StepPlan(Op.IDLE))
+        """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
+        self._run(StepPlan(Op.STATS))  # a broadcast alone succeeds while the other end is stopped
 
     def stop(self) -> None:
         """Let the other ranks end."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.client import EngineClient
+from razor_dist.engine.heartbeat import silence
 from razor_dist.engine.ranks import WORKER, RankExit, RankGroup
 
 log = logging.getLogger(__name__)
@@ -121,11 +122,15 @@ class LocalLauncher:
         return self._ranks
 
     async def _watch(self, ranks: RankGroup) -> str:
-        """Wait until a rank ends or hangs up; returns what happened, in words."""
+        """Wait until a rank ends, hangs up or falls silent; returns what happened, in words."""
         death = asyncio.create_task(ranks.first_exit())
         hangup = asyncio.create_task(self._hangup())
+        stuck = asyncio.create_task(silence(self._client, self._config.heartbeat_timeout))
         try:
-            await asyncio.wait({death, hangup}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({death, hangup, stuck}, return_when=asyncio.FIRST_COMPLETED)
+            if stuck.done() and not death.done():
+                ranks.kill()  # a stopped process would not obey anything milder
+                return stuck.result()
             if not death.done():
                 # A rank 0 that hangs up is about to end, and its exit code tells more.
                 await asyncio.wait({death}, timeout=_GRACE)
@@ -137,6 +142,7 @@ class LocalLauncher:
         finally:
             death.cancel()
             hangup.cancel()
+            stuck.cancel()
 
     async def _hangup(self) -> None:
         while self._client.status.state in ("loading", "ready"):

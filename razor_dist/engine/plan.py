@@ -21,7 +21,6 @@ HEADER = 16
 class Op(IntEnum):
     """Kinds of step."""
 
-    IDLE = 0
     OPEN = 1
     PREFILL = 2
     DECODE = 3

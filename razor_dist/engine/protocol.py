@@ -13,6 +13,7 @@ Front to engine
     ``shutdown``  the ranks end
 
 Engine to front
+    ``alive``     ``pid`` of rank 0; every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens), ``seconds`` since it began

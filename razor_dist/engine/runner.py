@@ -146,7 +146,7 @@ class ModelRunner:
                 return self._decode(plan)
             case Op.STATS:
                 return self._stats()
-            case Op.IDLE | Op.STOP:
+            case Op.STOP:
                 pass
         return None
 

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import Engine, build_engine, torch_device
+from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
 from razor_dist.errors import EngineError, RazorError, RequestError
@@ -32,12 +34,12 @@ EXIT_USER_ERROR = 3
 _LAST_WORDS = 5.0
 
 
-class FrontClosed(Exception):
+class FrontClosed(OSError):
     """The front has gone; there is nobody left to serve."""
 
 
 class Link:
-    """Rank 0's end of the socket to the front.
+    """Rank 0's end of the socket to the front; any thread may send, one receives.
 
     Parameters
     ----------
@@ -57,11 +59,13 @@ class Link:
         except OSError as error:
             raise EngineError(f"the front does not listen on {path}: {error.strerror}") from error
         self._buffer = bytearray()
+        self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
         """Send one message."""
         try:
-            self._socket.sendall(encode(message))
+            with self._sending:
+                self._socket.sendall(encode(message))
         except OSError as error:
             raise FrontClosed from error
 
@@ -109,7 +113,7 @@ def serve_front(engine: Engine, link: Link, idle_seconds: float) -> None:
     engine : Engine
     link : Link
     idle_seconds : float
-        How long the other ranks may wait for a plan.
+        How long the ranks may go without hearing from each other.
     """
     core = engine.core
     try:
@@ -236,23 +240,28 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    link = None if socket_path is None else Link(socket_path)
-    try:
-        device = torch_device(config, local_rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        comm = init_distributed(config, device)
-        engine = agree(comm, lambda: build_engine(config, comm, device))
-        if link is None:
-            follow(engine)
-        else:
+    if socket_path is None:
+        follow(_engine(config, local_rank))
+    else:
+        link = Link(socket_path)
+        with Heartbeat(link.send, interval(config.heartbeat_timeout)):
+            try:
+                engine = _engine(config, local_rank)
+            except RazorError as error:
+                link.send_failure(error)
+                raise
             serve_front(engine, link, idle_seconds=config.collective_timeout / 4)
-    except RazorError as error:
-        if link is not None:
-            link.send_failure(error)
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _engine(config: EngineConfig, local_rank: int) -> Engine:
+    """This rank's engine, in the process group of all."""
+    device = torch_device(config, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    comm = init_distributed(config, device)
+    return agree(comm, lambda: build_engine(config, comm, device))
 
 
 def main() -> None:

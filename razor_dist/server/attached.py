@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
 
 from razor_dist.config import ServerConfig
 from razor_dist.engine.client import EngineClient
+from razor_dist.engine.heartbeat import silence
 from razor_dist.errors import RazorError
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.main import Front, bind
@@ -43,10 +47,21 @@ async def _run(config: ServerConfig, listener: socket.socket, path: Path, agent:
     # At once, not when the model is found: rank 0 waits for the socket.
     await client.start()
     front = Front(config, client, listener, start=_nothing, agent=agent)
+    watch = asyncio.create_task(_kill_when_silent(client, config.heartbeat_timeout))
     try:
         return await front.run()
     finally:
+        watch.cancel()
         await client.close()
+
+
+async def _kill_when_silent(client: EngineClient, timeout: float) -> None:
+    """End a rank 0 that is stuck; torchrun sees its death and does the rest."""
+    while True:
+        client.lost(await silence(client, timeout))
+        if client.rank0_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(client.rank0_pid, signal.SIGKILL)
 
 
 async def _nothing() -> None:

@@ -115,6 +115,24 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(victim: int) -> None:
         assert alive(ranks) == []
 
 
+def test_a_stopped_rank_0_fails_requests_and_serving_resumes() -> None:
+    with fake_server("--heartbeat-timeout", "2") as server:
+        url = server.url()
+        first = httpx.get(f"{url}/stats").json()["pid"]
+        failed: list[httpx.Response] = []
+        request = threading.Thread(target=lambda: failed.append(complete(url, [fake_engine.HANG])))
+        request.start()
+        assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 1, 5)
+        os.kill(first, signal.SIGSTOP)
+        assert wait_until(lambda: health(url)[0] == 503, 10)
+        request.join(10)
+        assert failed[0].status_code == 500
+        assert "no sign of life" in failed[0].json()["error"]["message"]
+        assert wait_until(lambda: health(url) == (200, "ready"), 15)
+        assert httpx.get(f"{url}/stats").json()["pid"] != first
+        assert not psutil.pid_exists(first)
+
+
 def test_a_request_that_kills_the_engine_gets_500() -> None:
     with fake_server() as server:
         died = complete(server.url(), [fake_engine.DIE])
@@ -225,6 +243,18 @@ def test_torchruns_processes_are_the_ranks_and_the_front_outlives_them() -> None
         server.process.terminate()
         server.process.wait(20)
         assert wait_until(lambda: not answers(url), 5)
+
+
+def test_torchrun_restarts_a_rank_0_that_was_stopped() -> None:
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    arguments = [RANKS, "--world-size", "2", "--heartbeat-timeout", "2"]
+    with ServerProcess(*TORCHRUN, *options, *arguments) as server:
+        url = server.url()
+        first = httpx.get(f"{url}/stats").json()["pid"]
+        os.kill(first, signal.SIGSTOP)
+        assert wait_until(lambda: health(url)[0] == 503, 10)
+        assert wait_until(lambda: health(url) == (200, "ready"), 60), server.log
+        assert httpx.get(f"{url}/stats").json()["pid"] != first
 
 
 def answers(url: str) -> bool:

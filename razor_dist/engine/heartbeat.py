@@ -1,0 +1,85 @@
+"""Signs of life: rank 0 sends them from a thread of its own, the front waits for them.
+
+A wave may keep rank 0's main thread busy for minutes, so that silence between its messages means
+nothing. A thread beside it shows that the process runs. That the main thread gets on it does not
+show: a rank that waits for another in vain is found by the collectives' time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from razor_dist.engine.client import EngineClient
+from razor_dist.engine.protocol import Message
+
+# Seconds between two signs of life, if that is not too long for the front's patience.
+_INTERVAL = 1.0
+
+
+def interval(timeout: float) -> float:
+    """Seconds between two signs of life of which a front with that patience misses none."""
+    return min(_INTERVAL, timeout / 4)
+
+
+class Heartbeat:
+    """Sends ``alive`` messages from a thread while the ``with`` block lasts.
+
+    Parameters
+    ----------
+    send : callable
+        Sends a message; may be called from any thread. The first `OSError` ends the heartbeat:
+        the main thread finds out by itself that the front has gone.
+    seconds : float
+        Between two messages.
+    """
+
+    def __init__(self, send: Callable[[Message], None], seconds: float) -> None:
+        self._send, self._seconds = send, seconds
+        self._over = threading.Event()
+        # A daemon: a front that reads no more can block it in the socket.
+        self._thread = threading.Thread(target=self._run, name="razor-heartbeat", daemon=True)
+
+    def _run(self) -> None:
+        message = {"t": "alive", "pid": os.getpid()}
+        try:
+            self._send(message)
+            while not self._over.wait(self._seconds):
+                self._send(message)
+        except OSError:
+            return
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+
+
+async def silence(client: EngineClient, timeout: float) -> str:
+    """Wait until a connected rank 0 has been silent for ``timeout`` seconds.
+
+    Only time in which this process runs is counted: a front that was stopped itself finds, when
+    it goes on, old signs of life that it has not read yet.
+
+    Returns
+    -------
+    str
+        What happened, in words.
+    """
+    step, silent, heard = interval(timeout), 0.0, client.received
+    while silent < timeout:
+        await asyncio.sleep(step)
+        is_silent = client.connected and client.received == heard
+        silent, heard = (silent + step if is_silent else 0.0), client.received
+    return f"rank 0 gave no sign of life for {timeout:g} s"

@@ -1,0 +1,199 @@
+"""The server with real ranks of a tiny model: mistakes, stuck ranks, two nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import Engine, build_engine
+from razor_dist.engine.worker import agree
+from razor_dist.errors import ConfigError, ModelError
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.loader import read_config
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from razor_dist.sampling_params import SamplingParams
+from tests.ranks import RankPool
+from tests.server.process import ROOT, ServerProcess, alive, health, wait_until
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SERVE = [sys.executable, "launch/serve.py", "--world-size", "2"]
+SERVE_UNDER_TORCHRUN = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/serve.py"]
+PROMPT = [3 + 7 * i % 180 for i in range(150)]
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a tiny model with retrieval heads and local heads, and short windows."""
+    shape = ModelShape.from_config(read_config(tiny("llama")))
+    retrieval = tuple((True, False) if n % 2 else (False, False) for n in range(shape.layers))
+    head_map = tmp_path_factory.mktemp("heads") / "map.json"
+    dataclasses.replace(HeadMap.full(shape), retrieval=retrieval).save(head_map)
+    return [
+        *("--model", str(tiny("llama")), "--served-model-name", "tiny"),
+        *("--head-map", str(head_map), "--max-model-len", "400"),
+        *("--window-min", "24", "--block", "8", "--wave-tokens", "64"),
+    ]
+
+
+def complete(url: str, timeout: float = 60) -> httpx.Response:
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 16}
+    fields = {"ignore_eos": True, "logprobs": 0}
+    return httpx.post(f"{url}/v1/completions", json={**body, **fields}, timeout=timeout)
+
+
+# ------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("command", [SERVE, SERVE_UNDER_TORCHRUN], ids=["front", "torchrun"])
+@pytest.mark.parametrize("mistake", ["model", "head map"])
+def test_a_mistake_is_told_once(
+    command: list[str], mistake: str, tiny: Callable[[str], Path]
+) -> None:
+    flags, sentence = {
+        "model": (["--model", "/no/such/model"], "'/no/such/model': there is no such folder"),
+        "head map": (["--head-map", "configs/head_maps/smollm2.json"], "made for 'smollm2'"),
+    }[mistake]
+    done = subprocess.run(
+        [*command, "--port", "0", "--model", str(tiny("llama")), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert output.count(sentence) == 1, output
+    if command is SERVE:
+        assert done.returncode == 2
+        assert "Traceback" not in output
+
+
+def fail_on(comm: Communicator, rank: int) -> str:
+    """What `agree` raises when one rank alone cannot be built."""
+
+    def build() -> Engine:
+        if comm.rank == rank:
+            raise ModelError("no such folder here")
+        return Engine(None, None, {})  # type: ignore[arg-type]
+
+    try:
+        agree(comm, build)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_of_one_node_is_known_to_all(rank: int, ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(fail_on, rank) == ["no such folder here"] * 2
+    assert ranks(2).run(fail_on, None) == [""] * 2
+
+
+def test_an_error_without_other_ranks_is_itself() -> None:
+    def build() -> Engine:
+        raise ConfigError("as it was")
+
+    with pytest.raises(ConfigError, match="as it was"):
+        agree(Communicator(None), build)
+
+
+# ---------------------------------------------------------------- stuck ranks
+
+
+def rank_processes(server: ServerProcess) -> dict[int, psutil.Process]:
+    """The ranks that ``razor-dist serve`` has started, by rank."""
+    family = [p for p in server.family() if "razor_dist.engine.worker" in " ".join(p.cmdline())]
+    return {int(p.environ()["RANK"]): p for p in family}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stopped_rank_0_is_replaced(world_size: int, arguments: list[str]) -> None:
+    size = ["--world-size", str(world_size)]
+    with ServerProcess(*SERVE[:2], *size, *arguments, "--heartbeat-timeout", "4") as server:
+        url = server.url()
+        before = complete(url).json()["choices"][0]["token_ids"]
+        stopped = rank_processes(server)[0]
+        stopped.suspend()
+        answers: list[httpx.Response] = []
+        request = threading.Thread(target=lambda: answers.append(complete(url)))
+        request.start()
+        assert wait_until(lambda: health(url)[0] == 503, 30)
+        request.join(30)
+        assert answers[0].status_code in (500, 503)
+        assert wait_until(lambda: health(url)[0] == 200, 90), server.log
+        assert not stopped.is_running()
+        assert complete(url).json()["choices"][0]["token_ids"] == before
+
+
+def test_another_rank_that_is_stopped_while_idle_is_replaced(arguments: list[str]) -> None:
+    with ServerProcess(*SERVE, *arguments, "--collective-timeout", "15") as server:
+        url = server.url()
+        stopped = rank_processes(server)[1]
+        stopped.suspend()
+        assert wait_until(lambda: health(url)[0] == 503, 60)
+        assert wait_until(lambda: health(url)[0] == 200, 90), server.log
+        assert not stopped.is_running()
+        assert complete(url).status_code == 200
+
+
+# ------------------------------------------------------------------ two nodes
+
+
+def tokens_alone(arguments: list[str]) -> list[int]:
+    """The tokens that one rank in this process answers with."""
+    flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    del flags["--served-model-name"]
+    settings: dict[str, Any] = {
+        name[2:].replace("-", "_"): int(value) if value.isdecimal() else value
+        for name, value in flags.items()
+    }
+    core = build_engine(EngineConfig(**settings), Communicator(None), torch.device("cpu")).core
+    core.add("a", PROMPT, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    tokens = []
+    while core.has_work:
+        tokens += [message["token"] for message in core.step() if message["t"] == "token"]
+    return tokens
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_two_nodes_answer_as_one_process(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    agent = [
+        *(TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("launch/serve.py", "--world-size", "4", *arguments),
+    ]
+    with ServerProcess(*agent) as one, ServerProcess(*agent) as other:
+        assert wait_until(lambda: "Serving" in one.log + other.log, 120), one.log + other.log
+        served = next(node for node in (one, other) if "Serving" in node.log)
+        url = served.url()
+        stats = httpx.get(f"{url}/stats", timeout=60).json()
+        assert stats["world_size"] == 4
+        answer = complete(url)
+        assert answer.json()["choices"][0]["token_ids"] == tokens_alone(arguments)
+        family = one.family() + other.family()
+        for node in (one, other):
+            node.process.send_signal(signal.SIGTERM)
+        for node in (one, other):
+            node.process.wait(60)
+        assert wait_until(lambda: not alive(family), 15)
