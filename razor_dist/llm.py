@@ -23,6 +23,7 @@ from razor_dist.engine.ranks import WORKER
 from razor_dist.errors import RequestError
 from razor_dist.models.registry import resolve_model
 from razor_dist.outputs import CompletionOutput, RequestOutput
+from razor_dist.prefix import Prefix
 from razor_dist.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
@@ -99,6 +100,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Generate one answer for each prompt.
 
@@ -110,21 +112,65 @@ class LLM:
             The defaults of `SamplingParams` if not given.
         use_tqdm : bool
             Show a progress bar of finished prompts.
+        prefix : Prefix, optional
+            What `prefill` returned: every prompt continues it, as if its tokens stood before the
+            prompt's. Texts are tokenised by themselves and get no special tokens, such as a
+            beginning of sequence, before them.
 
         Returns
         -------
         list of RequestOutput
-            In the order of ``prompts``.
+            In the order of ``prompts``. With a prefix, ``prompt_token_ids`` and
+            ``prompt_logprobs`` are those of the prompt alone, and ``num_cached_tokens`` is the
+            prefix's length.
 
         Raises
         ------
         RequestError
-            If a prompt or its parameters cannot be served; no answer is returned then.
+            If a prompt or its parameters cannot be served, or the prefix was released or is
+            another engine's; no answer is returned then.
         EngineError
-            If the engine dies meanwhile. It is restarted for the next call.
+            If the engine dies meanwhile, or died with the prefix. It is restarted for the next
+            call.
         """
-        texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(texts_and_ids, sampling_params, use_tqdm)
+        if prefix is not None:
+            prefix.stream_for(self._engine.client)  # refused before anything is tokenised
+        texts_and_ids = [self._encode(prompt, prefix) for prompt in _as_list(prompts)]
+        return self._run(texts_and_ids, sampling_params, use_tqdm, prefix)
+
+    def prefill(self, prompt: Prompt) -> Prefix:
+        """Read a prompt once and keep its caches, for `generate` to continue it many times.
+
+        A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
+        ``kv_tokens`` until it is released. What continues it is always read with local prefill,
+        whatever ``prefill`` was set to.
+
+        Parameters
+        ----------
+        prompt : str, list of int, or ``{"prompt_token_ids": [...]}``
+            Tokenised as `generate` does.
+
+        Returns
+        -------
+        Prefix
+            A handle, to be released.
+
+        Raises
+        ------
+        RequestError
+            If the prompt cannot be served, or leaves no room to continue it.
+        EngineError
+            If the engine dies meanwhile.
+        """
+        if self.config.max_num_seqs < 2:
+            raise RequestError(
+                "a prefix and what continues it are two sequences: start the engine with "
+                "max_num_seqs of at least 2",
+                param="max_num_seqs",
+            )
+        _, ids = self._encode(prompt)
+        [settled] = self._check([ids], [SamplingParams(max_tokens=1)])
+        return self._loop.run(self._prefill(ids, settled))
 
     def chat(
         self,
@@ -184,9 +230,9 @@ class LLM:
 
     # ----------------------------------------------------------------- inside
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt, prefix: Prefix | None = None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._encoder.text(prompt)
+            return prompt, self._encoder.text(prompt, special_tokens=prefix is None)
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise RequestError(
@@ -205,26 +251,43 @@ class LLM:
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         params = _params_for(sampling_params, len(prompts))
+        before = 0 if prefix is None else prefix.num_tokens
+        settled = self._check([ids for _, ids in prompts], params, before)
+        return self._loop.run(self._answer_all(prompts, settled, use_tqdm, prefix))
+
+    def _check(
+        self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
+    ) -> list[SamplingParams]:
         info = self._loop.run(self._engine.client.ready())
-        settled = [
+        return [
             check_prompt(
                 ids,
                 p,
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
                 has_tokenizer=self._encoder.tokenizer is not None,
+                before=before,
             )
-            for (_, ids), p in zip(prompts, params, strict=True)
+            for ids, p in zip(prompts, params, strict=True)
         ]
-        return self._loop.run(self._answer_all(prompts, settled, use_tqdm))
+
+    async def _prefill(self, ids: list[int], params: SamplingParams) -> Prefix:
+        client = self._engine.client
+        stream = client.generate(str(next(self._ids)), ids, params, keep=True)
+        async for message in stream:
+            if message["processed"] == message["total"]:
+                break  # and leave the stream open: closing it would release the caches
+        return Prefix(stream, client, len(ids), asyncio.get_running_loop())
 
     async def _answer_all(
         self,
         prompts: list[tuple[str | None, list[int]]],
         params: list[SamplingParams],
         use_tqdm: bool,
+        prefix: Prefix | None,
     ) -> list[RequestOutput]:
         # The engine keeps the waiting prompts in memory, so it gets no more than keep it busy.
         room = asyncio.Semaphore(2 * self.config.max_num_seqs)
@@ -232,7 +295,7 @@ class LLM:
 
         async def answer(prompt: tuple[str | None, list[int]], p: SamplingParams) -> RequestOutput:
             async with room:
-                output = await self._answer(*prompt, p)
+                output = await self._answer(*prompt, p, prefix)
             bar.update()
             return output
 
@@ -246,15 +309,19 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(
-        self, text: str | None, ids: list[int], params: SamplingParams
+        self, text: str | None, ids: list[int], params: SamplingParams, prefix: Prefix | None
     ) -> RequestOutput:
         tokenizer = self._encoder.tokenizer
         assembler = Assembler(tokenizer, params)
         result = RequestOutput(str(next(self._ids)), text, ids)
         pieces: list[Piece] = []
         entries: list[Any] = []
+        client, kept = self._engine.client, None
+        if prefix is not None:
+            result.num_cached_tokens = prefix.num_tokens
+            kept = prefix.stream_for(client)  # again: another thread may have released it
         begin = time.perf_counter()
-        with self._engine.client.generate(result.request_id, ids, params) as stream:
+        with client.generate(result.request_id, ids, params, prefix=kept) as stream:
             async for message in stream:
                 if message["t"] == "progress":
                     result.metrics.prefill_seconds = message["seconds"]

@@ -95,15 +95,17 @@ class RequestOutput:
     prompt : str or None
         The text, if the prompt was text.
     prompt_token_ids : list of int
-        As the engine got them.
+        As the engine got them; without those of a prefix.
     prompt_logprobs : list or None
-        One entry per prompt token, the first ``None``; ``None`` unless asked for.
+        One entry per token of ``prompt_token_ids``, the first ``None``; ``None`` unless asked for.
     outputs : list of CompletionOutput
         One.
     finished : bool
         True once ``generate`` returned it.
     metrics : RequestMetrics
         Times.
+    num_cached_tokens : int
+        Tokens before the prompt that were not prefilled for it: those of its prefix.
     """
 
     request_id: str
@@ -113,3 +115,4 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0

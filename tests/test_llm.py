@@ -136,6 +136,15 @@ def test_parameters_must_be_as_many_as_prompts(llm: LLM) -> None:
         llm.generate([[5]], [SamplingParams(), SamplingParams()])
 
 
+def test_an_engine_of_one_sequence_has_no_room_for_a_prefix() -> None:
+    with (
+        FakeLLM(max_num_seqs=1) as llm,
+        pytest.raises(RequestError, match="max_num_seqs of at least 2") as error,
+    ):
+        llm.prefill([5])
+    assert error.value.param == "max_num_seqs"
+
+
 def test_one_failure_aborts_the_others(llm: LLM) -> None:
     aborted = llm.stats()["aborted"]
     with pytest.raises(RequestError, match="more pages"):

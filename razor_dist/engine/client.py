@@ -91,7 +91,7 @@ class EngineClient:
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted and neither finished nor aborted."""
+        """Requests submitted and neither finished nor aborted, kept prompts included."""
         return len(self._streams)
 
     async def wait_change(self) -> Status:
@@ -140,7 +140,13 @@ class EngineClient:
     # --------------------------------------------------------------- requests
 
     def generate(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        prefix: RequestStream | None = None,
     ) -> RequestStream:
         """Submit a request; it is on its way when this returns.
 
@@ -152,6 +158,10 @@ class EngineClient:
             The prompt's tokens.
         params : SamplingParams
             Sampling settings.
+        keep : bool
+            Only prefill the prompt and keep its caches until the stream is closed.
+        prefix : RequestStream, optional
+            That of a kept prompt, which ``prompt_ids`` continues.
 
         Returns
         -------
@@ -163,14 +173,21 @@ class EngineClient:
         RequestError
             Code ``queue_full``, if ``max_queue`` requests are unfinished.
         EngineError
-            If the engine is not ready.
+            If the engine is not ready, or the one that held ``prefix`` has died.
         """
         self.require_ready()
+        if prefix is not None and prefix.ended:
+            raise EngineError("the kept prompt was lost with its engine; prefill it again")
         self.check_room(1)
         assert request_id not in self._streams
         stream = RequestStream(request_id, self.abort)
-        message = {"id": request_id, "prompt": list(prompt_ids), "params": asdict(params)}
-        self._send({"t": "add", **message})
+        message: Message = {"t": "add", "id": request_id, "prompt": list(prompt_ids)}
+        message["params"] = asdict(params)
+        if keep:
+            message["keep"] = True
+        if prefix is not None:
+            message["prefix"] = prefix.request_id
+        self._send(message)
         self._streams[request_id] = stream
         return stream
 

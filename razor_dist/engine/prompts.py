@@ -53,15 +53,22 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
 
-    def text(self, text: str) -> list[int]:
-        """Tokens of a text, with the special tokens that the model's texts begin with.
+    def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Tokens of a text.
+
+        Parameters
+        ----------
+        text : str
+        special_tokens : bool
+            Add those that the model's texts begin with; wrong for a text that continues another.
 
         Raises
         ------
         RequestError
             If the model has no tokenizer.
         """
-        ids: list[int] = self._need("text prompts", "prompt")(text)["input_ids"]
+        tokenizer = self._need("text prompts", "prompt")
+        ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
     def chat(
@@ -119,6 +126,7 @@ def check_prompt(
     vocab_size: int,
     has_tokenizer: bool,
     param: str = "prompt",
+    before: int = 0,
 ) -> SamplingParams:
     """Check that a request can be served, and settle ``max_tokens``.
 
@@ -134,6 +142,8 @@ def check_prompt(
         Whether stop strings can be matched.
     param : str
         The request's field that the prompt came from.
+    before : int
+        Tokens of a kept prompt that this one continues.
 
     Raises
     ------
@@ -151,12 +161,14 @@ def check_prompt(
     if params.stop and not has_tokenizer:
         raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
     answer = 1 if params.max_tokens is None else params.max_tokens
-    if len(prompt) + answer > max_model_len:
+    length = before + len(prompt)
+    if length + answer > max_model_len:
+        where = f"{before} in the prefix, {len(prompt)}" if before else f"{length}"
         raise RequestError(
             f"this model's maximum context length is {max_model_len} tokens, but "
-            f"{len(prompt) + answer} were asked for: {len(prompt)} in the prompt and "
+            f"{length + answer} were asked for: {where} in the prompt and "
             f"{answer} for the answer",
             param=param,
             code=CONTEXT_EXCEEDED,
         )
-    return replace(params, max_tokens=params.max_tokens or max_model_len - len(prompt))
+    return replace(params, max_tokens=params.max_tokens or max_model_len - length)

@@ -16,9 +16,10 @@ Engine to front
     ``alive``     ``pid`` of rank 0; every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
-    ``progress``  ``id``, ``processed``, ``total`` (prompt tokens), ``seconds`` since it began
-    ``prompt``    ``id``, ``logprobs``: one entry per prompt token, the first None, each other
-                  ``[logprob, rank, [[token, logprob], ...]]``
+    ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
+                  ``seconds`` since it began
+    ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
+                  first None, each other ``[logprob, rank, [[token, logprob], ...]]``
     ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
                   (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
     ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused or failed

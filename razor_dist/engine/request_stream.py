@@ -11,7 +11,8 @@ from razor_dist.engine.protocol import Message
 class RequestStream(AsyncIterator[Message]):
     """The messages of one request, up to the token that finishes it.
 
-    Close it, or use it as a context manager: a request whose stream is closed early is aborted.
+    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
+    prompt that is only kept ends no other way: stop reading when ``progress`` says that it is read.
 
     Parameters
     ----------
@@ -33,6 +34,11 @@ class RequestStream(AsyncIterator[Message]):
         self._abort = abort
         self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self._done = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine holds nothing of the request: it finished, failed or was aborted."""
+        return self._done
 
     def __aiter__(self) -> RequestStream:
         return self

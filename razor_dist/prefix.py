@@ -1,0 +1,91 @@
+"""A prompt that is read once and continued many times: the offline API's handle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import Self
+
+from razor_dist.engine.client import EngineClient
+from razor_dist.engine.request_stream import RequestStream
+from razor_dist.errors import RequestError
+
+
+class Prefix:
+    """A prefilled prompt whose caches an engine keeps; `LLM.prefill` makes it.
+
+    Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
+    until then. Closing the `LLM` and garbage collection release it as well.
+
+    Parameters
+    ----------
+    stream : RequestStream
+        The kept request's.
+    client : EngineClient
+        The engine that holds it.
+    num_tokens : int
+        The prompt's length.
+    loop : asyncio.AbstractEventLoop
+        The client's, where the stream may be closed.
+
+    Examples
+    --------
+    >>> with llm.prefill(document) as prefix:
+    ...     outputs = llm.generate(questions, prefix=prefix)
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        client: EngineClient,
+        num_tokens: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._stream, self._client = stream, client
+        self.num_tokens = num_tokens
+        self._release = weakref.finalize(self, _close, stream, loop)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it, which its errors mention."""
+        return self._stream.request_id
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return not self._release.alive
+
+    def release(self) -> None:
+        """Give its caches back, once the requests that continue it have ended. Never waits."""
+        self._release()
+
+    def stream_for(self, client: EngineClient) -> RequestStream:
+        """The kept request's stream, for the engine that holds it.
+
+        Raises
+        ------
+        RequestError
+            If another engine holds it, or it was released.
+        """
+        if client is not self._client:
+            raise RequestError("the prefix belongs to another LLM", param="prefix")
+        if self.released:
+            raise RequestError("the prefix was released; prefill it again", param="prefix")
+        return self._stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = ", released" if self.released else ""
+        return f"Prefix(request_id={self.request_id!r}, num_tokens={self.num_tokens}{state})"
+
+
+def _close(stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+    # A loop that is closed means that the LLM was, and its ranks have ended.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(stream.close)

@@ -1,0 +1,214 @@
+"""The offline API's prefixes, on real ranks: one prefilled document answers many questions."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from razor_dist import LLM, RequestOutput, SamplingParams
+from razor_dist.errors import EngineError, RequestError
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.prefix import Prefix
+from tests.tiny_models import make_tiny
+
+BOS, MAX_LEN = 1, 400
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+WORDS = [f"w{n}" for n in range(192)]
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 190, (count,), generator=generator).tolist()
+
+
+DOCUMENT = tokens(150, 1)
+QUESTIONS = [tokens(11 + n, 10 + n) for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a head map, and a tokenizer that begins every text with a token."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("prefix"))
+    words = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", BOS)])
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1").save_pretrained(folder)
+    HeadMap(
+        model="tiny",
+        fingerprint=model_fingerprint(read_config(folder)),
+        method="razor",
+        settings={},
+        query_heads=8,
+        retrieval=((True, False), (False, False), (False, True), (True, True)),
+        selected={},
+        scores={},
+    ).save(folder / "heads.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Callable[[int], LLM]:
+    def start(world_size: int) -> LLM:
+        return LLM(
+            str(model),
+            world_size=world_size,
+            head_map=str(model / "heads.json"),
+            max_model_len=MAX_LEN,
+            max_num_seqs=3,
+            page_size=8,
+            wave_tokens=40,
+            window_min=24,
+            window_ratio=8,
+            block=8,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def llm(request: pytest.FixtureRequest, start: Callable[[int], LLM]) -> Iterator[LLM]:
+    with start(request.param) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def other(start: Callable[[int], LLM]) -> Iterator[LLM]:
+    with start(1) as llm:
+        yield llm
+
+
+def held(llm: LLM) -> int:
+    return sum(llm.stats()["kv_bytes_per_rank"])
+
+
+def chosen(output: RequestOutput) -> list[float]:
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    return [e[token].logprob for e, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+
+def test_a_question_after_a_prefix_is_answered_as_after_the_whole_document(llm: LLM) -> None:
+    whole = llm.generate([DOCUMENT + question for question in QUESTIONS], GREEDY)
+    assert held(llm) == 0
+    with llm.prefill(DOCUMENT) as prefix:
+        assert prefix.num_tokens == len(DOCUMENT)
+        kept = held(llm)
+        for _ in range(2):  # the document is unharmed by its questions
+            answers = llm.generate(QUESTIONS, GREEDY, prefix=prefix)
+            assert held(llm) == kept > 0
+            for answer, want, question in zip(answers, whole, QUESTIONS, strict=True):
+                assert answer.prompt_token_ids == question
+                assert (answer.num_cached_tokens, want.num_cached_tokens) == (150, 0)
+                assert answer.outputs[0].token_ids == want.outputs[0].token_ids
+                assert chosen(answer) == pytest.approx(chosen(want), abs=1e-4)
+    assert held(llm) == 0
+
+
+def test_prompt_logprobs_after_a_prefix_are_the_prompts_own(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    [question, *_] = QUESTIONS
+    [whole] = llm.generate(DOCUMENT + question, params)
+    with llm.prefill(DOCUMENT) as prefix:
+        [answer] = llm.generate(question, params, prefix=prefix)
+    assert answer.prompt_logprobs is not None and whole.prompt_logprobs is not None
+    first, *found = answer.prompt_logprobs
+    assert first is None
+    for entry, want, token in zip(
+        found, whole.prompt_logprobs[len(DOCUMENT) + 1 :], question[1:], strict=True
+    ):
+        assert entry is not None and want is not None
+        assert entry[token].logprob == pytest.approx(want[token].logprob, abs=1e-4)
+
+
+def test_texts_begin_with_special_tokens_only_where_the_document_begins(llm: LLM) -> None:
+    with llm.prefill("w5 w6 w7") as prefix:
+        assert prefix.num_tokens == 4
+        [answer] = llm.generate("w8 w9", GREEDY, prefix=prefix)
+    assert (answer.prompt, answer.prompt_token_ids) == ("w8 w9", [8, 9])
+    [whole] = llm.generate("w5 w6 w7 w8 w9", GREEDY)
+    assert whole.prompt_token_ids == [BOS, 5, 6, 7, 8, 9]
+    assert answer.outputs[0].token_ids == whole.outputs[0].token_ids
+    with llm.prefill({"prompt_token_ids": [5, 6]}) as prefix:
+        assert prefix.num_tokens == 2
+
+
+def test_the_context_holds_prefix_prompt_and_answer(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"length is 400 tokens, but 401 were") as error:
+        llm.prefill([5] * MAX_LEN)
+    assert (error.value.param, error.value.code) == ("prompt", "context_length_exceeded")
+    with llm.prefill([5] * 380) as prefix:
+        with pytest.raises(RequestError, match=r"401 were .* 380 in the prefix, 13 in the prompt"):
+            llm.generate([[5] * 13], GREEDY, prefix=prefix)
+        [answer] = llm.generate([5] * 12, GREEDY, prefix=prefix)
+        assert len(answer.outputs[0].token_ids) == 8
+        everything = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        [answer] = llm.generate([5] * 12, everything, prefix=prefix)
+        assert len(answer.outputs[0].token_ids) == 8
+
+
+def test_a_handle_is_good_until_it_is_released(llm: LLM) -> None:
+    prefix = llm.prefill(DOCUMENT)
+    assert not prefix.released
+    prefix.release()
+    prefix.release()
+    assert prefix.released and held(llm) == 0
+    with pytest.raises(RequestError, match="the prefix was released") as error:
+        llm.generate([[5]], GREEDY, prefix=prefix)
+    assert error.value.param == "prefix"
+    llm.prefill(DOCUMENT)  # dropped: nothing is left that could release it
+    gc.collect()
+    assert held(llm) == 0
+
+
+def test_a_handle_of_another_llm_is_refused(llm: LLM, other: LLM) -> None:
+    with other.prefill([5, 6]) as prefix:
+        with pytest.raises(RequestError, match="another LLM") as error:
+            llm.generate([[5]], GREEDY, prefix=prefix)
+        assert error.value.param == "prefix"
+
+
+def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
+    prefixes = [llm.prefill([5, 6, n]) for n in range(3)]
+    for prefix in (None, prefixes[0]):
+        with pytest.raises(RequestError, match="hold 3 of the engine's 3 sequences") as error:
+            llm.generate([[5]], GREEDY, prefix=prefix)
+        assert error.value.code == "kept_prompts_hold_cache"
+    prefixes.pop().release()
+    assert len(llm.generate(QUESTIONS, GREEDY, prefix=prefixes[0])) == 4
+    for prefix in prefixes:
+        prefix.release()
+    assert held(llm) == 0
+
+
+def test_a_prefix_is_lost_with_its_ranks_and_closing_releases_it(
+    start: Callable[[int], LLM],
+) -> None:
+    llm = start(2)
+    prefix = llm.prefill(DOCUMENT)
+    [before] = llm.generate(QUESTIONS[0], GREEDY, prefix=prefix)
+    os.kill(llm._engine.launcher.pids[1], signal.SIGKILL)
+    with pytest.raises(EngineError):
+        llm.generate([[5]] * 50, GREEDY, prefix=prefix)
+    with pytest.raises(EngineError, match="lost with its engine; prefill it again"):
+        llm.generate([[5]], GREEDY, prefix=prefix)
+    prefix.release()
+    again = llm.prefill(DOCUMENT)
+    assert isinstance(again, Prefix)
+    [after] = llm.generate(QUESTIONS[0], GREEDY, prefix=again)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    pids = llm._engine.launcher.pids
+    llm.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    again.release()
