@@ -1,0 +1,103 @@
+"""What a local head drops is freed: the process's own memory, not our count of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import build_engine
+from razor_dist.parallel.comm import Communicator
+from razor_dist.sampling_params import SamplingParams
+
+# Keys and values of 8 layers with 32 heads of 64 coordinates, in float32: 128 KiB a token, beside
+# which a model of hidden size 32 and waves of 256 tokens are nothing.
+LAYERS, HEADS, HEAD_DIM = 8, 32, 64
+TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4
+SHORT, LONG, WAVE = 256, 2048, 256
+
+
+class Growth(NamedTuple):
+    """Bytes by which a process grew, and what its engine said that it held."""
+
+    long: int  # from a short prompt to a long one, both held
+    again: int  # from a long prompt to another after its end
+    kv_bytes: int  # of the long prompt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose caches outweigh it by far."""
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=64,
+        max_position_embeddings=65536,
+    )
+    path = tmp_path_factory.mktemp("rss") / "model"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def measure(model: str, attention: str) -> Growth:
+    """Prefill a short prompt, a long one and a long one again; run it in a fresh process."""
+    # Threads that wait for each other on a busy machine took ten times as long.
+    torch.set_num_threads(1)
+    config = EngineConfig(
+        model=model,
+        attention=attention,  # type: ignore[arg-type]
+        max_model_len=LONG + 8,
+        max_num_seqs=1,
+        wave_tokens=WAVE,
+        window_min=64,
+        window_ratio=None,
+        block=64,
+    )
+    core = build_engine(config, Communicator(None), torch.device("cpu")).core
+    process = psutil.Process()
+
+    def held(tokens: int) -> tuple[int, int]:
+        """Bytes of the process and of the caches while a request holds them; then it ends."""
+        core.add("a", [i % 64 for i in range(tokens)], SamplingParams(max_tokens=8))
+        while not any(message["t"] == "token" for message in core.step()):
+            pass
+        found = process.memory_full_info().uss, core.runner.kv_bytes
+        core.abort("a")
+        assert core.runner.kv_bytes == 0
+        return found
+
+    held(SHORT)  # buffers and lazily loaded code come with the first prompt
+    short, _ = held(SHORT)
+    long, kv_bytes = held(LONG)
+    again, _ = held(LONG)
+    return Growth(long - short, again - long, kv_bytes)
+
+
+def in_fresh_process(model: Path, attention: str) -> Growth:
+    # Spawned: a fork would share this process's pages until it writes to them.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(measure, str(model), attention).result()
+
+
+def test_what_local_heads_drop_is_freed(model: Path) -> None:
+    full = in_fresh_process(model, "full")
+    computed = (LONG - SHORT) * TOKEN_BYTES
+    assert full.kv_bytes == pytest.approx(LONG * TOKEN_BYTES, rel=0.05)
+    assert full.long == pytest.approx(computed, rel=0.2)
+    assert full.again < 0.05 * computed
+    streaming = in_fresh_process(model, "streaming")
+    assert streaming.kv_bytes < 0.1 * LONG * TOKEN_BYTES
+    assert streaming.long < 0.1 * full.long
+    assert streaming.again < 0.05 * computed
