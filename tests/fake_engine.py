@@ -93,7 +93,9 @@ class FakeEngine:
             self.tasks[message["id"]] = task
         elif kind == "abort":
             self.aborted.append(message["id"])
-            self.tasks.pop(message["id"]).cancel()
+            # The request may have ended while the abort was on its way.
+            if task := self.tasks.pop(message["id"], None):
+                task.cancel()
         elif kind == "stats":
             self.send(
                 t="stats",
