@@ -9,19 +9,22 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from razor_dist.errors import ConfigError, HeadMapError
-from razor_dist.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    # Its module imports transformers, which a reader of head maps need not wait for.
+    from razor_dist.models.shape import ModelShape
 
 FORMAT_VERSION: Final = 1
 
 Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Scores: TypeAlias = tuple[tuple[Score, ...], ...]
-"""``[layers][query heads]``."""
+"""``[layers][query heads]``, or ``[layers][KV heads]`` in `HeadMap.kv_scores`."""
 Flags: TypeAlias = tuple[tuple[bool, ...], ...]
 """``[layers][KV heads]``."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
@@ -50,7 +53,7 @@ class HeadMap:
     fingerprint : str
         `razor_dist.models.loader.model_fingerprint` of that model.
     method : str
-        How the heads were found: ``razor``, ``full`` or ``streaming``.
+        How the heads were found: ``razor``, ``duo``, ``full`` or ``streaming``.
     settings : dict
         Of the method.
     query_heads : int
@@ -58,9 +61,12 @@ class HeadMap:
     retrieval : tuple
         ``[layers][KV heads]`` bool: the decision. The engine never re-thresholds.
     selected : dict
-        For each kind of score, the query heads chosen for it; their groups are promoted.
+        For each kind of score, the query heads chosen for it; their groups are promoted. Empty
+        for a method that chooses KV heads.
     scores : dict
-        For each kind of score, ``[layers][query heads]``.
+        For each kind of score of query heads, ``[layers][query heads]``.
+    kv_scores : dict
+        For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
     format_version : int
     """
 
@@ -73,6 +79,7 @@ class HeadMap:
     retrieval: Flags = Field(min_length=1)
     selected: dict[str, Pairs]
     scores: dict[str, Scores]
+    kv_scores: dict[str, Scores] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> HeadMap:
@@ -83,16 +90,29 @@ class HeadMap:
             raise ValueError(
                 f"query_heads: {self.query_heads} is no multiple of the {kv_heads} KV heads"
             )
-        for kind, rows in self.scores.items():
-            if len(rows) != layers or any(len(row) != self.query_heads for row in rows):
-                raise ValueError(
-                    f"scores.{kind}: needs {layers} layers of {self.query_heads} query heads"
-                )
+        for field, tables, heads, what in (
+            ("scores", self.scores, self.query_heads, "query heads"),
+            ("kv_scores", self.kv_scores, kv_heads, "KV heads"),
+        ):
+            for kind, rows in tables.items():
+                if len(rows) != layers or any(len(row) != heads for row in rows):
+                    raise ValueError(f"{field}.{kind}: needs {layers} layers of {heads} {what}")
+        both = sorted(self.scores.keys() & self.kv_scores.keys())
+        if both:
+            raise ValueError(
+                f"kv_scores.{both[0]}: scores has this kind too; a kind belongs to query heads or "
+                "to KV heads"
+            )
         for kind, pairs in self.selected.items():
             for layer, head in pairs:
                 if not (0 <= layer < layers and 0 <= head < self.query_heads):
                     raise ValueError(f"selected.{kind}: there is no layer {layer}, head {head}")
         return self
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // len(self.retrieval[0])
 
     @property
     def kv_fraction(self) -> float:
@@ -296,7 +316,10 @@ def _readable_json(fields: dict[str, Any]) -> str:
     parts["settings"] = _braced({k: json.dumps(v) for k, v in fields["settings"].items()}, "  ")
     parts["retrieval"] = _rows(fields["retrieval"], "  ")
     parts["selected"] = _braced({k: _pairs(v, "    ") for k, v in fields["selected"].items()}, "  ")
-    parts["scores"] = _braced({k: _rows(v, "    ") for k, v in fields["scores"].items()}, "  ")
+    for name in ("scores", "kv_scores"):
+        parts[name] = _braced({k: _rows(v, "    ") for k, v in fields[name].items()}, "  ")
+    if not fields["kv_scores"]:
+        del parts["kv_scores"]  # as in files from before there were any
     return _braced(parts, "") + "\n"
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from razor_dist.errors import HeadMapError
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, Scores
 
 _CHOSEN = "#d62728"
 # What scores less than this fraction of the best is drawn like nothing.
@@ -21,10 +21,11 @@ _FAINTEST = 1e-4
 
 
 def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
-    """Draw layers by query heads, one panel for each kind of score, as a PNG.
+    """Draw layers by heads, one panel for each kind of score, as a PNG.
 
-    Groups that keep the whole context are outlined in every panel; a dot marks the query heads
-    that were selected for the panel's own score.
+    A panel's columns are the heads that its score is of: query heads or KV heads. Groups that
+    keep the whole context are outlined in every panel; a dot marks the query heads that were
+    selected for the panel's own score.
 
     Parameters
     ----------
@@ -38,27 +39,25 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
     HeadMapError
         If the map has no scores, or the file cannot be written.
     """
-    if not head_map.scores:
+    kinds = {**head_map.scores, **head_map.kv_scores}
+    if not kinds:
         raise HeadMapError(f"a head map of method {head_map.method!r} has no scores to draw")
-    layers, heads = len(head_map.retrieval), head_map.query_heads
-    panels = len(head_map.scores)
     # A cell is at least as wide as tall, and small models do not get a tiny picture.
-    width = max(3.6, 0.24 * heads)
-    figure = Figure(figsize=(panels * (width + 0.9), max(4.0, 0.2 * layers) + 1.6), dpi=150)
+    widths = [max(3.6, 0.24 * len(rows[0])) + 0.9 for rows in kinds.values()]
+    height = max(4.0, 0.2 * len(head_map.retrieval)) + 1.6
+    figure = Figure(figsize=(sum(widths), height), dpi=150)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
-    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    for axis, kind in zip(axes, head_map.scores, strict=True):
-        _panel(figure, axis, head_map, kind)
+    axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axis, (kind, rows) in zip(axes, kinds.items(), strict=True):
+        _panel(figure, axis, head_map, kind, rows)
     axes[0].set_ylabel("layer")
-    figure.suptitle(
-        f"{head_map.model}: {head_map.selected_fraction:.1%} of query heads selected, "
-        f"{head_map.kv_fraction:.1%} of KV heads keep the whole context",
-        fontsize=10,
-    )
-    figure.legend(
-        handles=[
-            Patch(fill=False, edgecolor=_CHOSEN, linewidth=1.2, label="retrieval KV group"),
+    figure.suptitle(_title(head_map), fontsize=10, wrap=True)
+    handles: list[Patch | Line2D] = [
+        Patch(fill=False, edgecolor=_CHOSEN, linewidth=1.2, label="retrieval KV group")
+    ]
+    if any(head_map.selected.values()):
+        handles.append(
             Line2D(
                 [],
                 [],
@@ -68,13 +67,9 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
                 markeredgecolor="white",
                 markersize=6,
                 label="query head selected by this score",
-            ),
-        ],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-    )
+            )
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     try:
         # Fixed metadata: equal maps give equal files.
         figure.savefig(path, format="png", metadata={"Software": None})
@@ -82,16 +77,31 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
         raise HeadMapError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
-def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str) -> None:
-    heads = head_map.query_heads
-    group = heads // len(head_map.retrieval[0])
-    # Logarithmic: the best heads score a thousand times what the weakest chosen ones do.
-    top = max(max(row) for row in head_map.scores[kind])
-    norm = LogNorm(vmin=top * _FAINTEST, vmax=top, clip=True) if top > 0 else None
-    image = axis.imshow(
-        head_map.scores[kind], cmap="Blues", norm=norm, aspect="auto", interpolation="nearest"
+def _title(head_map: HeadMap) -> str:
+    kept = f"{head_map.kv_fraction:.1%} of KV heads keep the whole context"
+    if any(head_map.selected.values()):
+        kept = f"{head_map.selected_fraction:.1%} of query heads selected, {kept}"
+    return f"{head_map.model}: {kept}"
+
+
+def _norm(rows: Scores, of_query_heads: bool) -> Normalize | None:
+    lowest, top = min(map(min, rows)), max(map(max, rows))
+    if of_query_heads:
+        # Logarithmic: the best heads score a thousand times what the weakest chosen ones do.
+        return LogNorm(vmin=top * _FAINTEST, vmax=top, clip=True) if top > 0 else None
+    # A gate is a share of 1: equal differences are to look equal, and equal gates in two pictures.
+    return Normalize(vmin=min(0.0, lowest), vmax=max(1.0, top))
+
+
+def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str, rows: Scores) -> None:
+    heads = len(rows[0])
+    group = heads // len(head_map.retrieval[0])  # columns per KV head
+    of_query_heads = kind in head_map.scores
+    norm = _norm(rows, of_query_heads)
+    image = axis.imshow(rows, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+    bar = figure.colorbar(
+        image, ax=axis, aspect=45, pad=0.02, extend="min" if of_query_heads else None
     )
-    bar = figure.colorbar(image, ax=axis, aspect=45, pad=0.02, extend="min")
     bar.ax.tick_params(labelsize=8)
     for edge in range(group, heads, group):
         axis.axvline(edge - 0.5, color="0.75", linewidth=0.6)
@@ -113,6 +123,6 @@ def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str) -> None:
         zorder=3,
     )
     axis.set_title(f"{kind} score", fontsize=10)
-    axis.set_xlabel(f"query head (groups of {group})")
+    axis.set_xlabel(f"query head (groups of {group})" if of_query_heads else "KV head")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=20))

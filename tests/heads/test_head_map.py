@@ -81,6 +81,22 @@ def test_round_trip_is_stable_and_readable(tmp_path: Path) -> None:
     assert HeadMap.load(path) == HeadMap.full(SHAPE)
 
 
+def test_scores_of_kv_heads(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    gates: Scores = ((0.0, 1.0), (0.5, 0.25), (1.0, 1.0))
+    scored = dataclasses.replace(make(), kv_scores={"gate": gates})
+    scored.save(path)
+    assert HeadMap.load(path) == scored
+    assert "      [0.5, 0.25],\n" in path.read_text()  # one layer a line
+    # A file from before there were any has no such field, and neither has one without them.
+    make().save(path)
+    assert "kv_scores" not in path.read_text()
+    assert HeadMap.load(path).kv_scores == {}
+    shipped = shipped_head_map("smollm2")
+    HeadMap.load(shipped).save(path)
+    assert path.read_bytes() == shipped.read_bytes()
+
+
 def test_rounded_keeps_six_significant_digits() -> None:
     assert rounded([[0.12345678, 0.000012345678]]) == ((0.123457, 1.23457e-05),)
 
@@ -107,6 +123,9 @@ def _edited(field: str, value: Any) -> dict[str, Any]:
         ("query_heads", 5, "query_heads: 5 is no multiple of the 2 KV heads"),
         ("scores.echo", [[0.1] * 4], r"scores\.echo: needs 3 layers of 4 query heads"),
         ("scores.echo", [["x"]], r"scores\.echo\.0\.0: .*number"),
+        ("kv_scores", {"gate": [[0.1] * 4] * 3}, r"kv_scores\.gate: needs 3 layers of 2 KV heads"),
+        ("kv_scores", {"gate": [[0.1, "x"]]}, r"kv_scores\.gate\.0\.1: .*number"),
+        ("kv_scores", {"echo": [[0.1] * 2] * 3}, r"kv_scores\.echo: scores has this kind too"),
         ("selected.echo", [[3, 0]], r"selected\.echo: there is no layer 3, head 0"),
     ],
 )
