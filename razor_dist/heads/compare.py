@@ -1,0 +1,256 @@
+"""What head maps say, in numbers and text: one alone, or several side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.heads.head_map import HeadMap, Scores
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One head map in numbers.
+
+    Attributes
+    ----------
+    name : str
+        Of the file.
+    model, method : str
+    selected : float or None
+        Fraction of query heads selected for their own scores; None if the method selects none.
+    kept : float
+        Fraction of KV heads that keep the whole context.
+    kept_heads, kv_heads : int
+        The same as numbers, over all layers.
+    touched, layers : int
+        Layers with a head that keeps the whole context, of how many.
+    """
+
+    name: str
+    model: str
+    method: str
+    selected: float | None
+    kept: float
+    kept_heads: int
+    kv_heads: int
+    touched: int
+    layers: int
+
+    @classmethod
+    def of(cls, name: str, head_map: HeadMap) -> Summary:
+        """Count."""
+        rows = head_map.retrieval
+        return cls(
+            name=name,
+            model=head_map.model,
+            method=head_map.method,
+            selected=head_map.selected_fraction if any(head_map.selected.values()) else None,
+            kept=head_map.kv_fraction,
+            kept_heads=sum(map(sum, rows)),
+            kv_heads=sum(map(len, rows)),
+            touched=sum(map(any, rows)),
+            layers=len(rows),
+        )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Two sets A and B of heads.
+
+    Attributes
+    ----------
+    both : int
+        Heads in both.
+    jaccard : float
+        Heads in both, as a fraction of those in either; 1 if there are none.
+    a_in_b, b_in_a : float or None
+        Fraction of A's heads that are in B (the recall of A in B), and the other way round;
+        None of an empty set.
+    """
+
+    both: int
+    jaccard: float
+    a_in_b: float | None
+    b_in_a: float | None
+
+    @classmethod
+    def of(cls, a: AbstractSet[tuple[int, int]], b: AbstractSet[tuple[int, int]]) -> Overlap:
+        """Count."""
+        both, either = len(a & b), len(a | b)
+        return cls(
+            both=both,
+            jaccard=both / either if either else 1.0,
+            a_in_b=both / len(a) if a else None,
+            b_in_a=both / len(b) if b else None,
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two head maps.
+
+    Attributes
+    ----------
+    a, b : str
+        Their names.
+    kv_heads : Overlap
+        Of the KV heads that keep the whole context.
+    query_heads : Overlap or None
+        Of the query heads selected; None if a map selects none.
+    correlations : dict
+        For each kind of score that both maps have, for query heads or for KV heads, its rank
+        correlation over all heads (see `rank_correlation`).
+    """
+
+    a: str
+    b: str
+    kv_heads: Overlap
+    query_heads: Overlap | None
+    correlations: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several head maps.
+
+    Attributes
+    ----------
+    maps : tuple of Summary
+        In the order given.
+    pairs : tuple of Pair
+        Each two of them, the one given earlier first.
+    warnings : tuple of str
+        Reasons to doubt that they may be compared.
+    """
+
+    maps: tuple[Summary, ...]
+    pairs: tuple[Pair, ...]
+    warnings: tuple[str, ...]
+
+
+def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
+    """Compare head maps of one model, or of models of the same sizes.
+
+    Parameters
+    ----------
+    maps : sequence of (str, HeadMap)
+        Two or more, with their names.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than two.
+    HeadMapError
+        If two have other layers or heads; the message names them and what differs.
+    """
+    if len(maps) < 2:
+        raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
+    for name, head_map in maps[1:]:
+        _check_sizes(*maps[0], name, head_map)
+    return Comparison(
+        maps=tuple(Summary.of(name, head_map) for name, head_map in maps),
+        pairs=tuple(_pair(*a, *b) for a, b in combinations(maps, 2)),
+        warnings=_doubts(maps),
+    )
+
+
+def _doubts(maps: Sequence[tuple[str, HeadMap]]) -> tuple[str, ...]:
+    # A map for any model ("full", "streaming") is no other model's.
+    bound = [(name, head_map) for name, head_map in maps if head_map.fingerprint != "any"]
+    return tuple(
+        f"{bound[0][0]} is for {bound[0][1].model!r} and {name} for {head_map.model!r}: models of "
+        "the same sizes, but with different configurations"
+        for name, head_map in bound[1:]
+        if head_map.fingerprint != bound[0][1].fingerprint
+    )
+
+
+def _check_sizes(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> None:
+    for what, mine, theirs in (
+        ("layers", len(a.retrieval), len(b.retrieval)),
+        ("query heads", a.query_heads, b.query_heads),
+        ("KV heads", len(a.retrieval[0]), len(b.retrieval[0])),
+    ):
+        if mine != theirs:
+            raise HeadMapError(
+                f"cannot compare maps of different models: {a_name}, made for {a.model!r}, has "
+                f"{mine} {what}, but {b_name}, made for {b.model!r}, has {theirs}"
+            )
+
+
+def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:
+    a_selected, b_selected = _selected(a), _selected(b)
+    return Pair(
+        a=a_name,
+        b=b_name,
+        kv_heads=Overlap.of(_kept(a), _kept(b)),
+        query_heads=Overlap.of(a_selected, b_selected) if a_selected and b_selected else None,
+        correlations={
+            kind: rank_correlation(mine[kind], theirs[kind])
+            for mine, theirs in ((a.scores, b.scores), (a.kv_scores, b.kv_scores))
+            for kind in mine
+            if kind in theirs
+        },
+    )
+
+
+def _kept(head_map: HeadMap) -> set[tuple[int, int]]:
+    return {
+        (layer, head)
+        for layer, row in enumerate(head_map.retrieval)
+        for head, flag in enumerate(row)
+        if flag
+    }
+
+
+def _selected(head_map: HeadMap) -> set[tuple[int, int]]:
+    return set(chain.from_iterable(head_map.selected.values()))
+
+
+def rank_correlation(a: Scores, b: Scores) -> float | None:
+    """Spearman's rank correlation of two tables of scores; ties get the mean of their ranks.
+
+    Returns
+    -------
+    float or None
+        From -1 to 1; None if all scores of a table are equal, which rank nothing.
+    """
+    ranks = [_ranks(list(chain.from_iterable(rows))) for rows in (a, b)]
+    try:
+        return statistics.correlation(*ranks)
+    except statistics.StatisticsError:
+        return None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    for stop in range(1, len(order) + 1):
+        if stop == len(order) or values[order[stop]] != values[order[start]]:
+            for index in order[start:stop]:
+                ranks[index] = (start + stop - 1) / 2
+            start = stop
+    return ranks
+
+
+def drawn_rows(head_map: HeadMap) -> list[str]:
+    """A line of text per layer: ``■`` for a KV head that keeps the whole context, ``·`` for others.
+
+    Layers stand before their rows, and the number of kept heads behind them.
+    """
+    width = len(str(len(head_map.retrieval) - 1))
+    lines = []
+    for layer, row in enumerate(head_map.retrieval):
+        marks = "".join("■" if flag else "·" for flag in row)
+        lines.append(f"{layer:>{width}}  {marks}  {sum(row) or ''}".rstrip())
+    return lines
