@@ -14,10 +14,12 @@ import typer
 
 from razor_dist.errors import RazorError
 
-# The function `name` of `razor_dist.commands.name`, and its line in the list of commands.
+# `name` of `razor_dist.commands.name`, a function or, for a group of commands, a typer app; and
+# its line in the list of commands.
 COMMANDS = {
     "serve": "Serve a model with OpenAI's API.",
     "identify": "Find a model's retrieval heads.",
+    "heads": "Import, export, compare and show head maps.",
     "bench": "Measure speed and memory side by side.",
 }
 
@@ -59,7 +61,10 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
         command = _not_loaded
         if name == wanted:
             command = getattr(import_module(f"razor_dist.commands.{name}"), name)
-        app.command(name, short_help=summary)(command)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, short_help=summary)
+        else:
+            app.command(name, short_help=summary)(command)
     return app
 
 

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from razor_dist import cli
+from razor_dist.commands.heads import heads
 from razor_dist.commands.serve import serve
 
 SERVE_OPTIONS = """
@@ -32,6 +33,23 @@ def options(command: Any) -> set[str]:
 def test_the_options_of_serve_are_frozen() -> None:
     """Renaming or dropping a flag breaks scripts: change this list on purpose only."""
     assert options(serve) == set(SERVE_OPTIONS.split())
+
+
+HEADS_OPTIONS = {
+    "import": {"--model", "--out", "--sparsity", "--threshold"},
+    "export": set(),
+    "compare": {"--json"},
+    "show": {"--plot"},
+}
+
+
+def test_the_commands_of_heads_are_frozen() -> None:
+    group: Any = typer.main.get_command(heads)
+    found = {
+        name: {option for p in command.params if p.param_type_name == "option" for option in p.opts}
+        for name, command in group.commands.items()
+    }
+    assert found == HEADS_OPTIONS
 
 
 def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,198 @@
+"""``razor-dist heads``: import, export, compare and show head maps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from razor_dist.heads.compare import Comparison, Overlap, Summary
+
+heads = typer.Typer(
+    help="Import, export, compare and show head maps.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@heads.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="DuoAttention pattern: full_attention_heads.tsv, config.json.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(help="smollm2, a folder or a hub id; only its config.json is read."),
+    ],
+    out: Annotated[Path, typer.Option(help="Head map to write (JSON).")],
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of KV heads to make local, 0 to 1. [default: the pattern's own, else "
+            "0.5, or 0.75 without grouped heads, as published]",
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Instead: keep the KV heads whose gate is at least this, 0 to 1."),
+    ] = None,
+) -> None:
+    """Make a head map from the pattern in FOLDER, of DuoAttention's form."""
+    # Imported here, like below, so that --help does not wait.
+    from razor_dist.heads import duo_pattern
+    from razor_dist.heads.compare import Summary
+
+    # Before the model's configuration, which takes transformers seconds.
+    pattern = duo_pattern.read_pattern(folder)
+    name, shape, fingerprint = duo_pattern.model_facts(model)
+    found = duo_pattern.head_map(
+        pattern, name, shape, fingerprint, sparsity=sparsity, threshold=threshold
+    )
+    found.save(out)
+    if pattern.clipped:
+        typer.echo(f"clipped {pattern.clipped} gates a little outside [0, 1]")
+    rule, value = next(iter(found.settings.items()))
+    typer.echo(f"{rule} {value:g}: {_kept(Summary.of(str(out), found))}")
+    typer.echo(f"wrote {out}")
+
+
+@heads.command("export")
+def export(
+    head_map: Annotated[Path, typer.Argument(metavar="MAP", help="Head map (JSON).")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
+) -> None:
+    """Write a head map as a pattern of DuoAttention's form."""
+    from razor_dist.heads.duo_pattern import write_pattern
+    from razor_dist.heads.head_map import HeadMap
+
+    own = write_pattern(HeadMap.load(head_map), folder)
+    what = "the map's gates" if own else "1 for every KV head that keeps the whole context, else 0"
+    typer.echo(f"wrote {folder}: {what}")
+
+
+@heads.command("compare")
+def compare(
+    head_maps: Annotated[list[Path], typer.Argument(metavar="MAP...", help="Head maps (JSON).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Compare two head maps or more: what they keep, what they share."""
+    from rich.console import Console
+
+    from razor_dist.heads import compare as comparing
+    from razor_dist.heads.head_map import HeadMap
+
+    result = comparing.compare([(str(path), HeadMap.load(path)) for path in head_maps])
+    for warning in result.warnings:
+        typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+        return
+    console = Console(highlight=False)
+    for table in (_map_table(result), _pair_table(result)):
+        console.print(table)
+
+
+@heads.command("show")
+def show(
+    head_map: Annotated[Path, typer.Argument(metavar="MAP", help="Head map (JSON).")],
+    plot: Annotated[Path | None, typer.Option(help="Picture to write as well (PNG).")] = None,
+) -> None:
+    """Say what a head map is: its model, method, settings, and a row per layer."""
+    from razor_dist.heads.compare import Summary, drawn_rows
+    from razor_dist.heads.head_map import HeadMap
+
+    found = HeadMap.load(head_map)
+    summary = Summary.of(str(head_map), found)
+    typer.echo(f"model   {found.model} ({found.fingerprint})")
+    typer.echo(f"method  {found.method}")
+    for key, value in found.settings.items():
+        typer.echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
+    for kind in found.scores:
+        typer.echo(f"scores  {kind}, of query heads")
+    for kind in found.kv_scores:
+        typer.echo(f"scores  {kind}, of KV heads")
+    if summary.selected is not None:
+        query_heads = summary.layers * found.query_heads
+        chosen = round(summary.selected * query_heads)
+        typer.echo(f"selected {chosen} of {query_heads} query heads ({summary.selected:.1%})")
+    typer.echo(_kept(summary))
+    typer.echo("layer by KV head: ■ keeps the whole context, · is local")
+    for row in drawn_rows(found):
+        typer.echo(row)
+    if plot is not None:
+        from razor_dist.heads.plot import plot_head_map
+
+        plot_head_map(found, plot)
+        typer.echo(f"wrote {plot}")
+
+
+def _kept(summary: Summary) -> str:
+    return (
+        f"kept {summary.kept_heads} of {summary.kv_heads} KV heads ({summary.kept:.1%}) on "
+        f"{summary.touched} of {summary.layers} layers"
+    )
+
+
+def _map_table(result: Comparison) -> Table:
+    table = _table("head maps", "", "file", "method", "query heads selected", "KV heads kept")
+    table.add_column("layers", justify="right")
+    for number, one in enumerate(result.maps, start=1):
+        table.add_row(
+            str(number),
+            one.name,
+            one.method,
+            _percent(one.selected),
+            f"{one.kept_heads} ({one.kept:.1%})",
+            f"{one.touched} of {one.layers}",
+        )
+    return table
+
+
+def _pair_table(result: Comparison) -> Table:
+    # Numbers for the maps, since two paths a row would leave no room for anything else.
+    table = _table("pairs", "A, B", "heads", "in both", "Jaccard", "A in B", "B in A")
+    kinds = list(dict.fromkeys(kind for pair in result.pairs for kind in pair.correlations))
+    for kind in kinds:
+        table.add_column(f"Spearman {kind}", justify="right")
+    numbers = combinations(range(1, len(result.maps) + 1), 2)
+    for (a, b), pair in zip(numbers, result.pairs, strict=True):
+        ranks = [_number(pair.correlations.get(kind)) for kind in kinds]
+        table.add_row(f"{a}, {b}", "KV, kept", *_overlap(pair.kv_heads), *ranks)
+        if pair.query_heads is not None:
+            table.add_row("", "query, selected", *_overlap(pair.query_heads))
+    return table
+
+
+def _overlap(overlap: Overlap) -> tuple[str, ...]:
+    shares = (_percent(share) for share in (overlap.a_in_b, overlap.b_in_a))
+    return (str(overlap.both), _number(overlap.jaccard), *shares)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _table(title: str, *headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        justify: Literal["left", "right"] = "left" if heading in _WORDS else "right"
+        # A path that does not fit goes on in the next line rather than lose its end.
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
+# Columns of words; the others hold numbers.
+_WORDS = ("A, B", "file", "heads", "method")
