@@ -48,9 +48,10 @@ def import_(
     # Imported here, like below, so that --help does not wait.
     from razor_dist.heads import duo_pattern
     from razor_dist.heads.compare import Summary
+    from razor_dist.heads.duo_folder import read_pattern
 
     # Before the model's configuration, which takes transformers seconds.
-    pattern = duo_pattern.read_pattern(folder)
+    pattern = read_pattern(folder)
     name, shape, fingerprint = duo_pattern.model_facts(model)
     found = duo_pattern.head_map(
         pattern, name, shape, fingerprint, sparsity=sparsity, threshold=threshold

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.heads.duo_folder import Pattern, read_pattern
 from razor_dist.heads.duo_pattern import (
     KIND,
-    Pattern,
     by_sparsity,
     by_threshold,
     head_map,
     model_facts,
     published_sparsity,
-    read_pattern,
     write_pattern,
 )
 from razor_dist.heads.head_map import Flags, HeadMap, Scores, rounded
@@ -260,14 +259,16 @@ def test_an_export_reads_back(gates: Scores, rule: str, value: float) -> None:
 
 
 @settings(deadline=None)
-@given(tables(st.booleans()), st.booleans(), st.floats(-2, 2))
-def test_any_maps_decision_reads_back(retrieval: Flags, scored: bool, gate: float) -> None:
+@given(tables(st.booleans()), st.booleans(), st.floats(-2, 2), st.sampled_from(["razor", "duo"]))
+def test_any_maps_decision_reads_back(
+    retrieval: Flags, scored: bool, gate: float, method: str
+) -> None:
     """Whatever decided, and whatever gates it claims to have."""
     made = HeadMap(
         model="m",
         fingerprint="sha256:0",
-        method="razor",
-        settings={"sink_size": "not ours"},
+        method=method,
+        settings={"training": "not ours"},
         query_heads=2 * len(retrieval[0]),
         retrieval=retrieval,
         selected={},
