@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import platform
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,8 @@ from razor_dist.sampling_params import SamplingParams
 # which a model of hidden size 32 and waves of 256 tokens are nothing.
 LAYERS, HEADS, HEAD_DIM = 8, 32, 64
 TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4
-SHORT, LONG, WAVE = 256, 2048, 256
+# The short prompt has two waves: what is kept between waves is there from the beginning.
+SHORT, LONG, WAVE = 512, 2560, 256
 
 
 class Growth(NamedTuple):
@@ -72,6 +75,8 @@ def measure(model: str, attention: str) -> Growth:
         core.add("a", [i % 64 for i in range(tokens)], SamplingParams(max_tokens=8))
         while not any(message["t"] == "token" for message in core.step()):
             pass
+        # What the allocator keeps of freed activations comes and goes by tens of MB.
+        ctypes.CDLL(None).malloc_trim(0)
         found = process.memory_full_info().uss, core.runner.kv_bytes
         core.abort("a")
         assert core.runner.kv_bytes == 0
@@ -91,13 +96,14 @@ def in_fresh_process(model: Path, attention: str) -> Growth:
         return pool.submit(measure, str(model), attention).result()
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_what_local_heads_drop_is_freed(model: Path) -> None:
     full = in_fresh_process(model, "full")
     computed = (LONG - SHORT) * TOKEN_BYTES
     assert full.kv_bytes == pytest.approx(LONG * TOKEN_BYTES, rel=0.05)
-    assert full.long == pytest.approx(computed, rel=0.2)
+    assert full.long == pytest.approx(computed, rel=0.05)
     assert full.again < 0.05 * computed
     streaming = in_fresh_process(model, "streaming")
     assert streaming.kv_bytes < 0.1 * LONG * TOKEN_BYTES
-    assert streaming.long < 0.1 * full.long
+    assert streaming.long < 0.05 * full.long
     assert streaming.again < 0.05 * computed
