@@ -8,12 +8,31 @@ from the context's positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "razor"
+
+# What models hand on to attention that does not change what it computes: the positions are in the
+# queries and keys already, and the rest is about what a model returns or how another library runs.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "hidden_states",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 class AttentionContext(Protocol):
@@ -53,14 +72,51 @@ def _forward(
     attention_context: AttentionContext,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias", "indices"):
-        if kwargs.get(name) is not None:
-            # `models.loader` refuses such models; reaching this means that a release of
-            # transformers has changed what it passes, and silence would be a wrong answer.
-            raise NotImplementedError(f"this model passes {name!r}, which is not supported")
+    problem = _problem(module, query, key, value, attention_mask, dropout, kwargs)
+    if problem is not None:
+        # `models.support` refuses such models by their configuration; reaching this means that
+        # a model's own code or a new release of transformers does what no configuration tells.
+        raise NotImplementedError(f"the attention of {type(module).__name__} {problem}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return attention_context.attend(layer, query[0], key[0], value[0], scale).unsqueeze(0), None
+
+
+def _problem(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """What a layer asks for beyond causal attention over its tokens, as the end of a sentence.
+
+    Silence would be a wrong answer, so that whatever is not known to be harmless is refused.
+    """
+    if attention_mask is not None:
+        return "brings a mask of its own, which is not supported"
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        return "is bidirectional, which is not supported"
+    if dropout:
+        return "drops out weights, which is not supported"
+    for name, given in kwargs.items():
+        if given is not None and name not in _HARMLESS and name != "is_causal":
+            return f"is called with {name!r}, which is not supported"
+    widths = [x.shape[-1] for x in (query, key, value)]
+    if len(set(widths)) > 1:
+        return (
+            f"has queries, keys and values of widths {', '.join(map(str, widths))}; "
+            "only one width is supported"
+        )
+    tokens = [x.shape[-2] for x in (query, key, value)]
+    if len(set(tokens)) > 1:
+        return (
+            f"has queries, keys and values of {', '.join(map(str, tokens))} tokens; "
+            "keys of other tokens than its own are not supported"
+        )
+    return None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
