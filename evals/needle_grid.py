@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -55,6 +56,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 """Engine settings by name: 14 % + 1 % of the heads unless the name ends in 28 (28 % + 2 %); a
 window of a fixed length has a c."""
 
+Place = tuple[int, int, int]
+"""Length, depth and which needle."""
+
 _ANSWER_TOKENS = 32
 _MARK = "<<document>>"
 
@@ -94,9 +98,14 @@ class Cell:
     settings: str
 
     @property
+    def place(self) -> Place:
+        """Which document."""
+        return self.length, self.depth, self.needle
+
+    @property
     def key(self) -> tuple[str, int, int, int]:
         """What a newer result replaces."""
-        return self.method, self.length, self.depth, self.needle
+        return self.method, *self.place
 
 
 class Results:
@@ -167,10 +176,6 @@ class Prompter:
     def question(self, needle: Needle) -> list[int]:
         """Token ids from there to where the answer begins."""
         return self._parts(f"\n\n{needle.question}")[1]
-
-
-Place = tuple[int, int, int]
-"""Length, depth and which needle."""
 
 
 def make_document(haystack: Haystack, place: Place, seed: int) -> Document:
@@ -255,14 +260,32 @@ def run_method(
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """A Markdown table of right answers, methods by lengths; a hyphen where nothing was run."""
+    """A Markdown table of right answers, methods by lengths; a hyphen where nothing was run.
+
+    ``lost`` counts the needles that full attention finds and the method does not, ``gained`` the
+    opposite. Of the KV cache, the median over the longest documents, measured.
+    """
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lengths = sorted({cell.length for cell in cells})
-    rows = [["method", *map(str, lengths), "all"], ["---"] * (len(lengths) + 2)]
+    full = {cell.place: cell.right for cell in cells if cell.method == "full"}
+    head = ["method", *map(str, lengths), "all", "lost", "gained", f"KV at {lengths[-1]}, MiB"]
+    rows = [head, ["---"] * len(head)]
     for method in methods:
         own = [cell for cell in cells if cell.method == method]
         parts = [[cell for cell in own if cell.length == length] for length in lengths]
-        rows.append([method, *map(_score, parts), _score(own)])
+        lost = sum(full.get(cell.place, False) and not cell.right for cell in own)
+        gained = sum(cell.right and not full.get(cell.place, True) for cell in own)
+        kv = [cell.kv_bytes / 2**20 for cell in parts[-1]]
+        rows.append(
+            [
+                method,
+                *map(_score, parts),
+                _score(own),
+                str(lost),
+                str(gained),
+                f"{statistics.median(kv):.0f}" if kv else "-",
+            ]
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -115,10 +115,14 @@ def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
     again = Results(path, {"seed": 0})
     assert again.has(cell.key, "abc")
     assert not again.has(cell.key, "another")
-    again.add([replace(cell, settings="another"), replace(cell, method="exact-256", length=2500)])
-    assert len(again.cells) == 3
+    more = replace(cell, method="exact-256", kv_bytes=3 << 20)
+    wrong, unmatched = replace(more, right=False), replace(more, length=2500)
+    again.add([replace(cell, settings="another"), wrong, replace(more, depth=75), unmatched])
+    assert len(again.cells) == 5
     assert again.has(cell.key, "another")
-    assert table(again.cells).splitlines()[2:] == [
-        "| full | 1/2 | - | 1/2 |",
-        "| exact-256 | - | 1/1 | 1/1 |",
+    assert table(again.cells).splitlines() == [
+        "| method | 1500 | 2500 | all | lost | gained | KV at 2500, MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| full | 1/2 | - | 1/2 | 0 | 0 | - |",
+        "| exact-256 | 1/2 | 1/1 | 2/3 | 1 | 1 | 3 |",
     ]
