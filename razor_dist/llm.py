@@ -26,7 +26,7 @@ from razor_dist.outputs import CompletionOutput, RequestOutput
 from razor_dist.prefix import Prefix
 from razor_dist.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -106,8 +106,9 @@ class LLM:
 
         Parameters
         ----------
-        prompts : str, list of int, ``{"prompt_token_ids": [...]}``, or a list of these
-            Token ids are taken as they are.
+        prompts : str, list of int, vLLM's mappings, or a list of these
+            ``{"prompt": "..."}`` is a text, ``{"prompt_token_ids": [...]}`` token ids, which are
+            taken as they are.
         sampling_params : SamplingParams or a list with one for each prompt, optional
             The defaults of `SamplingParams` if not given.
         use_tqdm : bool
@@ -147,8 +148,8 @@ class LLM:
 
         Parameters
         ----------
-        prompt : str, list of int, or ``{"prompt_token_ids": [...]}``
-            Tokenised as `generate` does.
+        prompt : str, list of int, or mapping
+            One prompt, as `generate` takes it.
 
         Returns
         -------
@@ -231,15 +232,18 @@ class LLM:
     # ----------------------------------------------------------------- inside
 
     def _encode(self, prompt: Prompt, prefix: Prefix | None = None) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self._encoder.text(prompt, special_tokens=prefix is None)
         if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
-                    f"a prompt given as a mapping has one key, prompt_token_ids, not {set(prompt)}",
+                    "a prompt given as a mapping has one key, prompt (a text) or "
+                    f"prompt_token_ids, not {set(prompt)}",
                     param="prompt",
                 )
-            prompt = prompt["prompt_token_ids"]
+            [(key, prompt)] = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise RequestError(f"{key} is no place for {prompt!r:.80}", param=key)
+        if isinstance(prompt, str):
+            return prompt, self._encoder.text(prompt, special_tokens=prefix is None)
         if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"

@@ -32,8 +32,9 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_a_text_prompt(llm: LLM) -> None:
-    [output] = llm.generate(" one two three", SamplingParams(max_tokens=50))
+@pytest.mark.parametrize("prompt", [" one two three", {"prompt": " one two three"}])
+def test_a_text_prompt(llm: LLM, prompt: Any) -> None:
+    [output] = llm.generate(prompt, SamplingParams(max_tokens=50))
     assert output.prompt == " one two three"
     assert output.prompt_token_ids == smollm2_tokenizer()(" one two three")["input_ids"]
     [answer] = output.outputs
@@ -121,7 +122,11 @@ def test_chat(llm: LLM) -> None:
         ([[]], "the prompt is empty"),
         ([[5], [49152]], r"token id 49152 in prompt is not in \[0, 49152\)"),
         ([[5] * 512], "maximum context length is 512 tokens, but 528 were asked for"),
-        ({"text": "x"}, "one key, prompt_token_ids"),
+        ({"text": "x"}, "one key, prompt .a text. or prompt_token_ids, not {'text'}"),
+        ({"prompt": "a", "prompt_token_ids": [5]}, "has one key"),
+        ({"prompt": [5]}, "prompt is no place for"),
+        ({"prompt_token_ids": "a"}, "prompt_token_ids is no place for 'a'"),
+        ({}, "has one key"),
         (["a", 3], "a text or a list of token ids, not 3"),
     ],
 )
