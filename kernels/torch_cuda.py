@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.split import attend_folded, foldable
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+
+# The memory-efficient op wants rows of its mask, and so parts of the keys, aligned to 16 bytes:
+# 8 numbers are, in 16 and in 32 bits.
+_ALIGN = 8
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
@@ -17,36 +25,39 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Partial:
     """See `razor_dist.kernels.attend`."""
-    heads, group, queries, dim = q.shape
-    keys = k.shape[1]
-    if not causal and queries == 1 and bias is None:
-        # One row per query head: fold the group into the query axis and read each key once.
-        out, lse = _flash_or_efficient(
-            q.reshape(heads, 1, group, dim), k.unsqueeze(1), v.unsqueeze(1), scale, False, None
-        )
-        return Partial(out.reshape(heads, group, 1, dim), lse.reshape(heads, group, 1))
-    k4 = k.unsqueeze(1).expand(heads, group, keys, dim)
-    v4 = v.unsqueeze(1).expand(heads, group, keys, dim)
-    return Partial(*_flash_or_efficient(q, k4, v4, scale, causal, bias))
+    flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
-
-def _flash_or_efficient(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
-        )
+    def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if flash:
+            out, lse, *_ = _flash(q, k, v, 0.0, causal, False, scale=scale)
+        else:
+            out, lse, *_ = _efficient(q, k, v, _mask(q, k, mask), True, 0.0, causal, scale=scale)
         return out, lse[..., : q.shape[2]]
-    mask = None
-    if bias is not None:
-        rows = 1 if bias.dim() == 1 else bias.shape[-2]
-        # The op wants the last dimension's stride aligned to 16 bytes: pad, then slice.
-        width = -(-k.shape[2] // 8) * 8
-        padded = torch.zeros(rows, width, dtype=q.dtype, device=q.device)
-        padded[:, : k.shape[2]] = bias.view(rows, -1)
-        mask = padded[:, : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, mask, True, 0.0, causal, scale=scale
-    )
-    return out, lse[..., : q.shape[2]]
+
+    heads, group, _, dim = q.shape
+    if foldable(q, causal, bias):
+        # Flash cuts the keys by itself; the other op has one block per head for so few rows.
+        # Two blocks for every multiprocessor, so that one computes while the other waits to read.
+        parts = 1 if flash else -(-2 * _multiprocessors(q.device) // heads)
+        return attend_folded(op, q, k, v, bias, parts, _ALIGN)
+    k4 = k.unsqueeze(1).expand(heads, group, k.shape[1], dim)
+    v4 = v.unsqueeze(1).expand(heads, group, k.shape[1], dim)
+    return Partial(*op(q, k4, v4, None if bias is None else bias.view(1, 1, -1, k.shape[1])))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask in the dtype of ``q``, expanded to the scores' shape, its rows aligned."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    width = -(-keys // _ALIGN) * _ALIGN
+    mask = mask.to(q.dtype)
+    if width > keys or mask.storage_offset() % _ALIGN:
+        padded = mask.new_zeros(*mask.shape[:-1], width)
+        padded[..., :keys] = mask
+        mask = padded[..., :keys]
+    return mask.expand(*q.shape[:-1], keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from razor_dist.kernels import (
     BACKENDS,
@@ -19,6 +21,7 @@ from razor_dist.kernels import (
     merge,
     merge_stacked,
 )
+from razor_dist.kernels.split import attend_folded
 
 
 def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed: int = 0):
@@ -103,23 +106,145 @@ def test_misuse_is_refused() -> None:
         attend(q, k, v, scale=1.0, backend="fast")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flash_attn", "torch_cuda"])
-@pytest.mark.parametrize("shape", [(2, 4, 1, 3000), (2, 4, 200, 200), (1, 8, 130, 700)])
-def test_cuda_backends_are_the_reference(backend: str, shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("keys", [1, 255, 1000, 4096])
+@pytest.mark.parametrize(("parts", "align"), [(1, 1), (3, 1), (3, 8), (200, 8)])
+@pytest.mark.parametrize("seen", ["all", "few", "last"])
+def test_keys_cut_into_any_parts_are_the_whole(
+    keys: int, parts: int, align: int, seen: str
+) -> None:
+    q, k, v = draw(2, 3, 2, keys)
+    bias = None
+    if seen != "all":  # most parts are hidden altogether
+        bias = torch.full((keys,), -math.inf)
+        bias[:5] = torch.arange(float(min(keys, 5)))
+        if seen == "last":
+            bias = bias.flip(0)
+
+    def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _plain_op(q, k, v, mask, 0.3)
+
+    got = attend_folded(op, q, k, v, bias, parts, align)
+    want = attend(q, k, v, scale=0.3, bias=bias, backend="reference")
+    torch.testing.assert_close(got.out, want.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=1e-5)
+
+
+def _plain_op(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the fused ops compute over ``[batch, heads, ...]``; lse is 0 for an empty row."""
+    scores = scale * q.float() @ k.float().transpose(-1, -2)
+    if mask is not None:
+        scores = scores + mask.float()
+    lse = scores.logsumexp(-1)
+    return scores.softmax(-1).nan_to_num(0.0) @ v.float(), lse.masked_fill(lse == -math.inf, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 1, 3000), (3, 2, 1, 77), (1, 4, 70, 33), (2, 2, 40, 40)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cuda_ops_get_what_they_ask_for(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch_cuda` around stand-ins for its ops that check what the real ones insist on."""
+    calls = []
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        assert q.dtype == torch.bfloat16
+        return efficient(q, k, v, None, True, dropout, causal, scale=scale)
+
+    def efficient(q, k, v, mask, with_lse, dropout, causal, *, scale):
+        calls.append(k.shape)
+        assert with_lse and not dropout
+        assert q.shape[:2] == k.shape[:2] == v.shape[:2]
+        rows, keys = q.shape[2], k.shape[2]
+        for x in (q, k, v):
+            assert x.stride(-1) == 1
+        if mask is not None:
+            assert mask.dtype == q.dtype
+            assert mask.shape == (*q.shape[:2], rows, keys)
+            assert mask.stride(-1) == 1 or keys == 1
+            assert all(
+                s % 8 == 0 for s, n in zip(mask.stride()[:3], mask.shape, strict=False) if n > 1
+            )
+            assert mask.storage_offset() % 8 == 0
+        if causal:
+            mask = torch.full((rows, keys), -math.inf).triu(1)
+        out, lse = _plain_op(q, k, v, mask, scale)
+        # lse comes with its rows padded.
+        return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -rows % 32)), None, None
+
+    from razor_dist.kernels import torch_cuda
+
+    monkeypatch.setattr(torch_cuda, "_flash", flash)
+    monkeypatch.setattr(torch_cuda, "_efficient", efficient)
+    monkeypatch.setattr(torch_cuda, "_multiprocessors", lambda device: 5)
+    q, k, v = (x.to(dtype) for x in draw(*shape))
+    heads, _, queries, keys = shape
+    bias = torch.linspace(-1.0, 1.0, keys) if biased else None
+    causal = queries == keys and not biased
+    got = torch_cuda.attend(q, k, v, 0.3, causal, bias)
+    want = attend(q, k, v, scale=0.3, causal=causal, bias=bias, backend="reference")
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.out.float(), want.out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.lse, want.lse, atol=tolerance, rtol=tolerance)
+    if queries == 1 and keys == 3000 and (biased or dtype == torch.float32):
+        assert calls[0] == (heads, 5, 600, 16)
+
+
+def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in draw(*shape, dim=64))
-    causal = shape[2] == shape[3]
-    import importlib
+    return [x.to("cuda", dtype) for x in tensors]
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash_attn", "torch_cuda", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 1, 3000), (1, 8, 1, 70001), (2, 4, 200, 200), (1, 8, 130, 700)]
+)
+@pytest.mark.parametrize("seen", ["all", "half", "few"])
+def test_cuda_backends_are_the_reference(
+    backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int], seen: str
+) -> None:
+    q, k, v = cuda_tensors(*draw(*shape, dim=64), dtype=dtype)
+    bias = None
+    if seen != "all":
+        # Whole parts of the keys are hidden by "few".
+        bias = torch.full((shape[3],), -math.inf, device="cuda")
+        bias[: shape[3] // 2 : 2 if seen == "half" else 500] = 0.5
+    causal = shape[2] == shape[3] and bias is None
     module = importlib.import_module(f"razor_dist.kernels.{backend}")
-    if not module.supports(q, causal, None):
-        pytest.skip(f"{backend} is not installed")
-    got = attend(q, k, v, scale=0.125, causal=causal, backend=backend)
-    want = attend(q, k, v, scale=0.125, causal=causal, backend="reference")
-    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(got.lse.float(), want.lse, atol=2e-2, rtol=1e-2)
+    if not module.supports(q, causal, bias):
+        pytest.skip(f"{backend} is not installed, or not for this input")
+    got = attend(q, k, v, scale=0.125, causal=causal, bias=bias, backend=backend)
+    exact = (x.cpu().float() for x in (q, k, v))
+    seen_bias = None if bias is None else bias.cpu()
+    want = attend(*exact, scale=0.125, causal=causal, bias=seen_bias, backend="reference")
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.out.cpu().float(), want.out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.lse.cpu(), want.lse, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merges_on_cuda_are_the_whole(dtype: torch.dtype) -> None:
+    q, k, v = cuda_tensors(*draw(2, 4, 1, 900, dim=64), dtype=dtype)
+    edges = [0, 1, 300, 301, 900]
+    parts = [attend(q, k[:, a:b], v[:, a:b], scale=0.125) for a, b in itertools.pairwise(edges)]
+    parts.append(empty_partial(q))
+    want = attend(q, k, v, scale=0.125, backend="reference")
+    stacked = merge_stacked(
+        torch.stack([p.out.float() for p in parts]), torch.stack([p.lse for p in parts])
+    )
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for got in (merge(parts), merge(parts[::-1]), stacked):
+        torch.testing.assert_close(got.out, want.out, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(got.lse, want.lse, atol=tolerance, rtol=tolerance)
 
 
 def test_backends_are_listed_in_order_of_preference() -> None:

@@ -1,0 +1,86 @@
+"""Few queries over many keys: the keys cut into parts that are computed side by side.
+
+The fused ops are parallel over batch, heads and blocks of queries only, so that at decode a single
+key-value head would keep one core, or one multiprocessor of a GPU, busy. Parts of the keys take
+the place of the ops' head axis and are merged by their lse (flash-decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels.partial import Partial
+
+# ``op(q, k, v, mask) -> (out, lse)`` over ``[batch, heads, rows or keys, D]``; the mask is added
+# to the scores and broadcasts to them.
+Op = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+# Up to this many queries the group is folded into the query axis, so that a key is read once for
+# its whole group instead of once per query head: decode is bound by memory.
+FOLD_UP_TO = 16
+# Fewer keys than this are not worth a part of their own.
+LEAST_KEYS = 256
+
+
+def foldable(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
+    """Whether all rows of a group see the same keys, and are few."""
+    return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() == 1)
+
+
+def attend_folded(
+    op: Op, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, parts: int, align: int = 1
+) -> Partial:
+    """Attention of few queries, a group folded into rows and the keys cut into parts.
+
+    Parameters
+    ----------
+    op : callable
+    q : Tensor
+        ``[K, G, T, D]``.
+    k, v : Tensor
+        ``[K, S, D]``.
+    bias : Tensor or None
+        float32 ``[S]``.
+    parts : int
+        How many parts of equal length are wanted, of `LEAST_KEYS` keys at least.
+    align : int
+        Their length is a multiple of it; what remains is one more part.
+    """
+    heads, group, queries, dim = q.shape
+    rows, keys = group * queries, k.shape[1]
+    folded = q.reshape(heads, 1, rows, dim)
+    parts = min(parts, keys // max(LEAST_KEYS, align))
+    if parts <= 1:
+        mask = None if bias is None else bias.view(1, 1, 1, keys)
+        out, lse = op(folded, k.unsqueeze(1), v.unsqueeze(1), mask)
+    else:
+        out, lse = _attend_parts(op, folded, k, v, bias, parts, keys // parts // align * align)
+    return Partial(out.reshape(heads, group, queries, dim), lse.reshape(heads, group, queries))
+
+
+def _attend_parts(
+    op: Op, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, parts: int, length: int
+) -> tuple[Tensor, Tensor]:
+    heads, _, rows, dim = q.shape
+    keys, main = k.shape[1], length * parts
+    mask = rest = None
+    if bias is not None:
+        # A part may be hidden altogether, for which the ops report lse = 0, not -inf: a finite
+        # bias gives it an lse whose weight in the merge is 0.
+        bias = bias.clamp(min=max(torch.finfo(q.dtype).min / 2, -1e30))
+        mask, rest = bias[:main].view(1, parts, 1, length), bias[main:].view(1, 1, 1, keys - main)
+    out, lse = op(
+        q.expand(heads, parts, rows, dim),
+        k[:, :main].unflatten(1, (parts, length)),
+        v[:, :main].unflatten(1, (parts, length)),
+        mask,
+    )
+    if main < keys:
+        last = op(q, k[:, None, main:], v[:, None, main:], rest)
+        out, lse = torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
+    # Few and short operations: decode runs this in every layer for every token.
+    weights = torch.softmax(lse, 1).unsqueeze(-1)
+    return (out * weights).sum(1), torch.logsumexp(lse, 1)
