@@ -81,6 +81,9 @@ class EngineConfig(BaseModel):
     ring: Literal["own", "ring_flash_attn"] = Field(
         default="own", description="Ring attention code; ring_flash_attn is CUDA's."
     )
+    cuda_graphs: bool = Field(
+        default=True, description="Decode in CUDA graphs where that is possible."
+    )
     threads: int | None = Field(
         default=None, ge=1, description="Threads per rank; none: cores divided by the host's ranks."
     )

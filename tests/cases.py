@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from razor_dist.cache.sequence import shard_sizes
+from razor_dist.engine.graph import Recorder
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.heads.layout import HeadLayout
@@ -33,6 +34,8 @@ class Case:
         Prefilled in waves of ``wave_tokens``.
     forced : tuple of int
         Decoded one by one after it, whatever the model would have chosen.
+    device : str
+        Where the ranks compute; ranks on CUDA share its one device.
     """
 
     model: str
@@ -43,26 +46,29 @@ class Case:
     wave_tokens: int = 8192
     exact: bool = False
     page_size: int = 16
+    device: str = "cpu"
 
 
 @functools.cache
-def model_and_shape(path: str) -> tuple[PreTrainedModel, ModelShape]:
+def model_and_shape(path: str, device: str = "cpu") -> tuple[PreTrainedModel, ModelShape]:
     """The model in a folder, loaded once per process."""
-    model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+    model = load_model(path, device=torch.device(device), dtype=torch.float32)
     return model, ModelShape.from_config(model.config)
 
 
-def make_runner(comm: Communicator, case: Case, sequences: int = 1) -> ModelRunner:
+def make_runner(
+    comm: Communicator, case: Case, sequences: int = 1, recorder: Recorder | None = None
+) -> ModelRunner:
     """A runner with room for ``sequences`` sequences of the case's length."""
-    model, shape = model_and_shape(case.model)
+    model, shape = model_and_shape(case.model, case.device)
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
     longest = max(shard_sizes(0, n, total, case.wave_tokens, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
     cache = CacheConfig(
         case.policy, sequences, total, pages, case.page_size, pages if case.exact else 0
     )
-    layout = HeadLayout.from_decision(case.retrieval, torch.device("cpu"))
-    return ModelRunner(model, shape, layout, cache, comm)
+    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device))
+    return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)
 
 
 def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
@@ -94,4 +100,4 @@ def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
     assert runner.kv_bytes == 0
     if comm.rank != 0:
         return None
-    return torch.cat([row for row in rows if row is not None])
+    return torch.cat([row for row in rows if row is not None]).cpu()

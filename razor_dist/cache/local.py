@@ -84,6 +84,10 @@ class LocalCache:
     def _width(self, capacity: int) -> int:
         return 1 + self.policy.sinks + capacity
 
+    def width(self, slot: LocalSlot, tokens: int) -> int:
+        """How much of a slot ``tokens`` tokens can have touched: the ring's tail is not read."""
+        return self._width(min(slot.capacity, tokens))
+
     @property
     def free_slots(self) -> int:
         """Slots that no sequence holds."""
@@ -147,7 +151,10 @@ class LocalCache:
 
     def indices(self, slot: LocalSlot, begin: int, end: int) -> Tensor:
         """Where a slot keeps positions ``[begin, end)``: int64 indices, on the cache's device."""
-        position = torch.arange(begin, end, device=self.device)
+        return self.places(slot, torch.arange(begin, end, device=self.device))
+
+    def places(self, slot: LocalSlot, position: Tensor) -> Tensor:
+        """Where a slot keeps the given positions: int64 indices of the same shape."""
         ring = 1 + self.policy.sinks + position % max(1, slot.capacity)
         return torch.where(position < self.policy.sinks, 1 + position, ring)
 
@@ -179,21 +186,27 @@ class LocalCache:
         self.k[rows, slot.index, 0] = mean[0].to(self.k.dtype)
         self.v[rows, slot.index, 0] = mean[1].to(self.v.dtype)
 
-    def visibility(self, slot: LocalSlot, position: int) -> Tensor:
-        """Additive bias float32 ``[1 + N0 + n]`` over a slot for the query at ``position``.
+    def visibility(self, slot: LocalSlot, width: int, position: Tensor, start: Tensor) -> Tensor:
+        """Additive bias float32 ``[width]`` over the slot's first places for one query.
 
-        Only as much of the slot is covered as has ever been written: the ring's unused tail
-        is not read.
+        Parameters
+        ----------
+        slot : LocalSlot
+        width : int
+            At least `width` of the tokens up to the query; what is beyond has never been written.
+        position, start : Tensor
+            int64 of no dimensions, on the cache's device: the query's position and its ``s``
+            (`LocalPolicy.start`). They are never read on the host, so that a CUDA graph of this
+            gives the bias of whatever they hold when it is replayed.
         """
-        policy, sinks = self.policy, self.policy.sinks
-        start, length = policy.start(position), position + 1
-        bias = torch.full((self._width(min(slot.capacity, length)),), -math.inf)
-        dropped = start - sinks
-        if dropped > 0 and policy.compensation:
-            bias[0] = math.log(dropped)
-        bias[1 : 1 + min(sinks, length)] = 0.0
-        first = max(start, sinks)
-        if first < length:
-            at = (torch.arange(first, length) % slot.capacity) + 1 + sinks
-            bias[at] = 0.0
-        return bias.to(self.device)
+        sinks = self.policy.sinks
+        first = start.clamp(min=sinks)
+        ring = torch.arange(width - 1 - sinks, device=self.device)
+        # A place of the ring holds the newest position of its remainder.
+        held = position - (position - ring) % slot.capacity
+        bias = torch.full((width,), -math.inf, device=self.device)
+        if self.policy.compensation:
+            bias[0] = torch.log(first - sinks)  # -inf for no dropped token
+        bias[1 : 1 + sinks].masked_fill_(torch.arange(sinks, device=self.device) <= position, 0.0)
+        bias[1 + sinks :].masked_fill_(held >= first, 0.0)
+        return bias

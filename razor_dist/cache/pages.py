@@ -43,11 +43,16 @@ class PagePool:
     head_dim : int
     dtype, device
         Of the stored keys and values.
+    clear : bool
+        Whether pages are zeroed when they are taken: a reader that hides what no token has filled
+        yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
 
     Attributes
     ----------
     k, v : Tensor
-        ``[rows, num_pages * page_size, D]``.
+        ``[rows, (num_pages + 1) * page_size, D]``: one page more than is lent.
+    spare : int
+        First slot of that page, where a step of fixed shape writes what this rank does not keep.
     """
 
     def __init__(
@@ -59,10 +64,13 @@ class PagePool:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        clear: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (rows, num_pages * page_size, head_dim)
+        self.clear = clear
+        self.spare = num_pages * page_size
+        shape = (rows, self.spare + page_size, head_dim)
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
@@ -77,10 +85,12 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, keys and values, read off the tensors."""
-        slots = self.num_pages * self.page_size
-        if slots == 0:
-            return 0
-        return 2 * self.k.nbytes * self.page_size // slots
+        return self.k[:, : self.page_size].nbytes + self.v[:, : self.page_size].nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.k.nbytes + self.v.nbytes
 
     @property
     def used_bytes(self) -> int:
@@ -110,6 +120,10 @@ class PagePool:
         for page in pages:
             self._references[page] = 1
         self._free -= need
+        if self.clear:
+            for a, b in self._runs(pages, 0, need * self.page_size):
+                self.k[:, a:b] = 0
+                self.v[:, a:b] = 0
         return pages
 
     def _first_run(self, need: int) -> list[int] | None:
@@ -145,19 +159,27 @@ class PagePool:
         return PageTable(table.pages[:shared] + own, table.tokens)
 
     def extents(self, table: PageTable, begin: int, end: int) -> list[tuple[int, int]]:
-        """Slots ``[a, b)`` of the pool that hold the table's tokens ``begin`` to ``end``."""
+        """Slots ``[a, b)`` of the pool for the table's tokens ``begin`` to ``end``."""
+        return self._runs(table.pages, begin, end)
+
+    def _runs(self, pages: list[int], begin: int, end: int) -> list[tuple[int, int]]:
         extents: list[tuple[int, int]] = []
         token = begin
         while token < end:
             page, offset = divmod(token, self.page_size)
             count = min(self.page_size - offset, end - token)
-            slot = table.pages[page] * self.page_size + offset
+            slot = pages[page] * self.page_size + offset
             if extents and extents[-1][1] == slot:
                 extents[-1] = (extents[-1][0], slot + count)
             else:
                 extents.append((slot, slot + count))
             token += count
         return extents
+
+    def slot(self, table: PageTable, token: int) -> int:
+        """Slot of the pool for one of the table's tokens."""
+        page, offset = divmod(token, self.page_size)
+        return table.pages[page] * self.page_size + offset
 
     def write(self, rows: slice, extents: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
         """Store ``k`` and ``v`` ``[K, n, D]`` of one layer in the slots of ``extents``."""
@@ -166,6 +188,11 @@ class PagePool:
             self.k[rows, a:b] = k[:, done : done + b - a]
             self.v[rows, a:b] = v[:, done : done + b - a]
             done += b - a
+
+    def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store ``k`` and ``v`` ``[K, n, D]`` in the slots ``at`` (int64 ``[n]``)."""
+        self.k[rows].index_copy_(1, at, k)
+        self.v[rows].index_copy_(1, at, v)
 
     def segments(self, rows: slice, extents: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
         """Views ``(k, v)``, each ``[K, n, D]``, of one layer's heads in ``extents``."""

@@ -33,6 +33,9 @@ class Sequence:
         Waves of the prompt that is being prefilled.
     length : int
         Tokens in the caches.
+    layout : tuple of int, or None
+        A number per rank for the slot and the pages that it keeps the sequence in, the same on
+        every rank; made when it is asked for (`razor_dist.engine.graph`).
     """
 
     total: int
@@ -43,6 +46,7 @@ class Sequence:
     window: list[list[Piece]] | None = None
     done: list[Wave] = field(default_factory=list)
     length: int = 0
+    layout: tuple[int, ...] | None = None
 
 
 def owner_of(position: int, world_size: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config import EngineConfig
 from razor_dist.engine.core import EngineCore
+from razor_dist.engine.graph import cuda_recorder
 from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.errors import ConfigError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
@@ -154,6 +155,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         cache_config(config, shape, max_model_len, wave_tokens, comm.size),
         comm,
         ring,
+        cuda_recorder(comm, device) if config.cuda_graphs else None,
     )
     eos = eos_token_ids(path)
     core = EngineCore(

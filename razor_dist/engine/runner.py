@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,16 @@ from razor_dist.attention import AttentionContext
 from razor_dist.cache.local import LocalCache
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import Sequence, shard_sizes
-from razor_dist.decode import DecodeContext
+from razor_dist.decode import (
+    DecodeContext,
+    Reach,
+    StepInputs,
+    account,
+    drop_outdated,
+    exact_reach,
+    step_inputs,
+)
+from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
@@ -82,6 +92,8 @@ class ModelRunner:
     comm : Communicator
     ring : RingAttention
         Which implementation of ring attention prefill uses.
+    recorder : Recorder, optional
+        Records decode steps for replay; without it they run one operation at a time.
     """
 
     def __init__(
@@ -92,6 +104,7 @@ class ModelRunner:
         cache: CacheConfig,
         comm: Communicator,
         ring: RingAttention = ring_attention,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
@@ -106,7 +119,13 @@ class ModelRunner:
         self.caches = Caches(
             layout,
             PagePool(
-                layout.retrieval_rows, cache.num_pages, size, dim, dtype=dtype, device=self.device
+                layout.retrieval_rows,
+                cache.num_pages,
+                size,
+                dim,
+                dtype=dtype,
+                device=self.device,
+                clear=recorder is not None,
             ),
             LocalCache(
                 layout.local_rows,
@@ -119,6 +138,10 @@ class ModelRunner:
             ),
             scratch,
         )
+        self._nothing = self._integers([])
+        self.graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -189,21 +212,20 @@ class ModelRunner:
             self.caches.scratch.release(sequence.scratch)
 
     def _forward(
-        self, tokens: list[int], positions: list[int], context: AttentionContext, keep: list[int]
+        self, ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor | int
     ) -> Tensor:
-        """float32 logits ``[len(keep), V]`` of the tokens at indices ``keep``."""
-        ids, at, rows = (
-            torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            for numbers in (tokens, positions, keep)
-        )
+        """float32 logits ``[n, V]`` of the tokens at indices ``keep``; 0 keeps all."""
         output = self.model(
             input_ids=ids.unsqueeze(0),
-            position_ids=at.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=keep,
             attention_context=context,
         )
         return output.logits[0].float()
+
+    def _integers(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _prefill(self, plan: StepPlan) -> Tensor | None:
         wave = Wave(plan.begin, plan.end, self.comm.size)
@@ -222,7 +244,12 @@ class ModelRunner:
             # The last token of a wave is on rank 0, which samples.
             keep = [len(tokens) - 1] if plan.last and self.comm.rank == 0 else []
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
-        logits = self._forward(tokens or [0], positions or [0], context, keep)
+        logits = self._forward(
+            self._integers(tokens or [0]),
+            self._integers(positions or [0]),
+            context,
+            self._integers(keep),
+        )
         context.finish()
         self._note_peak()
         if plan.prompt_logprobs >= 0:
@@ -263,23 +290,30 @@ class ModelRunner:
         )
 
     def _decode(self, plan: StepPlan) -> Tensor | None:
-        keys, tokens = plan.payload[::2], list(plan.payload[1::2])
+        keys, tokens = plan.payload[::2], plan.payload[1::2]
         sequences = [self.sequences[key] for key in keys]
-        context = DecodeContext(self.comm, self.caches, sequences)
-        keep = list(range(len(tokens))) if self.comm.rank == 0 else []
-        logits = self._forward(tokens, [s.length for s in sequences], context, keep)
-        context.finish()
+        drop_outdated(self.caches, sequences)
+        inputs = step_inputs(self.comm, self.caches, sequences, tokens)
+        if self.graphs is not None:
+            logits = self.graphs.run(sequences, inputs)
+        else:
+            reaches = [exact_reach(self.comm, self.caches, s) for s in sequences]
+            logits = self.decode_logits(reaches, StepInputs(*inputs.to(self.device)))
+        account(self.comm, sequences)
         return logits if self.comm.rank == 0 else None
+
+    def decode_logits(self, reaches: Seq[Reach], inputs: StepInputs) -> Tensor:
+        """Logits ``[n, V]`` of a decode step; only rank 0, which samples, computes any."""
+        context = DecodeContext(self.comm, self.caches, reaches, inputs)
+        keep = 0 if self.comm.rank == 0 else self._nothing
+        return self._forward(inputs.token, inputs.position, context, keep)
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes set aside for keys and values on this rank."""
         caches = self.caches
-        total = caches.pages.num_pages * caches.pages.page_bytes
-        total += caches.local.reserved_bytes
-        if caches.scratch is not None:
-            total += caches.scratch.num_pages * caches.scratch.page_bytes
-        return total
+        total = caches.pages.reserved_bytes + caches.local.reserved_bytes
+        return total if caches.scratch is None else total + caches.scratch.reserved_bytes
 
     @property
     def kv_bytes(self) -> int:

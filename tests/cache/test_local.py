@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.cache.local import LocalCache
+from razor_dist.cache.local import LocalCache, LocalSlot
 from razor_dist.policy import LocalPolicy
 from tests.test_policy import policies
 
@@ -17,6 +17,17 @@ ALL = slice(0, 1)
 
 def make_cache(policy: LocalPolicy, longest: int, slots: int = 2) -> LocalCache:
     return LocalCache(1, slots, longest, policy, 2, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def visible(cache: LocalCache, slot: LocalSlot, position: int) -> torch.Tensor:
+    """The bias over the slot, of which a longer one shows the same and nothing more."""
+    at, start = torch.tensor([position, cache.policy.start(position)])
+    width, whole = cache.width(slot, position + 1), cache.width(slot, slot.capacity)
+    bias = cache.visibility(slot, width, at, start)
+    longer = cache.visibility(slot, whole, at, start)
+    assert torch.equal(longer[:width], bias)
+    assert (longer[width:] == -math.inf).all()
+    return bias
 
 
 @settings(max_examples=80, deadline=None)
@@ -33,7 +44,7 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, le
         value = torch.full((1, 1, 2), float(position))
         cache.write(ALL, slot, cache.indices(slot, position, position + 1), value, -value)
     last = length - 1
-    bias = cache.visibility(slot, last)
+    bias = visible(cache, slot, last)
     seen = cache.k[0, slot.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
     start = max(policy.sinks, policy.start(last))
     kept = [*range(min(policy.sinks, length)), *range(start, length)]
@@ -66,7 +77,7 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
         cache.write(ALL, slot, at, value.expand(1, -1, 2), -value.expand(1, -1, 2))
     cache.sums[:, 0, slot.index] = 7.0
     copy = cache.fork(slot, length, length + more)
-    bias = cache.visibility(copy, length - 1)
+    bias = visible(cache, copy, length - 1)
     seen = cache.k[0, copy.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
     assert sorted(seen) == [*range(min(policy.sinks, length)), *range(slot.start, length)]
     assert copy.start == slot.start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import settings
@@ -12,6 +14,7 @@ from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.errors import EngineError
 
 ROWS, SIZE, PAGES, DIM = 2, 4, 12, 3
+NOISE = (torch.full((ROWS, 1, DIM), math.nan),) * 2
 
 
 def make_pool() -> PagePool:
@@ -43,8 +46,12 @@ class PoolMachine(RuleBasedStateMachine):
         values = [self.counter + i for i in range(count)]
         self.counter += count
         k = torch.tensor(values).view(1, -1, 1).expand(ROWS, count, DIM)
-        extents = self.pool.extents(table, table.tokens, table.tokens + count)
-        self.pool.write(slice(0, ROWS), extents, k, -k)
+        begin, end = table.tokens, table.tokens + count
+        if data.draw(st.booleans()):
+            self.pool.write(slice(0, ROWS), self.pool.extents(table, begin, end), k, -k)
+        else:
+            at = torch.tensor([self.pool.slot(table, token) for token in range(begin, end)])
+            self.pool.put(slice(0, ROWS), at, k, -k)
         table.tokens += count
         content += values
 
@@ -77,6 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
         held = {page for table, _ in self.live for page in table.pages}
         assert self.pool.free_pages == PAGES - len(held)
         assert self.pool.used_bytes == len(held) * 2 * ROWS * SIZE * DIM * 4
+        # What a step writes to the spare page is in nobody's way.
+        self.pool.put(slice(0, ROWS), torch.tensor([self.pool.spare]), *NOISE)
 
 
 TestPool = PoolMachine.TestCase
@@ -93,6 +102,25 @@ def test_an_admitted_sequence_is_one_contiguous_run_if_the_pool_allows_it() -> N
     assert pool.free_pages == 0
     assert a.pages == [0, 1]
     assert c.pages == [4, 5]
+
+
+def test_pages_are_cleared_when_they_are_taken_if_that_is_asked_for() -> None:
+    pool = PagePool(ROWS, 4, SIZE, DIM, dtype=torch.float32, device=torch.device("cpu"), clear=True)
+    for store in (pool.k, pool.v):
+        store.fill_(math.nan)
+    first = pool.allocate(6)
+    assert pool.extents(first, 0, 8) == [(0, 8)]
+    first.tokens = 6
+    other = pool.fork(first, 9)
+    for store in (pool.k, pool.v):
+        assert (store[:, :16] == 0).all()
+        assert store[:, 16:].isnan().all()
+    pool.put(slice(0, ROWS), torch.tensor([14]), *NOISE)
+    pool.release(first)
+    pool.release(other)
+    again = pool.allocate(16)
+    assert again.pages == [0, 1, 2, 3]
+    assert (pool.k[:, :16] == 0).all()
 
 
 def test_more_than_the_pool_holds_is_refused() -> None:

@@ -1,0 +1,297 @@
+"""Decode steps in CUDA graphs: recorded once, replayed with other numbers.
+
+A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
+CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
+of two parts (`razor_dist.decode`): the memory that it touches, which a recording fixes, and the
+`StepInputs`, one tensor that is written before every replay. What grows with the sequence is read
+up to a padded length, with a bias over what is not there yet.
+
+Whether a collective is captured must be the same on all ranks of a step (NCCL's rule: captured
+everywhere or nowhere, replayed by all from one common capture). So everything decided here follows
+from numbers that all ranks have alike: lengths, and each sequence's `layout`, which the ranks tell
+each other once. A recording that fails, or whose logits are not those of the eager step, ends the
+use of graphs on all ranks by an all-reduce; the eager logits are served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from razor_dist.cache.sequence import Sequence, owner_of
+from razor_dist.decode import Reach, StepInputs, exact_reach, padded_reach
+from razor_dist.parallel.comm import Communicator, Purpose
+from razor_dist.prefill import Caches
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[], Tensor]
+Forward = Callable[[Seq[Reach], StepInputs], Tensor]
+Key = tuple[tuple[tuple[int, ...], int, int], ...]
+
+# Lengths are padded to a multiple of this at least: 1024 tokens more cost next to nothing.
+_PAD = 1024
+# Graphs kept at most. Their activations share one pool of memory, but each holds its nodes.
+_MOST = 16
+# Largest difference of logits, relative to the largest logit, between a replay and the eager step.
+# They run other kernels over other splits of the keys, so they are equal up to rounding only.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+class Recorder(Protocol):
+    """How a step is recorded; `CudaRecorder`, or the tests' stand-in for it."""
+
+    def warm_up(self, step: Step) -> None:
+        """Run the step as when it is recorded, but at once."""
+        ...
+
+    def record(self, step: Step) -> Step:
+        """Record the step without running it; returns what replays it and gives its result."""
+        ...
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one pool of memory.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, step: Step) -> None:
+        """See `Recorder`: loads kernels and makes workspaces, which a capture cannot."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, step: Step) -> Step:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            logits = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits.clone()  # the next replay of any graph may write over it
+
+        return replay
+
+
+def cuda_recorder(comm: Communicator, device: torch.device) -> CudaRecorder | None:
+    """The recorder for these ranks, or None where their steps cannot be captured."""
+    if device.type != "cuda":
+        return None
+    if comm.size > 1 and dist.get_backend(comm.group) != "nccl":
+        log.info(
+            "decode runs without CUDA graphs: they cannot hold collectives of %s",
+            dist.get_backend(comm.group),
+        )
+        return None
+    return CudaRecorder(device)
+
+
+def padded_length(tokens: int, pad: int = _PAD) -> int:
+    """``tokens`` rounded up: to a multiple of ``pad``, or by 12.5 % at most where that is more.
+
+    The steps grow with the length, so that a sequence outgrows few recordings in its life.
+    """
+    step = max(pad, (1 << tokens.bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
+@dataclass
+class _Recording:
+    """One key's graph; without ``replay`` the key has been seen, but not recorded."""
+
+    inputs: Tensor | None = None
+    replay: Step | None = None
+    sent: Counter[Purpose] = field(default_factory=Counter)
+
+
+class DecodeGraphs:
+    """Runs decode steps, by replaying recordings where that can be done.
+
+    A key's first step runs eagerly; the second is recorded, checked against the eager step and
+    replayed, as are those that follow. So a step that never comes again is not recorded.
+
+    Parameters
+    ----------
+    comm : Communicator
+    caches : Caches
+        The page pool must clear the pages that it lends.
+    forward : callable
+        Logits of one step, from its reaches and inputs. It may run several times for a step: it
+        must not do more than compute, and write the new token's keys and values.
+    recorder : Recorder
+    pad : int
+        See `padded_length`.
+    most : int
+        Recordings kept; the one that was not used for longest goes first.
+
+    Attributes
+    ----------
+    enabled : bool
+        Whether steps are still recorded; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        caches: Caches,
+        forward: Forward,
+        recorder: Recorder,
+        *,
+        pad: int = _PAD,
+        most: int = _MOST,
+    ) -> None:
+        assert caches.pages.clear, "padded reads need pages without NaN"
+        self._comm, self._caches, self._forward = comm, caches, forward
+        self._recorder, self._pad, self._most = recorder, pad, most
+        self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
+        self.enabled = True
+
+    def run(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
+        """Logits of one step.
+
+        Parameters
+        ----------
+        sequences : sequence of Sequence
+        inputs : Tensor
+            `razor_dist.decode.step_inputs` of them.
+        """
+        if not self.enabled:
+            return self._eager(sequences, inputs)
+        key = self.key(sequences)
+        recording = self._recordings.get(key)
+        if recording is None:
+            self._recordings[key] = _Recording()
+            if len(self._recordings) > self._most:
+                self._recordings.popitem(last=False)
+            return self._eager(sequences, inputs)
+        self._recordings.move_to_end(key)
+        if recording.replay is None:
+            return self._record(recording, key, sequences, inputs)
+        return self._replay(recording, inputs)
+
+    def key(self, sequences: Seq[Sequence]) -> Key:
+        """What a recording for these sequences fixes; the same on every rank."""
+        return tuple(
+            (self._layout(s), self._width(s), padded_length(self._stored(s), self._pad))
+            for s in sequences
+        )
+
+    def _width(self, sequence: Sequence) -> int:
+        """How much of the local slot a recording reads."""
+        tokens = padded_length(sequence.length + 1, self._pad)
+        return self._caches.local.width(sequence.local, tokens)
+
+    def _stored(self, sequence: Sequence) -> int:
+        """Tokens of the longest shard, once the new token is stored."""
+        owner = owner_of(sequence.length, self._comm.size)
+        return max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
+
+    def _layout(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where every rank keeps the sequence, as one number per rank.
+
+        The ranks tell each other once per sequence: their page tables differ.
+        """
+        if sequence.layout is None:
+            own = (sequence.local.index, sequence.local.capacity, *sequence.table.pages)
+            digest = hashlib.sha256(repr(own).encode()).digest()
+            number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
+            numbers = self._comm.all_gather(number.to(self._caches.pages.k.device), "control")
+            sequence.layout = tuple(numbers.flatten().tolist())
+        return sequence.layout
+
+    def _eager(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
+        reaches = [exact_reach(self._comm, self._caches, s) for s in sequences]
+        return self._forward(reaches, StepInputs(*inputs.to(self._caches.pages.k.device)))
+
+    def _replay(self, recording: _Recording, inputs: Tensor) -> Tensor:
+        assert recording.inputs is not None and recording.replay is not None
+        recording.inputs.copy_(inputs)
+        logits = recording.replay()
+        for purpose, nbytes in recording.sent.items():
+            self._comm.note(purpose, nbytes)
+        return logits
+
+    def _record(
+        self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
+    ) -> Tensor:
+        """The eager step's logits, and a recording of it unless something is wrong with that."""
+        logits = self._eager(sequences, inputs)
+        problem = self._try(self._capture, recording, key, sequences, inputs)
+        if self._all_well(problem):
+            # Replayed only now: a rank without a recording would leave the others waiting.
+            problem = self._try(self._compare, recording, inputs, logits)
+            if self._all_well(problem):
+                return logits
+        log.warning(
+            "decode runs without CUDA graphs from here on: %s",
+            problem or "another rank could not use its own",
+        )
+        self.enabled = False
+        self._recordings.clear()
+        return logits
+
+    def _capture(
+        self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
+    ) -> str | None:
+        caches = self._caches
+        reaches = [
+            padded_reach(caches, s, width, stored)
+            for s, (_, width, stored) in zip(sequences, key, strict=True)
+        ]
+        recording.inputs = inputs.to(caches.pages.k.device, copy=True)
+        fields = StepInputs(*recording.inputs)
+
+        def step() -> Tensor:
+            return self._forward(reaches, fields)
+
+        self._recorder.warm_up(step)
+        sent = self._comm.bytes_sent.copy()
+        recording.replay = self._recorder.record(step)
+        # Recording sends nothing, though it went through the communicator; each replay does.
+        recording.sent = self._comm.bytes_sent - sent
+        self._comm.bytes_sent.subtract(recording.sent)
+        return None
+
+    def _compare(self, recording: _Recording, inputs: Tensor, logits: Tensor) -> str | None:
+        replayed = self._replay(recording, inputs)
+        if not logits.numel():
+            return None  # a rank that computes no logits; rank 0's depend on its share
+        error = ((replayed - logits).abs().max() / logits.abs().max()).item()
+        # "not" and "<=", so that NaN is a difference.
+        if not error <= _TOLERANCE[self._caches.pages.k.dtype]:
+            return f"a replay's logits differ from the eager step's by {error:.1e}, relatively"
+        return None
+
+    def _try(self, attempt: Callable[..., str | None], *args: object) -> str | None:
+        """What is wrong, or None."""
+        try:
+            return attempt(*args)
+        except Exception as error:  # whatever a driver or a kernel raises: eager still works
+            return f"{type(error).__name__}: {error}"
+
+    def _all_well(self, problem: str | None) -> bool:
+        """Whether no rank has a problem."""
+        count = torch.tensor([problem is not None], dtype=torch.int64)
+        pending = self._comm.all_reduce(count.to(self._caches.pages.k.device), "control")
+        return pending.wait()[0].item() == 0

@@ -1,0 +1,353 @@
+"""Decode steps that are recorded and replayed are the eager steps, or are not used.
+
+Recordings are made by `tests.tape.Tape`, which repeats operations as a CUDA graph does, so that
+all but the capture itself is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.decode import drop_outdated, step_inputs
+from razor_dist.engine.graph import (
+    CudaRecorder,
+    DecodeGraphs,
+    Recorder,
+    cuda_recorder,
+    padded_length,
+)
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.parallel.comm import Communicator
+from razor_dist.policy import LocalPolicy
+from tests.cases import Case, make_runner, prefill
+from tests.ranks import RankPool
+from tests.tape import Tape
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+PAD = 16
+# The window of 20 to 27 tokens slides in blocks of 8; the ring of 30 grows past PAD, then is full.
+POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+# Layers of one kind only, and mixed ones, for the four layers of two KV heads of the tiny Llama.
+SPLIT = ((False, False), (True, False), (True, True), (False, True))
+ROOM = 60
+
+
+def case_of(path: Path, **changes: Any) -> Case:
+    case = Case(str(path), SPLIT, POLICY, (), forced=(0,) * ROOM, wave_tokens=50, page_size=4)
+    return dataclasses.replace(case, **changes)
+
+
+def tokens_of(count: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 190, (count,), generator=generator).tolist())
+
+
+def make_pair(
+    comm: Communicator, case: Case, recorder: Recorder, pad: int = PAD
+) -> tuple[ModelRunner, ModelRunner]:
+    """An eager runner, and one that records; what no token has filled is NaN in both."""
+    longest = dataclasses.replace(case, prompt=(0,) * 70)
+    eager = make_runner(comm, longest, 5)
+    graphs = make_runner(comm, longest, 5, recorder)
+    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.decode_logits, recorder, pad=pad)
+    for runner in (eager, graphs):
+        for store in (runner.caches.pages, runner.caches.local):
+            store.k.fill_(math.nan)
+            store.v.fill_(math.nan)
+    return eager, graphs
+
+
+class Both:
+    """Does the same with both runners, and notes how far their logits are apart."""
+
+    def __init__(self, comm: Communicator, case: Case, pad: int = PAD) -> None:
+        self.comm, self.case, self.tape = comm, case, Tape()
+        self.eager, self.graphs = make_pair(comm, case, self.tape, pad)
+        self.errors: list[float] = []
+        self.agree = True
+        self.sent: list[tuple[int, int, bool]] = []
+        self.next = dict.fromkeys(range(9), 5)
+
+    def open(self, key: int, length: int) -> None:
+        case = dataclasses.replace(self.case, prompt=tokens_of(length, key))
+        for runner in (self.eager, self.graphs):
+            prefill(runner, key, case)
+
+    def execute(self, plan: StepPlan) -> None:
+        for runner in (self.eager, self.graphs):
+            runner.execute(plan)
+
+    def decode(self, *keys: int) -> None:
+        payload = tuple(x for key in keys for x in (key, self.next[key]))
+        logits, sent = [], []
+        before = self.tape.recorded
+        for runner in (self.eager, self.graphs):
+            already = self.comm.bytes_sent["merge"]
+            logits.append(runner.execute(StepPlan(Op.DECODE, payload=payload)))
+            sent.append(self.comm.bytes_sent["merge"] - already)
+        self.sent.append((sent[0], sent[1], self.tape.recorded > before))
+        if logits[0] is None or logits[1] is None:
+            return
+        want, got = logits
+        self.errors.append(((got - want).abs().max() / want.abs().max()).item())
+        self.agree &= torch.equal(got.argmax(-1), want.argmax(-1))
+
+    def choose(self, *keys: int) -> None:
+        """Feed other tokens, alike on every rank, which know no logits."""
+        for key in keys:
+            self.next[key] = (self.next[key] * 7 + key) % 180 + 3
+
+
+def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, list]:
+    """Sequences come, grow past every padded length, are forked and go."""
+    both = Both(comm, case)
+    both.open(0, 41)
+    for _ in range(40):  # positions 41..80: three paddings, five blocks
+        both.decode(0)
+        both.choose(0)
+    both.open(1, 9)
+    both.open(2, 70)
+    for _ in range(24):
+        both.decode(1, 0, 2) if both.eager.sequences[0].length < 100 else both.decode(1, 2)
+        both.choose(0, 1, 2)
+    length = both.eager.sequences[2].length
+    both.execute(StepPlan(Op.FORK, 3, end=length, total=length + 30, wave_tokens=50, source=2))
+    both.execute(StepPlan(Op.CLOSE, 0))
+    for step in range(20):
+        # Now with its source, now alone: each has a recording.
+        both.decode(2, 3) if step % 3 else both.decode(3)
+        both.choose(2, 3)
+    both.execute(StepPlan(Op.CLOSE, 1))
+    both.open(4, 63)  # into pages and a slot that others have left
+    for _ in range(10):
+        both.decode(4, 3)
+        both.choose(3, 4)
+    for key in (2, 3, 4):
+        both.execute(StepPlan(Op.CLOSE, key))
+    assert both.graphs.graphs is not None and both.graphs.graphs.enabled
+    assert both.graphs.kv_bytes == 0
+    return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("split", [SPLIT, ((True, True),) * 4, ((False, False),) * 4])
+def test_recorded_steps_are_the_eager_steps(
+    world: int, split: Any, ranks: Ranks, tiny: Tiny
+) -> None:
+    answers = ranks(world).run(story, case_of(tiny("llama"), retrieval=split))
+    errors, agree, recorded, replayed, sent = answers[0]
+    assert len(errors) == 94
+    assert max(errors) <= 1e-5
+    assert agree
+    # Each recording ran a few times at least, the check of it included; all ranks did the same.
+    assert recorded >= 8
+    assert replayed >= 70
+    assert {answer[2:4] for answer in answers} == {(recorded, replayed)}
+    for eager, graphs, recording in sent:
+        # A step that is recorded runs eagerly, to warm up, and replayed.
+        assert graphs == eager * (3 if recording else 1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "glm"])
+def test_every_family_can_be_recorded(family: str, tiny: Tiny) -> None:
+    path = tiny(family)
+    both = Both(Communicator(None), case_of(path, retrieval=split_for(family)))
+    both.open(0, 20)
+    for _ in range(6):
+        both.decode(0)
+        both.choose(0)
+    assert both.graphs.graphs is not None and both.graphs.graphs.enabled
+    assert both.tape.replayed == 5
+    assert max(both.errors) <= 1e-5
+
+
+def split_for(family: str) -> tuple[tuple[bool, ...], ...]:
+    heads = 4 if family == "mistral" else 2
+    return ((False,) * heads, (True,) + (False,) * (heads - 1), (True,) * heads)
+
+
+@torch.inference_mode()
+def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
+    """With nothing but the inputs written, the recording of one step answers the next ones."""
+    both = Both(Communicator(None), case_of(tiny("llama")), pad=64)
+    both.open(0, 41)
+    for _ in range(2):
+        both.decode(0)
+    runner, caches = both.graphs, both.graphs.caches
+    assert runner.graphs is not None
+    [recording] = runner.graphs._recordings.values()
+    assert recording.inputs is not None and recording.replay is not None
+    for step in range(12):  # over the edge of a block, too
+        sequence = runner.sequences[0]
+        drop_outdated(caches, [sequence])
+        recording.inputs.copy_(step_inputs(runner.comm, caches, [sequence], [20 + step]))
+        got = recording.replay()
+        want = both.eager.execute(StepPlan(Op.DECODE, payload=(0, 20 + step)))
+        assert want is not None
+        assert (got - want).abs().max() / want.abs().max() <= 1e-5
+        sequence.table.tokens += 1
+        sequence.shard_tokens[0] += 1
+        sequence.length += 1
+    assert both.tape.recorded == 1
+
+
+def test_a_key_changes_when_its_memory_does_and_not_before(tiny: Tiny) -> None:
+    both = Both(Communicator(None), case_of(tiny("llama")))
+    both.open(0, 41)
+    both.open(1, 20)
+    runner, graphs = both.graphs, both.graphs.graphs
+    assert graphs is not None
+    first, second = runner.sequences[0], runner.sequences[1]
+    keys = []
+    for position in range(41, 90):
+        assert first.length == position
+        keys.append(graphs.key([first]))
+        both.decode(0)
+        both.choose(0)
+    changed = [41 + i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
+    # The ring of 30 places is full by then, so that only the shard's padding matters.
+    assert changed == [48, 64, 80]
+    assert graphs.key([first, second]) != graphs.key([second, first])
+    assert graphs.key([second]) != graphs.key([first])
+    assert len({graphs.key([first]), graphs.key([second]), graphs.key([first, second])}) == 3
+    other = dataclasses.replace(second, layout=None, table=first.table)
+    assert graphs.key([other]) != graphs.key([second])
+    again = dataclasses.replace(second, layout=None)
+    assert graphs.key([again]) == graphs.key([second])
+
+
+def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
+    both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
+    assert both.graphs.graphs is not None
+    both.graphs.graphs._most = 2
+    for key in range(3):
+        both.open(key, 20)
+    for key in (0, 0, 1, 1, 0):  # both are recorded, 0 was used last
+        both.decode(key)
+    assert both.tape.recorded == 2
+    both.decode(2)  # a third: 1 goes
+    both.decode(0)
+    assert both.tape.recorded == 2
+    both.decode(1)  # seen for the first time, again
+    both.decode(1)
+    assert both.tape.recorded == 3
+    assert max(both.errors) <= 1e-5
+
+
+class Broken(Tape):
+    """Fails on some ranks: when recording, or by giving wrong or no numbers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if self.how == "raises":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        replay = super().record(step)
+        wrong = {"": 0.0, "differs": 0.1, "nan": math.nan}[self.how]
+        return lambda: replay() + wrong
+
+
+def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float, bool, str, int]:
+    """Logits stay the eager ones; what was logged, and how often anything was recorded."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("razor_dist.engine.graph")
+    logger.addHandler(handler)
+    tape = Broken(how[comm.rank])
+    eager, graphs = make_pair(comm, case, tape)
+    error = 0.0
+    for runner in (eager, graphs):
+        prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
+    for token in range(10, 20):
+        plan = StepPlan(Op.DECODE, payload=(0, token))
+        want, got = eager.execute(plan), graphs.execute(plan)
+        if want is not None and got is not None:
+            error = max(error, ((want - got).abs().max() / want.abs().max()).item())
+    logger.removeHandler(handler)
+    assert graphs.graphs is not None
+    return error, graphs.graphs.enabled, "\n".join(records), tape.recorded
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (("raises",), ["RuntimeError: operation not permitted"]),
+        (("differs",), ["differ from the eager step's by"]),
+        (("nan",), ["differ from the eager step's by nan"]),
+        (("", "raises"), ["another rank", "RuntimeError: operation not permitted"]),
+        (("differs", ""), ["differ from", "another rank"]),
+    ],
+)
+def test_what_cannot_be_recorded_stays_eager_on_every_rank(
+    how: tuple[str, ...], words: list[str], ranks: Ranks, tiny: Tiny
+) -> None:
+    answers = ranks(len(how)).run(broken, case_of(tiny("llama")), how)
+    for (error, enabled, logged, recorded), expected in zip(answers, words, strict=True):
+        assert error <= 1e-5
+        assert not enabled
+        assert logged.count("decode runs without CUDA graphs") == 1
+        assert expected in logged
+        assert recorded <= 1
+
+
+def recorder_for(comm: Communicator, device: str) -> tuple[bool, list[str]]:
+    with mock.patch("razor_dist.engine.graph.log.info") as info:
+        found = cuda_recorder(comm, torch.device(device)) is not None
+    return found, [call.args[0] % call.args[1:] for call in info.call_args_list]
+
+
+def test_nothing_is_recorded_on_the_cpu_or_over_gloo(ranks: Ranks) -> None:
+    assert recorder_for(Communicator(None), "cpu") == (False, [])
+    words = "decode runs without CUDA graphs: they cannot hold collectives of gloo"
+    assert ranks(2).run(recorder_for, "cuda") == [(False, [words])] * 2
+
+
+def test_the_tape_refuses_what_a_capture_refuses() -> None:
+    x = torch.ones(3)
+    for step in (lambda: x[x > 0], lambda: x * x.sum().item(), lambda: x + torch.tensor(1.0)):
+        with pytest.raises((RuntimeError, AssertionError)), torch.inference_mode():
+            Tape().record(step)
+
+
+@given(st.integers(1, 1 << 21), st.sampled_from([1, 16, 1024]))
+def test_padding_is_little_and_seldom_changes(tokens: int, pad: int) -> None:
+    padded = padded_length(tokens, pad)
+    assert tokens <= padded <= max(tokens + pad - 1, tokens * 1.125)
+    assert padded_length(padded, pad) == padded
+    assert padded_length(tokens + 1, pad) >= padded
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_are_the_eager_steps(tiny: Tiny) -> None:
+    case = case_of(tiny("llama"), device="cuda")
+    recorder = CudaRecorder(torch.device("cuda"))
+    eager, graphs = make_pair(Communicator(None), case, recorder)
+    for runner in (eager, graphs):
+        for key, length in ((0, 41), (1, 70)):
+            prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
+    for step in range(30):
+        payload = (0, 10 + step, 1, 20 + step) if step > 10 else (0, 10 + step)
+        plan = StepPlan(Op.DECODE, payload=payload)
+        want, got = eager.execute(plan), graphs.execute(plan)
+        assert want is not None and got is not None
+        assert (want - got).abs().max() / want.abs().max() <= 1e-4
+        assert torch.equal(want.argmax(-1), got.argmax(-1))
+    assert graphs.graphs is not None and graphs.graphs.enabled
