@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from razor_dist.config_errors import nearest
 from razor_dist.errors import RequestError
@@ -46,6 +53,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "safety_identifier": (),
 }
+
+# The same within a message: answers that a client puts back into its history may bring them.
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
 
 
 class _Strict(BaseModel):
@@ -111,6 +121,19 @@ class ChatMessage(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, message: object) -> object:
+        """Drop what asks for nothing, whatever its name: servers add fields to their answers."""
+        if not isinstance(message, dict):
+            return message
+        return {
+            name: value
+            for name, value in message.items()
+            if name in cls.model_fields
+            or (value is not None and value not in _NEUTRAL_IN_MESSAGE.get(name, ()))
+        }
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates expect it."""

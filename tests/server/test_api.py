@@ -51,6 +51,25 @@ def test_a_chat_is_answered_with_exact_counts(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == len(prompt) + count
 
 
+def test_an_answer_of_the_official_client_goes_into_the_next_prompt(client: openai.OpenAI) -> None:
+    messages: list[Any] = list(HELLO)
+    message = client.chat.completions.create(model="smollm2", messages=messages).choices[0].message
+    # What other servers put beside it: the client keeps fields that it does not know.
+    message = type(message)(**message.to_dict(), reasoning_content=None)
+    dumped = message.model_dump() | {"annotations": []}
+    assert dumped["refusal"] is None and "reasoning_content" in dumped
+    messages += [dumped, {"role": "user", "content": "Again"}]
+    plain = [
+        HELLO[0],
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": "Again"},
+    ]
+    text, _ = answer_to(PromptEncoder(TOKENIZER).chat(plain))
+    for history in (messages, [HELLO[0], message, messages[-1]]):
+        answer = client.chat.completions.create(model="smollm2", messages=history)
+        assert answer.choices[0].message.content == text
+
+
 def test_the_official_client_streams_a_chat(client: openai.OpenAI) -> None:
     text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
     chunks = list(

@@ -39,6 +39,18 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
             "messages[0].content",
             "must be a string or a list of",
         ),
+        ({"messages": [HELLO[0] | {"name": "Ada"}]}, "messages[0].name", "unsupported field"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls",
+            "unsupported field 'messages[0].tool_calls'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "messages[0].content",
+            "must be a string or a list of",
+        ),
+        ({"messages": ["Hello"]}, "messages[0]", "must be a valid dictionary"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 1, got -1"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens must be a valid integer"),
