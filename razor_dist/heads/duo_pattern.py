@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.heads.duo_folder import GATES_FILE, SIZES, Pattern, write_folder
 from razor_dist.heads.head_map import Flags, HeadMap, Scores, rounded
 
@@ -188,8 +188,7 @@ def model_facts(name: str) -> tuple[str, ModelShape, str]:
     Parameters
     ----------
     name : str
-        ``smollm2`` (embedded), a local folder, or a hub id ``org/name``, of which that one file
-        is fetched.
+        As `razor_dist.models.registry.config_folder` takes it.
 
     Returns
     -------
@@ -205,45 +204,12 @@ def model_facts(name: str) -> tuple[str, ModelShape, str]:
         If there is no such model, or its attention is not supported.
     """
     # Imported here: reading, comparing and exporting maps needs no transformers.
-    from razor_dist.models import smollm2
     from razor_dist.models.loader import model_fingerprint, read_config
+    from razor_dist.models.registry import config_folder, display_name
     from razor_dist.models.shape import ModelShape
 
-    folder = Path(name).expanduser()
-    if name == smollm2.NAME:
-        folder = smollm2.embedded_model()
-    elif folder.is_dir():
-        name = folder.resolve().name
-    else:
-        folder = _fetch_config(name)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"the model folder {folder} has no config.json")
-    config = read_config(folder)
-    return name, ModelShape.from_config(config), model_fingerprint(config)
-
-
-def _fetch_config(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except HFValidationError as error:
-        raise ModelError(
-            f"model {name!r}: there is no such folder; give a folder with config.json, a hub id "
-            "such as org/name, or 'smollm2', the embedded model"
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, EntryNotFoundError, OSError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"model {name!r} is neither a folder here nor reachable on the Hugging Face hub "
-            f"({cause}); a folder that holds just its config.json is enough"
-        ) from error
+    config = read_config(config_folder(name))
+    return display_name(name), ModelShape.from_config(config), model_fingerprint(config)
 
 
 def exported_gates(head_map: HeadMap) -> Scores | None:

@@ -35,11 +35,52 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     ModelError
         If there is no such model here or on the hub, or it has no safetensors weights.
     """
+    patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
+    folder = _local_folder(name) or _fetch(name, patterns)
+    return _with_weights(folder)
+
+
+def config_folder(name: str) -> Path:
+    """Find a model's ``config.json``, by the rules of `resolve_model`, without its weights.
+
+    Parameters
+    ----------
+    name : str
+        As for `resolve_model`; a folder needs no more than that file, and of a hub repository no
+        other is fetched.
+
+    Returns
+    -------
+    Path
+        A local folder.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model here or on the hub.
+    """
+    return _with_config(_local_folder(name) or _fetch(name, ["config.json"]))
+
+
+def display_name(name: str) -> str:
+    """What to call a model in files and messages: a folder's last part (``.`` has one too).
+
+    Parameters
+    ----------
+    name : str
+        As `resolve_model` and `config_folder` took it.
+    """
+    path = Path(name).expanduser()
+    return path.resolve().name if name != smollm2.NAME and path.is_dir() else name
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that a name means, or None if it is a hub id."""
     if name == smollm2.NAME:
         return smollm2.embedded_model()
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked(path)
+        return path
     if path.is_file():
         raise ModelError(f"model {name!r} is a file; give the folder that holds config.json")
     if not _HUB_ID.fullmatch(name):
@@ -47,13 +88,17 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
             f"model {name!r}: there is no such folder; give a local folder, a hub id such as "
             f"org/name, or {smollm2.NAME!r}, the embedded model"
         )
-    return _checked(_fetch(name, trust_remote_code))
+    return None
 
 
-def _checked(folder: Path) -> Path:
+def _with_config(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {folder} has no config.json")
-    if any(folder.glob("*.safetensors")):
+    return folder
+
+
+def _with_weights(folder: Path) -> Path:
+    if any(_with_config(folder).glob("*.safetensors")):
         return folder
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
@@ -64,11 +109,10 @@ def _checked(folder: Path) -> Path:
     raise ModelError(f"the model folder {folder} has no *.safetensors weights")
 
 
-def _fetch(name: str, trust_remote_code: bool) -> Path:
+def _fetch(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -9,8 +10,10 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from razor_dist.errors import ModelError
-from razor_dist.models.registry import resolve_model
+from razor_dist.models.registry import config_folder, display_name, resolve_model
 from tests.tiny_models import make_tiny
+
+Find = Callable[[str], Path]
 
 
 @pytest.fixture
@@ -26,26 +29,34 @@ def test_local_folder_is_itself(tmp_path: Path, no_hub: None) -> None:
     assert resolve_model(str(path)) == path
 
 
+# Whether weights are wanted or not, a name means the same.
+either = pytest.mark.parametrize("find", [resolve_model, config_folder])
+
+
+@either
 @pytest.mark.parametrize("name", ["./nope", "/nope/model", "nope", "../a/b", "~/nope", "a/b/c"])
-def test_missing_path_asks_no_hub(name: str, no_hub: None) -> None:
+def test_missing_path_asks_no_hub(find: Find, name: str, no_hub: None) -> None:
     with pytest.raises(ModelError, match=r"there is no such folder.*'smollm2'"):
-        resolve_model(name)
+        find(name)
 
 
-def test_file_is_no_model(tmp_path: Path, no_hub: None) -> None:
+@either
+def test_file_is_no_model(find: Find, tmp_path: Path, no_hub: None) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ModelError, match="is a file; give the folder"):
-        resolve_model(str(file))
+        find(str(file))
 
 
-def test_folder_without_config(tmp_path: Path, no_hub: None) -> None:
+@either
+def test_folder_without_config(find: Find, tmp_path: Path, no_hub: None) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        resolve_model(str(tmp_path))
+        find(str(tmp_path))
 
 
 def test_folder_without_weights(tmp_path: Path, no_hub: None) -> None:
     (tmp_path / "config.json").write_text("{}")
+    assert config_folder(str(tmp_path)) == tmp_path
     with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
         resolve_model(str(tmp_path))
 
@@ -73,10 +84,35 @@ def test_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trus
     assert ("*.py" in asked["org/name"]) == trust
 
 
-def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hub_id_the_configuration_alone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        assert (name, allow_patterns) == ("org/name", ["config.json"])
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert config_folder("org/name") == tmp_path
+
+
+def test_a_folder_is_called_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny" / "smollm2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert display_name(".") == display_name(f"{tmp_path}/tiny/") == "tiny"
+    assert display_name("org/name") == "org/name"
+    # The embedded model, although there is a folder of that name.
+    assert display_name("smollm2") == "smollm2"
+    assert display_name("./smollm2") == "smollm2"
+
+
+@either
+def test_unreachable_hub(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(*args: object, **kwargs: object) -> str:
         raise LocalEntryNotFoundError("no network\nand some advice")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=r"neither a folder.*\(no network\); 'smollm2'"):
-        resolve_model("org/name")
+        find("org/name")
