@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+from razor_dist.engine.protocol import (
+    HEADER_SIZE,
+    Message,
+    body_length,
+    decode,
+    encode,
+    exception_of,
+)
 from razor_dist.engine.request_stream import RequestStream
 from razor_dist.errors import EngineError, RequestError
 from razor_dist.sampling_params import SamplingParams
@@ -305,7 +312,7 @@ class EngineClient:
         last = kind == "token" and message["finish"] is not None
         if kind == "error":
             last = True
-            item = _error(message)
+            item = exception_of(message)
         if last:
             del self._streams[message["id"]]
         stream.put(item, last=last)
@@ -337,12 +344,3 @@ class EngineClient:
         self._status = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _error(message: Message) -> RequestError | EngineError:
-    """The exception for an ``error`` message about one request."""
-    code = message.get("code")
-    # "engine_error": the request was fine and failed by no fault of its own.
-    if code == "engine_error":
-        return EngineError(message["message"])
-    return RequestError(message["message"], param=message.get("param"), code=code)

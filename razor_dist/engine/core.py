@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.engine.protocol import Message
+from razor_dist.engine.protocol import Message, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner, PromptLogprobs
 from razor_dist.engine.sampler import sample
 from razor_dist.engine.scheduler import Scheduler
-from razor_dist.errors import RequestError
+from razor_dist.errors import EngineError, RequestError
 from razor_dist.parallel.comm import PURPOSES
 from razor_dist.sampling_params import SamplingParams
 
@@ -92,11 +92,12 @@ class EngineCore:
         ------
         RequestError
             If the prompt is empty, holds an unknown token id, does not fit, or would wait until a
-            kept prompt is released.
+            kept prompt is released; if more log-probabilities are asked for than there are tokens.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
         self._check_tokens(prompt)
+        self._check_logprobs(params)
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
@@ -129,6 +130,12 @@ class EngineCore:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
                 )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        vocabulary = self.runner.shape.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocabulary:
+                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, keep: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
@@ -214,8 +221,15 @@ class EngineCore:
         return messages
 
     def _advance(self, request: Request, logits: Tensor) -> Message:
-        """Sample a request's next token; end the request if that was its last."""
-        sampled = sample(logits, request.params, request.generator)
+        """Sample a request's next token; end the request if that was its last, or none.
+
+        What fails here has failed on rank 0 alone, after the step, and is this request's end only.
+        """
+        try:
+            sampled = sample(logits, request.params, request.generator)
+        except EngineError as error:
+            self._end(request)
+            return error_message(request.id, error)
         request.generated.append(sampled.token)
         finish = self._finish_reason(request, sampled.token)
         if finish is not None:

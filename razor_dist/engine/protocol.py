@@ -17,12 +17,14 @@ Engine to front
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
-                  ``seconds`` since it began
+                  ``seconds`` since its first wave began
     ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
                   first None, each other ``[logprob, rank, [[token, logprob], ...]]``
     ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
                   (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
-    ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused or failed
+    ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
+                  code "engine_error", failed by no fault of its own. With the ``id`` "" it is
+                  about no request: the ranks cannot start and are not to be started again
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
                   ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start)
@@ -34,6 +36,8 @@ import struct
 from typing import Any
 
 import msgpack
+
+from razor_dist.errors import EngineError, RazorError, RequestError
 
 Message = dict[str, Any]
 
@@ -56,3 +60,20 @@ def decode(body: bytes) -> Message:
     """The message in a frame's body."""
     message: Message = msgpack.unpackb(body, raw=False)
     return message
+
+
+def error_message(request_id: str, error: RazorError) -> Message:
+    """The ``error`` message that tells of an exception; ``request_id`` "" says that it is fatal."""
+    param: str | None = None
+    code: str | None = "engine_error"
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+    fields = {"message": str(error), "param": param, "code": code}
+    return {"t": "error", "id": request_id, **fields}
+
+
+def exception_of(message: Message) -> RequestError | EngineError:
+    """The exception that an ``error`` message about a request tells of."""
+    if message["code"] == "engine_error":
+        return EngineError(message["message"])
+    return RequestError(message["message"], param=message["param"], code=message["code"])

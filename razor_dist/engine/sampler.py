@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from razor_dist.errors import EngineError
 from razor_dist.sampling_params import SamplingParams
+
+# Below this a temperature is 0. Logits divided by less can exceed float32, and what is drawn is
+# the likeliest token anyway unless another's logit is within 1e-4 of its.
+_COLDEST = 1e-5
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,24 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
     logits : Tensor
         ``[V]`` float32.
     params : SamplingParams
-        Temperature 0 takes the likeliest token, the one of lowest index among equals.
+        Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest
+        token, the one of lowest index among equals.
     generator : torch.Generator
         The request's own source of randomness, on CPU.
 
     Returns
     -------
     Sampled
+
+    Raises
+    ------
+    EngineError
+        If the model has computed no distribution: a logit is NaN or infinite, or all are masked.
     """
     logits = logits.cpu()
-    if params.temperature == 0.0:
+    if not torch.isfinite(logits.max()):  # the maximum of NaN and anything is NaN
+        raise EngineError("the model computed logits that are not finite")
+    if params.temperature < _COLDEST:
         token = int(logits.argmax())
     else:
         probabilities = _filtered(logits / params.temperature, params)
@@ -68,5 +81,6 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, index = probabilities.sort(descending=True, stable=True)
         # The smallest set whose mass reaches top_p: a token stays if the mass before it is less.
         outside = ordered.cumsum(0) - ordered >= params.top_p
+        outside[0] = False  # even if top_p is 0 in float32
         probabilities[index[outside]] = 0.0
     return probabilities / probabilities.sum()

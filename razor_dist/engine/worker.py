@@ -21,7 +21,14 @@ from razor_dist.config import EngineConfig
 from razor_dist.engine.build import Engine, build_engine, torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+from razor_dist.engine.protocol import (
+    HEADER_SIZE,
+    Message,
+    body_length,
+    decode,
+    encode,
+    error_message,
+)
 from razor_dist.errors import EngineError, RazorError, RequestError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
@@ -71,9 +78,8 @@ class Link:
 
     def send_failure(self, error: RazorError) -> None:
         """Tell the front why the ranks cannot start; the front tells the user."""
-        message = {"t": "error", "id": "", "message": str(error), "param": None, "code": None}
         with contextlib.suppress(FrontClosed):
-            self.send(message)
+            self.send(error_message("", error))
             # The front hangs up when it has read that. Our exit makes torchrun's agent end, and
             # that the front, which must know the reason by then.
             self.receive(_LAST_WORDS)
@@ -150,13 +156,7 @@ def _handle(engine: Engine, message: Message) -> Message | None:
                     keep=message.get("keep", False),
                 )
             except RequestError as error:
-                return {
-                    "t": "error",
-                    "id": message["id"],
-                    "message": str(error),
-                    "param": error.param,
-                    "code": error.code,
-                }
+                return error_message(message["id"], error)
         case "abort":
             core.abort(message["id"])
         case "stats":

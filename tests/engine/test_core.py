@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
+from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.errors import ConfigError, HeadMapError, RequestError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
@@ -181,6 +183,59 @@ def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
     assert draw(seed=1) != draw(seed=2)
     assert draw(top_k=1) == greedy
     assert draw(top_p=1e-6) == greedy
+
+
+def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+
+    def draw(**settings: Any) -> list[int]:
+        core.add("a", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True, **settings))
+        return tokens(run(core)["a"])
+
+    greedy = draw(temperature=0)
+    assert draw(temperature=1e-40) == draw(temperature=5e-324) == greedy
+    assert draw(top_p=1e-50) == draw(top_p=5e-324) == greedy
+    assert draw(temperature=1e-40, top_p=1e-50, top_k=2**63 - 1, seed=-(2**63)) == greedy
+    assert draw(temperature=1e-5, seed=2**63 - 1) == greedy
+
+
+def test_a_request_without_a_distribution_fails_alone(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny("llama"))
+    core.add("a", [5, 6, 7], GREEDY)
+    alone = tokens(run(core)["a"])
+    core.add("a", [5, 6, 7], GREEDY)
+    core.add("b", [8, 9], GREEDY)
+    runner = core.runner
+    execute, bad = runner.execute, []
+
+    def spoil(plan: StepPlan) -> torch.Tensor | None:
+        logits = execute(plan)
+        if plan.op is Op.DECODE and len(plan.payload) == 4 and not bad:
+            assert logits is not None
+            bad.append(plan)
+            logits = logits.clone()
+            logits[1, 3] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "execute", spoil)
+    messages = run(core)
+    assert bad
+    assert tokens(messages["a"]) == alone
+    assert (messages["b"][-1]["t"], messages["b"][-1]["code"]) == ("error", "engine_error")
+    assert runner.kv_bytes == 0
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(
+    field: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny("llama"))
+    monkeypatch.setattr(core.runner, "shape", SimpleNamespace(vocab_size=10))
+    with pytest.raises(RequestError, match="holds 10 tokens") as refused:
+        core.add("a", [5], SamplingParams(**{field: 11}))
+    assert refused.value.param == field
 
 
 def test_stop_tokens_and_end_of_sequence(tiny: Callable[[str], Path]) -> None:
