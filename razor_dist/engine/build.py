@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.graph import cuda_recorder
 from razor_dist.engine.runner import CacheConfig, ModelRunner
-from razor_dist.errors import ConfigError
+from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
@@ -81,16 +83,21 @@ def retrieval_heads(
     return head_map.retrieval
 
 
-def ring_of(config: EngineConfig) -> RingAttention:
+def ring_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RingAttention:
     """The implementation of ring attention that the settings name.
 
     Raises
     ------
     ConfigError
-        If its packages are not installed.
+        If its packages are not installed, or cannot compute on this device or in this dtype.
     """
     if config.ring == "own":
         return ring_attention
+    if device.type != "cuda" or dtype == torch.float32:
+        raise ConfigError(
+            "ring is ring_flash_attn, which computes in bf16 on cuda only; here it is "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: use ring: own"
+        )
     load_zigzag()
     return ring_flash_attention
 
@@ -126,43 +133,87 @@ def cache_config(
     )
 
 
-def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
-    """Load the model and make one rank's engine.
+class _NoAttention:
+    """An `AttentionContext` that attends to nothing."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `razor_dist.attention.AttentionContext`."""
+        return torch.zeros_like(q).transpose(0, 1)
+
+
+@torch.inference_mode()
+def check_model(model: PreTrainedModel, name: str) -> None:
+    """Run one token through a model, so that what cannot be honoured is refused at start.
 
     Raises
     ------
-    ConfigError, ModelError, HeadMapError
-        If the settings, the model or the head map do not fit together.
+    ModelError
+        If a layer asks of attention what we do not compute.
     """
-    ring = ring_of(config)
-    path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
-    shape = ModelShape.from_config(model_config)
-    max_model_len = config.max_model_len or shape.max_positions
-    if max_model_len > shape.max_positions:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but {config.model} was made for "
-            f"{shape.max_positions} positions"
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model(
+            input_ids=token,
+            position_ids=token,
+            use_cache=False,
+            logits_to_keep=1,
+            attention_context=_NoAttention(),
         )
-    retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
-    dtype = torch_dtype(config, device)
-    model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    except NotImplementedError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from error
+
+
+def make_engine(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    retrieval: Sequence[Sequence[bool]],
+    comm: Communicator,
+    *,
+    eos_token_ids: tuple[int, ...],
+) -> Engine:
+    """One rank's engine around a model that is loaded with our attention.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    config : EngineConfig
+    retrieval : sequence of sequence of bool
+        For every layer and KV head, whether it is a retrieval head.
+    comm : Communicator
+    eos_token_ids : tuple of int
+
+    Raises
+    ------
+    ConfigError
+        If the settings and the model's sizes do not fit together, or the caches into memory.
+    """
+    shape = ModelShape.from_config(model.config)
+    device, dtype = model.device, model.dtype
+    max_model_len = context_length(config, shape)
     wave_tokens = wave_length(config, comm.size, device)
-    runner = ModelRunner(
-        model,
-        shape,
-        HeadLayout.from_decision(retrieval, device),
-        cache_config(config, shape, max_model_len, wave_tokens, comm.size),
-        comm,
-        ring,
-        cuda_recorder(comm, device) if config.cuda_graphs else None,
-    )
-    eos = eos_token_ids(path)
+    try:
+        runner = ModelRunner(
+            model,
+            shape,
+            HeadLayout.from_decision(retrieval, device),
+            cache_config(config, shape, max_model_len, wave_tokens, comm.size),
+            comm,
+            ring_of(config, device, dtype),
+            cuda_recorder(comm, device) if config.cuda_graphs else None,
+        )
+    except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU
+        if "memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"the KV caches of {config.max_num_seqs} sequences of {max_model_len} tokens do not "
+            "fit into memory; lower max_num_seqs, max_model_len or kv_tokens, or use more ranks "
+            f"({error})"
+        ) from error
     core = EngineCore(
         runner,
         max_model_len=max_model_len,
         wave_tokens=wave_tokens,
-        eos_token_ids=eos,
+        eos_token_ids=eos_token_ids,
         seed=config.seed,
     )
     kept = sum(map(sum, retrieval))
@@ -171,10 +222,47 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         "model": config.model,
         "max_model_len": max_model_len,
         "vocab_size": shape.vocab_size,
-        "eos_token_ids": list(eos),
+        "eos_token_ids": list(eos_token_ids),
         "attention": config.attention,
         "prefill": config.prefill,
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
         "kv_bytes_per_rank": runner.reserved_bytes,
     }
     return Engine(runner, core, info)
+
+
+def context_length(config: EngineConfig, shape: ModelShape) -> int:
+    """Tokens of prompt and answer together.
+
+    Raises
+    ------
+    ConfigError
+        If more are asked for than the model was made for.
+    """
+    length = config.max_model_len or shape.max_positions
+    if length > shape.max_positions:
+        raise ConfigError(
+            f"max_model_len is {length}, but {config.model} was made for "
+            f"{shape.max_positions} positions"
+        )
+    return length
+
+
+def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
+    """Load the model and make one rank's engine.
+
+    Raises
+    ------
+    ConfigError, ModelError, HeadMapError
+        If the settings, the model or the head map do not fit together.
+    """
+    dtype = torch_dtype(config, device)
+    ring_of(config, device, dtype)  # before minutes of loading
+    path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
+    shape = ModelShape.from_config(model_config)
+    context_length(config, shape)
+    retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
+    model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    check_model(model, config.model)
+    return make_engine(model, config, retrieval, comm, eos_token_ids=eos_token_ids(path))
