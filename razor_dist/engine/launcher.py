@@ -11,12 +11,10 @@ from pathlib import Path
 from razor_dist.config import EngineConfig
 from razor_dist.engine.client import EngineClient
 from razor_dist.engine.heartbeat import silence
-from razor_dist.engine.ranks import WORKER, RankExit, RankGroup
+from razor_dist.engine.ranks import EXIT_USER_ERROR, WORKER, RankExit, RankGroup
 
 log = logging.getLogger(__name__)
 
-# The exit code of a rank that the user's settings or model made end: starting again is no use.
-USER_ERROR = 3
 # Seconds that processes which fail together are given to end, or to say why.
 _GRACE = 3.0
 
@@ -136,7 +134,7 @@ class LocalLauncher:
                 await asyncio.wait({death}, timeout=_GRACE)
             if not death.done():
                 return self._client.status.reason
-            if death.result().code == USER_ERROR:
+            if death.result().code == EXIT_USER_ERROR:
                 await self._user_error(ranks, death.result())
             return str(death.result())
         finally:

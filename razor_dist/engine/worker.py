@@ -29,14 +29,16 @@ from razor_dist.engine.protocol import (
     encode,
     error_message,
 )
-from razor_dist.errors import EngineError, RazorError, RequestError
+from razor_dist.engine.ranks import EXIT_USER_ERROR, FrontUnreachableError
+from razor_dist.errors import RazorError, RequestError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-# The exit status of a rank that cannot start because of what the user asked for.
-EXIT_USER_ERROR = 3
+# How long the ranks wait for each other while one fetches and loads the model: no such wait shows
+# that anything is wrong. A rank that dies meanwhile is noticed by whoever started it.
+_LOADING = timedelta(days=1)
 # Seconds that the front gets to read why rank 0 ends, before rank 0 ends.
 _LAST_WORDS = 5.0
 
@@ -55,7 +57,7 @@ class Link:
 
     Raises
     ------
-    EngineError
+    FrontUnreachableError
         If the front does not listen.
     """
 
@@ -64,7 +66,10 @@ class Link:
         try:
             self._socket.connect(path)
         except OSError as error:
-            raise EngineError(f"the front does not listen on {path}: {error.strerror}") from error
+            self._socket.close()
+            raise FrontUnreachableError(
+                f"the front does not listen on {path}: {error.strerror}"
+            ) from error
         self._buffer = bytearray()
         self._sending = threading.Lock()
 
@@ -200,13 +205,23 @@ def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
     """``build()``, which succeeds on every rank or raises the same error on every rank.
 
     The nodes of a job have their own disks: a model may be missing on one, which only the ranks
-    there can know, and only rank 0 can tell the front.
+    there can know, and only rank 0 can tell the front. One may also have to fetch what others
+    have, so the ranks wait here without the time-out that their collectives have.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Of all ranks.
+    build : callable
+        Makes this rank's engine; takes as long as it takes.
 
     Raises
     ------
     RazorError
         The error of the lowest rank that met one.
     """
+    # Made before the wait: a rank that is not there yet must not fail those that are.
+    patient = dist.new_group(timeout=_LOADING) if comm.size > 1 else None
     engine: Engine | None = None
     mine: RazorError | None = None
     try:
@@ -214,8 +229,9 @@ def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
     except RazorError as error:
         mine = error
     everyones = [mine] * comm.size
-    if comm.size > 1:
-        dist.all_gather_object(everyones, mine, group=comm.group)
+    if patient is not None:
+        dist.all_gather_object(everyones, mine, group=patient)
+        dist.destroy_process_group(patient)
     for problem in everyones:
         if problem is not None:
             raise problem
@@ -234,6 +250,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
     Raises
     ------
+    FrontUnreachableError
+        If rank 0 cannot reach the front: nobody but the caller can tell the user.
     RazorError
         If the engine cannot be built on some rank: every rank raises the same. The front has been
         told and tells the user, so the ranks need not.
@@ -275,6 +293,8 @@ def main() -> None:
     is_first = os.environ["RANK"] == "0"
     try:
         run_rank(config, arguments.socket if is_first else None)
+    except FrontUnreachableError as error:
+        sys.exit(f"razor-dist: rank 0 ends: {error}")  # code 1: another start may help
     except RazorError:
         sys.exit(EXIT_USER_ERROR)  # the front tells the user
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from razor_dist.config import EngineConfig, ServerConfig
 from razor_dist.config_sources import Setting
-from razor_dist.engine.ranks import without_torchrun
-from razor_dist.errors import ConfigError, EngineError, RazorError
+from razor_dist.engine.ranks import FrontUnreachableError, without_torchrun
+from razor_dist.errors import ConfigError, RazorError
 from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
@@ -92,7 +92,8 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     Raises
     ------
     RazorError
-        On another rank than 0, where it has been told already.
+        On another rank than 0, where it has been told already. On rank 0, if it cannot reach the
+        front, which it is for the caller to tell.
     """
     set_up_logging(config.log_level)
     socket_path = None
@@ -103,6 +104,8 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
             return refusal.code
     try:
         run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
+    except FrontUnreachableError:
+        raise
     except RazorError:
         if torchrun.rank > 0:
             raise
@@ -117,42 +120,50 @@ def ensure_front(config: ServerConfig, agent: int) -> Path:
     ------
     FrontRefusedError
         If the new front ends at once (the port is in use).
-    EngineError
+    FrontUnreachableError
         If it does not listen in time.
     """
-    folder = _private_folder(agent)
+    front: subprocess.Popen[bytes] | None = None
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        if front is None:
+            # In each round: the front of an earlier rank 0 may end, and then removes the folder.
+            folder = _private_folder(agent)
+            front = _start_front(config, agent, folder)
+        if (folder / "engine").exists():
+            return folder / "engine"
+        if front is not None and (code := front.poll()) is not None:
+            raise FrontRefusedError(code)
+        if time.monotonic() > deadline:
+            if front is not None:
+                front.kill()
+            raise FrontUnreachableError(f"the front did not listen within {_PATIENCE:g} s")
+        time.sleep(0.05)
+
+
+def _start_front(config: ServerConfig, agent: int, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Start the front; ``None`` if there is one, which an earlier rank 0 has started.
+
+    That one may not listen yet: its rank 0 may have died at once.
+    """
     socket_path = folder / "engine"
     # The front holds this lock as long as it lives: it inherits the descriptor.
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return socket_path
+            return None
         socket_path.unlink(missing_ok=True)
         config_file = folder / "config.json"
         config_file.write_text(config.model_dump_json())
         arguments = ["--config-json", str(config_file), "--socket", str(socket_path)]
-        front = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", FRONT, *arguments, "--agent", str(agent)],
             env=without_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],
             start_new_session=True,  # torchrun ends the rank's process group, not the front
         )
-    _wait_for(socket_path, front)
-    return socket_path
-
-
-def _wait_for(socket_path: Path, front: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while not socket_path.exists():
-        code = front.poll()
-        if code is not None:
-            raise FrontRefusedError(code)
-        if time.monotonic() > deadline:
-            front.kill()
-            raise EngineError(f"the front did not listen within {_PATIENCE:g} s")
-        time.sleep(0.05)
 
 
 def _private_folder(agent: int) -> Path:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import Engine, build_engine
@@ -101,6 +105,44 @@ def fail_on(comm: Communicator, rank: int) -> str:
 def test_a_mistake_of_one_node_is_known_to_all(rank: int, ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(fail_on, rank) == ["no such folder here"] * 2
     assert ranks(2).run(fail_on, None) == [""] * 2
+
+
+def load_slowly(comm: Communicator) -> str:
+    """`agree` on ranks whose collectives are impatient, where one rank takes its time."""
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+
+    def build() -> Engine:
+        if comm.rank == 1:
+            time.sleep(3)
+        return Engine(None, None, {"rank": comm.rank})  # type: ignore[arg-type]
+
+    return str(agree(Communicator(impatient), build).info)
+
+
+def test_a_node_may_take_longer_to_load_than_a_collective_may(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert ranks(2).run(load_slowly) == ["{'rank': 0}", "{'rank': 1}"]
+
+
+def test_a_rank_0_that_finds_no_front_says_so(tmp_path: Path) -> None:
+    settings = tmp_path / "config.json"
+    settings.write_text(EngineConfig().engine_json())
+    socket_path = tmp_path / "engine"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "razor_dist.engine.worker"),
+            *("--config-json", str(settings), "--socket", str(socket_path)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1  # and not what says that another start is no use
+    assert f"the front does not listen on {socket_path}: No such file" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_error_without_other_ranks_is_itself() -> None:

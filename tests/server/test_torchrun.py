@@ -1,0 +1,101 @@
+"""How a rank 0 under torchrun finds its front, without starting either."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist.config import EngineConfig, ServerConfig
+from razor_dist.engine.ranks import FrontUnreachableError
+from razor_dist.errors import ModelError
+from razor_dist.server import torchrun
+from razor_dist.server.torchrun import Torchrun, ensure_front, serve_as_rank
+
+CONFIG = ServerConfig(world_size=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this process's front, if this process is taken for the agent."""
+    monkeypatch.setattr(torchrun.tempfile, "gettempdir", lambda: str(tmp_path))
+    return torchrun._private_folder(os.getpid())
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders in which a front was started; it only listens."""
+    fronts: list[Path] = []
+
+    class Front:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            socket_path = Path(command[command.index("--socket") + 1])
+            socket_path.touch()
+            fronts.append(socket_path.parent)
+
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr(subprocess, "Popen", Front)
+    return fronts
+
+
+def test_the_first_rank_0_starts_the_front(folder: Path, started: list[Path]) -> None:
+    assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+    assert started == [folder]
+
+
+def test_a_new_rank_0_waits_until_its_predecessors_front_listens(
+    folder: Path, started: list[Path]
+) -> None:
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        timer = threading.Timer(0.3, (folder / "engine").touch)
+        timer.start()
+        assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+        assert (folder / "engine").exists()
+        timer.join()
+    assert started == []
+
+
+def test_a_new_rank_0_starts_a_front_when_its_predecessors_ends_instead(
+    folder: Path, started: list[Path]
+) -> None:
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    timer = threading.Timer(0.3, lock.close)
+    timer.start()
+    assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+    timer.join()
+    assert started == [folder]
+
+
+def test_a_front_that_never_listens_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "_PATIENCE", 0.1)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(FrontUnreachableError, match="did not listen within"):
+            ensure_front(CONFIG, os.getpid())
+
+
+def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
+    def run_rank(config: EngineConfig, socket_path: str | None) -> None:
+        raise error
+
+    return run_rank
+
+
+def test_what_the_front_cannot_know_is_raised_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torchrun, "ensure_front", lambda *_, **__: tmp_path)
+    first = Torchrun(rank=0, local_rank=0, world_size=2)
+    with pytest.raises(FrontUnreachableError):
+        serve_as_rank(CONFIG, first, fail_with(FrontUnreachableError("no socket")))
+    assert serve_as_rank(CONFIG, first, fail_with(ModelError("no such folder"))) == 2
