@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from razor_dist.engine.build import build_engine, torch_device, torch_dtype
+from razor_dist.engine.build import Engine, build_engine, torch_device, torch_dtype
 from razor_dist.engine.core import EngineCore
 from razor_dist.evals.timing import BenchSettings, Generate, Run, Say, Timing, take_turns
 from razor_dist.llm import LLM
@@ -93,15 +93,17 @@ class OwnEngine:
 
     Parameters
     ----------
-    settings : BenchSettings
-    attention : str
+    engine : Engine
     """
 
-    def __init__(self, settings: BenchSettings, attention: str) -> None:
-        config = settings.config(attention)
-        engine = build_engine(config, Communicator(None), torch_device(config, 0))
+    def __init__(self, engine: Engine) -> None:
         self.vocab_size: int = engine.info["vocab_size"]
         self._core: EngineCore = engine.core
+
+    @property
+    def peak_kv_bytes(self) -> int:
+        """Most bytes of keys and values held at once."""
+        return self._core.runner.peak_kv_bytes
 
     def __call__(self, prompt: list[int], new_tokens: int) -> Run:
         """One run."""
@@ -133,10 +135,15 @@ def one_process(settings: BenchSettings, say: Say) -> tuple[dict[str, Timing], i
     """
     torch.set_num_threads(settings.threads)
     engines: dict[str, Generate] = {STOCK: StockModel(settings)}
-    own = {name: OwnEngine(settings, attention) for attention, name in OWN.items()}
+    own = {}
+    for attention, name in OWN.items():
+        config = settings.config(attention)
+        own[name] = OwnEngine(build_engine(config, Communicator(None), torch_device(config, 0)))
     engines.update(own)
     vocab_size = own[OWN["razor"]].vocab_size
-    timings = take_turns(engines, settings.prompt(vocab_size), settings, say)
+    timings = take_turns(
+        engines, settings.prompt(vocab_size), settings.new_tokens, settings.repeats, say
+    )
     del engines, own
     gc.collect()  # the ranks that are timed next want the memory
     return timings, vocab_size
@@ -163,7 +170,7 @@ def ranks(settings: BenchSettings, vocab_size: int, say: Say) -> dict[str, Timin
             for size in settings.world_sizes
         }
         engines = {name: _generate_with(llm) for name, llm in llms.items()}
-        timings = take_turns(engines, prompt, settings, say)
+        timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats, say)
         for name, llm in llms.items():
             timings[name].stats = _measure(llm, prompt)
     for size in settings.world_sizes:

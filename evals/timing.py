@@ -56,9 +56,14 @@ class BenchSettings:
 
     def prompt(self, vocab_size: int) -> list[int]:
         """Random token ids."""
-        generator = torch.Generator().manual_seed(self.seed)
-        ids: list[int] = torch.randint(vocab_size, (self.tokens,), generator=generator).tolist()
-        return ids
+        return random_tokens(vocab_size, self.tokens, self.seed)
+
+
+def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    """``count`` token ids below ``vocab_size``."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    return ids
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class Timing:
 
 
 def take_turns(
-    engines: Mapping[str, Generate], prompt: list[int], settings: BenchSettings, say: Say
+    engines: Mapping[str, Generate], prompt: list[int], new_tokens: int, repeats: int, say: Say
 ) -> dict[str, Timing]:
     """Warm every engine up, then time them in turn.
 
@@ -141,14 +146,17 @@ def take_turns(
     ----------
     engines : mapping of name to function
     prompt : list of int
-    settings : BenchSettings
+    new_tokens : int
+        To generate in each run.
+    repeats : int
+        Timed runs of each engine.
     say : callable
         Told of every run.
     """
     timings = {name: Timing(name) for name in engines}
-    for round_ in range(settings.repeats + 1):
+    for round_ in range(repeats + 1):
         for name, generate in engines.items():
-            run = generate(prompt, settings.new_tokens)
+            run = generate(prompt, new_tokens)
             kind = f"run {round_}" if round_ else "warm-up"
             say(f"{name}, {kind}: {run}")
             if round_:

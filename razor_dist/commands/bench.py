@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,49 +14,124 @@ from razor_dist.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from razor_dist.evals.bench import Results
+    from razor_dist.evals.bench import Ratio, Results
+    from razor_dist.evals.bench_shape import ShapeResults
+    from razor_dist.evals.timing import Timing
 
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="smollm2 (embedded), a local folder or a hub id.")
-    ] = "smollm2",
+        str | None, typer.Option(help="smollm2 (embedded, the default), a local folder or hub id.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 7000,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated after it.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each engine.")] = 3,
     threads: Annotated[
-        int, typer.Option(min=1, help="Threads of one rank; several ranks share them.")
-    ] = 2,
+        int | None,
+        typer.Option(min=1, help="Threads of one rank; several ranks share them. Default: 2."),
+    ] = None,
     world_sizes: Annotated[
-        str, typer.Option(help="Numbers of ranks; the others are compared with the first.")
-    ] = "1,8",
+        str | None,
+        typer.Option(
+            help="Numbers of ranks; the others are compared with the first. Default: 1,8."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompt's random token ids.")] = 0,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Instead: razor against full attention with random weights at the sizes of this "
+            "folder's config.json, one rank.",
+        ),
+    ] = None,
+    kept: Annotated[
+        float | None,
+        typer.Option(help="With --shape: fraction of KV heads that razor keeps. Default: 0.3."),
+    ] = None,
+    window_max: Annotated[
+        int | None, typer.Option(help="With --shape: longest local window. Default: 8192.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --shape: where it runs.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="File to write (JSON).")
     ] = None,
 ) -> None:
     """Measure speed and memory: transformers' generate, our engine, and our ranks."""
-    sizes = _sizes(world_sizes)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {json_file}: there is no such folder")
-    # Imported here, so that --help does not wait for torch.
+    stock: dict[str, Any] = {"model": model, "threads": threads, "world_sizes": world_sizes}
+    shaped: dict[str, Any] = {"kept": kept, "window_max": window_max, "device": device}
+    for name, value in (shaped if shape is None else stock).items():
+        if value is not None:
+            what = "an option of --shape only" if shape is None else "no option of --shape"
+            raise ConfigError(f"{name} is {what}")
+    common: dict[str, Any] = {
+        "tokens": tokens,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "seed": seed,
+    }
+    results: Results | ShapeResults
+    if shape is None:
+        if world_sizes is not None:
+            stock["world_sizes"] = _sizes(world_sizes)
+        results, tables = _compare(_given(stock) | common)
+    else:
+        results, tables = _compare_shape(_given(shaped) | common | {"shape": shape})
+    if json_file is not None:
+        json_file.write_text(json.dumps(results.as_json(), indent=2) + "\n")
     from rich.console import Console
 
+    console = Console(highlight=False)
+    for table in tables:
+        console.print(table)
+    if json_file is not None:
+        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _say(line: str) -> None:
+    """Every run is told on stderr: a bench that is silent for minutes looks stuck."""
+    typer.echo(line, err=True)
+
+
+# Both import what they need themselves, so that --help does not wait for torch.
+
+
+def _compare(settings: dict[str, Any]) -> tuple[Results, list[Table | str]]:
+    """transformers, our engine and its ranks."""
     from razor_dist.evals.bench import run
     from razor_dist.evals.timing import BenchSettings
 
-    settings = BenchSettings(model, tokens, new_tokens, repeats, threads, sizes, seed)
-    # Every run is told on stderr: a bench that is silent for minutes looks stuck.
-    results = run(settings, lambda line: typer.echo(line, err=True))
-    if json_file is not None:
-        json_file.write_text(json.dumps(results.as_json(), indent=2) + "\n")
-    console = Console(highlight=False)
-    for table in (_times(results), _bytes(results), _ratios(results)):
-        console.print(table)
+    results = run(BenchSettings(**settings), _say)
+    s = results.settings
+    title = (
+        f"{s.model}: {s.tokens} random token ids, {s.new_tokens} new tokens, {s.threads} threads"
+    )
+    times = _times(title, [results.single, results.parallel])
     same = "the same tokens as" if results.same_tokens else "other tokens than"
-    console.print(f"full attention generates {same} transformers")
-    if json_file is not None:
-        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
+    verdict = f"full attention generates {same} transformers"
+    return results, [times, _bytes(results), _ratios(results.ratios), verdict]
+
+
+def _compare_shape(settings: dict[str, Any]) -> tuple[ShapeResults, list[Table | str]]:
+    """Razor and full attention with random weights."""
+    from razor_dist.evals.bench_shape import ShapeSettings, run
+
+    results = run(ShapeSettings(**settings), _say)
+    s = results.settings
+    title = f"{s.shape}, random weights: {s.tokens} random token ids, {s.kept:.0%} of KV heads kept"
+    kv = ", ".join(
+        f"{name}: {timing.stats['kv_bytes'] / 1e6:.1f} MB of KV"
+        for name, timing in results.timings.items()
+    )
+    return results, [_times(title, [results.timings]), kv, _ratios(results.ratios)]
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -78,15 +154,9 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-def _times(results: Results) -> Table:
-    s = results.settings
-    table = _table(
-        f"{s.model}: {s.tokens} random token ids, {s.new_tokens} new tokens, {s.threads} threads",
-        "",
-        "prefill, s",
-        "decode, ms/token",
-    )
-    for group in (results.single, results.parallel):
+def _times(title: str, groups: Sequence[Mapping[str, Timing]]) -> Table:
+    table = _table(title, "", "prefill, s", "decode, ms/token")
+    for group in groups:
         for timing in group.values():
             table.add_row(timing.name, f"{timing.prefill:.2f}", f"{1000 * timing.decode:.1f}")
         table.add_section()
@@ -114,10 +184,10 @@ def _bytes(results: Results) -> Table:
     return table
 
 
-def _ratios(results: Results) -> Table:
+def _ratios(ratios: Sequence[Ratio]) -> Table:
     table = _table("ratios of medians", "", "ratio", "bar", "")
     verdict = {None: "", True: "met", False: "missed"}
-    for ratio in results.ratios:
+    for ratio in ratios:
         bar = "" if ratio.bar is None else f"≤ {ratio.bar:g}"
         table.add_row(ratio.name, f"{ratio.value:.2f}", bar, verdict[ratio.met])
     return table

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from razor_dist import cli
-from razor_dist.evals import bench
+from razor_dist.evals import bench, bench_shape
 from razor_dist.evals.bench_engines import OWN, STOCK, rank_name
 from razor_dist.evals.timing import BenchSettings, Run, Timing, take_turns
 
@@ -39,7 +41,7 @@ def test_engines_take_turns_after_a_warm_up_that_does_not_count() -> None:
 
     engines = {n: (lambda p, k, n=n: engine(n, p, k)) for n in "ab"}
     told: list[str] = []
-    found = take_turns(engines, [1], BenchSettings(repeats=2), told.append)
+    found = take_turns(engines, [1], 3, 2, told.append)
     assert "".join(calls) == "ababab"
     assert [run.prefill_seconds for run in found["a"].runs] == [3.0, 5.0]
     assert len(told) == 6
@@ -100,3 +102,41 @@ def test_help_does_not_wait_for_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(("kept", "count"), [(0.3, 48), (0.001, 1), (1.0, 160), (0.25, 40)])
+def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
+    decision = bench_shape.spread(kept, 40, 4)
+    assert sum(map(sum, decision)) == count
+    per_layer = [sum(row) for row in decision]
+    assert max(per_layer) - min(per_layer) <= 1
+
+
+def test_a_shape_is_timed_with_random_weights(
+    tiny: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shape.json"
+    options = "--tokens 300 --new-tokens 4 --repeats 1 --window-max 64 --kept 0.5 --device cpu"
+    arguments = ["bench", "--shape", str(tiny("glm")), *options.split(), "--json", str(out)]
+    assert cli.main(arguments) == 0
+    found = json.loads(out.read_text())
+    ratios = {ratio["name"]: ratio["value"] for ratio in found["ratios"]}
+    # Half the heads keep 304 tokens, half the sinks and a window of at most 64 + 127.
+    assert 0.75 < ratios["KV, razor / full"] < 0.85
+    assert "prefill, razor / full" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kept", "0.5"], "kept is an option of --shape"),
+        (["--shape", "x", "--world-sizes", "1"], "world_sizes is no option of --shape"),
+        (["--shape", "/nowhere"], "give a folder with a config.json"),
+        (["--shape", "x", "--kept", "0"], "above 0 and at most 1"),
+    ],
+)
+def test_options_of_the_other_bench_are_refused(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capfd.readouterr().err
