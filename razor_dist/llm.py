@@ -163,15 +163,49 @@ class LLM:
         EngineError
             If the engine dies meanwhile.
         """
-        if self.config.max_num_seqs < 2:
-            raise RequestError(
-                "a prefix and what continues it are two sequences: start the engine with "
-                "max_num_seqs of at least 2",
-                param="max_num_seqs",
-            )
         _, ids = self._encode(prompt)
-        [settled] = self._check([ids], [SamplingParams(max_tokens=1)])
-        return self._loop.run(self._prefill(ids, settled))
+        return self._keep(ids)
+
+    def prefill_chat(
+        self,
+        messages: Conversation,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prefix:
+        """Read the beginning of a conversation once, for `chat` to continue it many times.
+
+        It ends where the last message's content does, not where that message does: a question may
+        follow in the same message. What follows is tokenised by itself, so let it begin as a new
+        paragraph does.
+
+        Parameters
+        ----------
+        messages : list of ``{"role": ..., "content": ...}``
+            Such as one of the user's that holds a document.
+        chat_template_kwargs : mapping, optional
+            Passed to the model's chat template.
+
+        Returns
+        -------
+        Prefix
+            A handle, to be released: see `prefill`.
+
+        Raises
+        ------
+        RequestError, EngineError
+            As `prefill` and `chat` do.
+
+        Examples
+        --------
+        >>> with llm.prefill_chat([{"role": "user", "content": document}]) as prefix:
+        ...     asked = [{"role": "user", "content": f"{document}\\n\\n{question}"}]
+        ...     outputs = llm.chat(asked, prefix=prefix)
+        """
+        text = self._encoder.chat_text(
+            messages,
+            add_generation_prompt=False,
+            template_kwargs={**(chat_template_kwargs or {}), "continue_final_message": True},
+        )
+        return self._keep(self._encoder.text(text, special_tokens=False), text)
 
     def chat(
         self,
@@ -180,6 +214,7 @@ class LLM:
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of each conversation.
 
@@ -193,23 +228,29 @@ class LLM:
             End the prompt with the beginning of an assistant's message.
         chat_template_kwargs : mapping, optional
             Passed to the model's chat template.
+        prefix : Prefix, optional
+            What `prefill_chat` returned. Every conversation begins with its messages, as texts;
+            what is beyond them is read, and told as `generate` tells it.
 
         Returns
         -------
         list of RequestOutput
             One per conversation.
+
+        Raises
+        ------
+        RequestError, EngineError
+            As `generate` does; also if a conversation does not begin as the prefix does.
         """
+        if prefix is not None:
+            prefix.stream_for(self._engine.client)  # refused before anything is tokenised
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         encoded = [
-            self._encoder.chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                template_kwargs=chat_template_kwargs,
-            )
+            self._encode_chat(conversation, prefix, add_generation_prompt, chat_template_kwargs)
             for conversation in conversations
         ]
-        return self._run([(None, ids) for ids in encoded], sampling_params, use_tqdm)
+        return self._run([(None, ids) for ids in encoded], sampling_params, use_tqdm, prefix)
 
     def stats(self) -> Message:
         """The engine's counters: see ``stats`` in `razor_dist.engine.protocol`."""
@@ -250,6 +291,32 @@ class LLM:
             )
         return None, [int(token) for token in prompt]
 
+    def _encode_chat(
+        self,
+        messages: Conversation,
+        prefix: Prefix | None,
+        generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> list[int]:
+        how: Any = {
+            "add_generation_prompt": generation_prompt,
+            "template_kwargs": template_kwargs,
+        }
+        if prefix is None:
+            return self._encoder.chat(messages, **how)
+        rest = prefix.rest_of(self._encoder.chat_text(messages, **how))
+        return self._encoder.text(rest, special_tokens=False)
+
+    def _keep(self, ids: list[int], chat_text: str | None = None) -> Prefix:
+        if self.config.max_num_seqs < 2:
+            raise RequestError(
+                "a prefix and what continues it are two sequences: start the engine with "
+                "max_num_seqs of at least 2",
+                param="max_num_seqs",
+            )
+        [settled] = self._check([ids], [SamplingParams(max_tokens=1)])
+        return self._loop.run(self._prefill(ids, settled, chat_text))
+
     def _run(
         self,
         prompts: list[tuple[str | None, list[int]]],
@@ -278,13 +345,15 @@ class LLM:
             for ids, p in zip(prompts, params, strict=True)
         ]
 
-    async def _prefill(self, ids: list[int], params: SamplingParams) -> Prefix:
+    async def _prefill(
+        self, ids: list[int], params: SamplingParams, chat_text: str | None
+    ) -> Prefix:
         client = self._engine.client
         stream = client.generate(str(next(self._ids)), ids, params, keep=True)
         async for message in stream:
             if message["processed"] == message["total"]:
                 break  # and leave the stream open: closing it would release the caches
-        return Prefix(stream, client, len(ids), asyncio.get_running_loop())
+        return Prefix(stream, client, len(ids), asyncio.get_running_loop(), chat_text)
 
     async def _answer_all(
         self,

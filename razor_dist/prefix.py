@@ -13,7 +13,9 @@ from razor_dist.errors import RequestError
 
 
 class Prefix:
-    """A prefilled prompt whose caches an engine keeps; `LLM.prefill` makes it.
+    """A prefilled prompt whose caches an engine keeps.
+
+    `LLM.prefill` and `LLM.prefill_chat` make it.
 
     Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
     until then. Closing the `LLM` and garbage collection release it as well.
@@ -28,6 +30,8 @@ class Prefix:
         The prompt's length.
     loop : asyncio.AbstractEventLoop
         The client's, where the stream may be closed.
+    chat_text : str, optional
+        Of a conversation's beginning: as the model reads it, up to the end of the last content.
 
     Examples
     --------
@@ -41,9 +45,11 @@ class Prefix:
         client: EngineClient,
         num_tokens: int,
         loop: asyncio.AbstractEventLoop,
+        chat_text: str | None = None,
     ) -> None:
         self._stream, self._client = stream, client
         self.num_tokens = num_tokens
+        self._chat_text = chat_text
         self._release = weakref.finalize(self, _close, stream, loop)
 
     @property
@@ -73,6 +79,33 @@ class Prefix:
         if self.released:
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         return self._stream
+
+    def rest_of(self, chat_text: str) -> str:
+        """What a conversation has beyond the one that this prefix holds the beginning of.
+
+        Parameters
+        ----------
+        chat_text : str
+            `PromptEncoder.chat_text` of the whole conversation.
+
+        Raises
+        ------
+        RequestError
+            If the prefix is of no conversation, or this one begins otherwise.
+        """
+        if self._chat_text is None:
+            raise RequestError(
+                "the prefix was made by prefill, which generate continues; make one with "
+                "prefill_chat",
+                param="prefix",
+            )
+        if not chat_text.startswith(self._chat_text):
+            raise RequestError(
+                "the conversation does not begin with the prefix's: its messages must be the same "
+                "up to the last of prefill_chat's, whose content may go on",
+                param="messages",
+            )
+        return chat_text[len(self._chat_text) :]
 
     def __enter__(self) -> Self:
         return self

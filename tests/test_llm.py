@@ -115,6 +115,24 @@ def test_chat(llm: LLM) -> None:
         llm.chat([{"content": 3}])
 
 
+def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
+    encoder = PromptEncoder(smollm2_tokenizer())
+
+    def text(content: str, **how: Any) -> str:
+        return encoder.chat_text([{"role": "user", "content": content}], **how)
+
+    document = "One sentence. Another, of 1234 words."
+    head = text(
+        document, add_generation_prompt=False, template_kwargs={"continue_final_message": True}
+    )
+    whole = text(f"{document}\n\nWhat?")
+    assert head.endswith(document)
+    before, after = (
+        encoder.text(part, special_tokens=False) for part in (head, whole.removeprefix(head))
+    )
+    assert before + after == encoder.chat([{"role": "user", "content": f"{document}\n\nWhat?"}])
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

@@ -26,6 +26,11 @@ from tests.tiny_models import make_tiny
 BOS, MAX_LEN = 1, 400
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 WORDS = [f"w{n}" for n in range(192)]
+# Begins with a token of its own and trims contents, as Llama 3's does.
+TEMPLATE = (
+    "w1 {% for message in messages %}w2 {{ message.content | trim }} w3 {% endfor %}"
+    "{% if add_generation_prompt %}w4{% endif %}"
+)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -44,7 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     words.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", BOS)])
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
     HeadMap(
         model="tiny",
         fingerprint=model_fingerprint(read_config(folder)),
@@ -142,6 +149,45 @@ def test_texts_begin_with_special_tokens_only_where_the_document_begins(llm: LLM
     assert answer.outputs[0].token_ids == whole.outputs[0].token_ids
     with llm.prefill({"prompt_token_ids": [5, 6]}) as prefix:
         assert prefix.num_tokens == 2
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def test_conversations_continue_a_prefix_in_mid_message(llm: LLM) -> None:
+    # Words that do not begin with w1, which the tokenizer finds anywhere, being special.
+    document = " ".join(WORDS[20 + n % 80] for n in DOCUMENT)
+    conversations = [
+        [user(f"{document}\n\nw8 w9")],
+        [user(f"{document}\n\nw8 w9"), {"role": "assistant", "content": "w21"}, user("w22")],
+        [user(document), {"role": "assistant", "content": "w21"}, user("w22")],
+    ]
+    whole = llm.chat(conversations, GREEDY)
+    with llm.prefill_chat([user(document)]) as prefix:
+        assert prefix.num_tokens == 2 + len(DOCUMENT)
+        answers = llm.chat(conversations, GREEDY, prefix=prefix)
+    assert answers[0].prompt_token_ids == [8, 9, 3, 4]
+    for answer, want in zip(answers, whole, strict=True):
+        assert want.prompt_token_ids[prefix.num_tokens :] == answer.prompt_token_ids
+        assert answer.num_cached_tokens == prefix.num_tokens
+        assert answer.outputs[0].token_ids == want.outputs[0].token_ids
+    assert held(llm) == 0
+
+
+def test_a_conversation_that_begins_otherwise_does_not_continue_a_prefix(llm: LLM) -> None:
+    with llm.prefill_chat([user("w5 w6")]) as prefix:
+        for conversation in ([user("w5 w7")], [user("w5")], [user("w9"), user("w5 w6 w7")]):
+            with pytest.raises(RequestError, match="does not begin with the prefix's") as error:
+                llm.chat(conversation, GREEDY, prefix=prefix)
+            assert error.value.param == "messages"
+    with pytest.raises(RequestError, match="the prefix was released"):
+        llm.chat([user("w5 w6 w7")], GREEDY, prefix=prefix)
+    with llm.prefill("w5 w6") as prefix, pytest.raises(RequestError, match="with prefill_chat"):
+        llm.chat([user("w5 w6 w7")], GREEDY, prefix=prefix)
+    for nothing, message in (([], "at least one message"), ([{"role": "user"}], "refuses")):
+        with pytest.raises(RequestError, match=message):
+            llm.prefill_chat(nothing)
 
 
 def test_the_context_holds_prefix_prompt_and_answer(llm: LLM) -> None:

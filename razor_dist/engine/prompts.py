@@ -85,6 +85,35 @@ class PromptEncoder:
         RequestError
             If there are no messages, no tokenizer or no template, or the template refuses them.
         """
+        # Template and tokens in one call: tokenising the template's text again would put a second
+        # beginning-of-sequence token before the one that the template writes.
+        encoded = self._apply_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What `chat` makes tokens of, for `text` without special tokens to do the rest."""
+        text: str = self._apply_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+        return text
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
         tokenizer = self._need("chat messages", "messages")
@@ -94,21 +123,15 @@ class PromptEncoder:
                 param="messages",
             )
         try:
-            # Template and tokens in one call: tokenising the template's text again would put a
-            # second beginning-of-sequence token before the one that the template writes.
-            encoded: Any = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=True,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=True,
-                **(template_kwargs or {}),
+            return tokenizer.apply_chat_template(
+                [dict(message) for message in messages], **arguments
             )
         except Exception as error:  # templates are programs: they may raise anything
             raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                # Not all of it: transformers may put the whole conversation into its message.
+                f"the model's chat template refuses these messages: {error!s:.500}",
+                param="messages",
             ) from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
 
     def _need(self, what: str, param: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
