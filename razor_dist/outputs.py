@@ -30,12 +30,13 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds since it was submitted.
+    """Times of one request, in seconds.
 
     Attributes
     ----------
     prefill_seconds : float or None
-        Time the engine spent from taking the request up to the end of its prompt.
+        From the beginning of its prompt's first wave to the end of the last; steps of other
+        requests that were answered in between are included, waiting is not.
     time_to_first_token, total_seconds : float or None
         Since submission, waiting included.
     """

@@ -178,11 +178,15 @@ class EngineClient:
         Raises
         ------
         RequestError
-            Code ``queue_full``, if ``max_queue`` requests are unfinished.
+            Code ``queue_full``, if ``max_queue`` requests are unfinished; or if ``prefix`` was
+            closed.
         EngineError
             If the engine is not ready, or the one that held ``prefix`` has died.
         """
         self.require_ready()
+        if prefix is not None and prefix.closed:
+            # By another thread, since the caller looked: `Prefix.stream_for` says the same.
+            raise RequestError("the prefix was released; prefill it again", param="prefix")
         if prefix is not None and prefix.ended:
             raise EngineError("the kept prompt was lost with its engine; prefill it again")
         self.check_room(1)

@@ -189,6 +189,10 @@ class EngineCore:
             # A request that waits while nothing runs would have rank 0 spin for ever.
             assert not self.scheduler.waiting, "the scheduler took in what it cannot admit"
             return []
+        if plan.op is Op.PREFILL:
+            request = self.scheduler.running[plan.sequence]
+            if plan.begin == request.begin:
+                request.began = time.monotonic()
         logits = self._run(plan)
         if plan.op is Op.PREFILL:
             return self._after_prefill(plan, logits)

@@ -40,7 +40,8 @@ class StepPlan:
     sequence : int
         Key of the sequence that OPEN, PREFILL, CLOSE and FORK are about.
     begin, end : int
-        PREFILL: the wave's positions. OPEN: ``end`` is the prompt's length.
+        PREFILL: the wave's positions. OPEN and FORK: ``end`` is the position after the prompt's
+        last token, counted from the beginning of what FORK copies.
     total : int
         OPEN and FORK: tokens to reserve, prompt and answer.
     wave_tokens : int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,6 +36,9 @@ class Request:
         Waves of the prompt still to be prefilled.
     generated : list of int
         Tokens sampled so far.
+    began : float
+        When its first wave began, by the monotonic clock; 0 until then. Before, it waited, be it
+        admitted or not: prompts are read one after the other.
     continued_by : int
         Requests, waiting or running, that name this one as their prefix.
     released : bool
@@ -53,7 +55,7 @@ class Request:
     prefix: Request | None = None
     waves: deque[Wave] = field(default_factory=deque)
     generated: list[int] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
     continued_by: int = 0
     released: bool = False
 

@@ -34,11 +34,17 @@ class RequestStream(AsyncIterator[Message]):
         self._abort = abort
         self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self._done = False
+        self._closed = False
 
     @property
     def ended(self) -> bool:
         """Whether the engine holds nothing of the request: it finished, failed or was aborted."""
         return self._done
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was `close` that ended the request, and not its last token or a failure."""
+        return self._closed
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -58,12 +64,8 @@ class RequestStream(AsyncIterator[Message]):
     def close(self) -> None:
         """Abort the request, unless it has ended. Never waits."""
         if not self._done:
-            self._done = True
+            self._done = self._closed = True
             self._abort(self.request_id)
-
-    async def aclose(self) -> None:
-        """`close`, for ``contextlib.aclosing``."""
-        self.close()
 
     def __enter__(self) -> RequestStream:
         return self

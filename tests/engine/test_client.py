@@ -209,6 +209,37 @@ def test_a_malformed_message_costs_the_engine_not_the_front(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
+    ready = encode({"t": "ready", "info": {"max_model_len": 8, "vocab_size": 9}})
+
+    async def main() -> None:
+        client = EngineClient(tmp_path / "engine")
+        await client.start()
+        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        writer.write(ready)
+        await client.ready()
+        released, lost = (client.generate(name, [1], MANY, keep=True) for name in "ab")
+        released.close()
+        assert released.ended and released.closed
+        with pytest.raises(RequestError, match="the prefix was released") as error:
+            client.generate("c", [1], MANY, prefix=released)
+        assert error.value.param == "prefix"
+        client.lost("it died")
+        writer.close()
+        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        writer.write(ready)
+        await client.ready()
+        lost.close()  # too late to matter
+        assert lost.ended and not lost.closed
+        with pytest.raises(EngineError, match="lost with its engine"):
+            client.generate("c", [1], MANY, prefix=lost)
+        assert client.unfinished == 0
+        writer.close()
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_the_socket_is_the_users_alone() -> None:
     async def main() -> None:
         async with running() as engine:

@@ -120,6 +120,26 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     assert core.scheduler._free_scratch == [core.runner.config.scratch_pages]
 
 
+def test_prefill_seconds_leave_out_the_wait(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny("llama"))
+    waves, execute = [0], core.runner.execute
+
+    def count(plan: StepPlan) -> torch.Tensor | None:
+        waves[0] += plan.op is Op.PREFILL
+        return execute(plan)
+
+    clock = SimpleNamespace(monotonic=lambda: waves[0])  # a wave takes a second
+    monkeypatch.setattr("razor_dist.engine.core.time", clock)
+    monkeypatch.setattr(core.runner, "execute", count)
+    core.add("a", prompt(120), GREEDY, keep=True)
+    core.add("b", prompt(80), GREEDY, keep=True)  # admitted at once, and read after the other
+    messages = run(core)
+    assert [m["seconds"] for m in messages["a"]] == [1, 2, 3]
+    assert [m["seconds"] for m in messages["b"]] == [1, 2]
+
+
 def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"), attention="full", kv_tokens=200, max_num_seqs=4)
     for i in range(3):
