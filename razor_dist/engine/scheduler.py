@@ -99,19 +99,26 @@ class Scheduler:
 
     def _check_size(self, request: Request) -> None:
         """Refuse a request that is too large even for caches that hold nothing else."""
-        pages = self._pages_of([request, *_prefixes(request)])
-        for most, have in (
-            (max(pages), self.cache.num_pages),
-            (max(self._need(request).scratch), self.cache.scratch_pages),
-        ):
-            if most > have:
-                size = self.cache.page_size
-                raise RequestError(
-                    f"the request needs {most * size} tokens of KV cache on a rank "
-                    f"({request.total} in all), which has {have * size}; shorten it or start the "
-                    "engine with a larger kv_tokens",
-                    code="kv_capacity_exceeded",
-                )
+        size = self.cache.page_size
+        pages = max(self._pages_of([request, *_prefixes(request)]))
+        scratch = max(self._need(request).scratch)
+        if pages > self.cache.num_pages:
+            raise RequestError(
+                f"the request needs {pages * size} tokens of KV cache on a rank "
+                f"({request.total} in all), which has {self.cache.num_pages * size}; shorten it or "
+                "start the engine with a larger kv_tokens",
+                code="kv_capacity_exceeded",
+            )
+        # The scratch pages hold a prompt of max_model_len, cut into the usual waves. Shorter ones,
+        # which log-probabilities of the prompt make, may split less evenly.
+        if scratch > self.cache.scratch_pages:
+            raise RequestError(
+                f"exact prefill needs room for {scratch * size} tokens of the prompt "
+                f"({request.end} in all) on a rank, which has it for "
+                f"{self.cache.scratch_pages * size}; shorten the prompt, ask for no "
+                "prompt_logprobs or start the engine with prefill: local",
+                code="kv_capacity_exceeded",
+            )
 
     def _check_beside_kept(self, request: Request) -> None:
         """Refuse a request that would wait for ever, because kept prompts end by abort only."""

@@ -40,7 +40,9 @@ class PagesOnly:
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
         self.prompt_logprobs = None
         self.pools = [_pool(pages) for _ in range(ranks)]
+        self.scratch = [_pool(scratch) for _ in range(ranks if scratch else 0)]
         self.tables: dict[int, list[PageTable]] = {}
+        self.scratch_tables: dict[int, list[PageTable]] = {}
         self.lengths: dict[int, int] = {}
         self.executed = 0
 
@@ -50,18 +52,30 @@ class PagesOnly:
         match plan.op:
             case Op.OPEN:
                 self._take(plan, 0, [PageTable() for _ in self.pools])
+                if self.scratch:
+                    prompt = shard_sizes(0, plan.end, plan.end, plan.wave_tokens, self.comm.size)
+                    self.scratch_tables[plan.sequence] = [
+                        pool.allocate(count)
+                        for pool, count in zip(self.scratch, prompt, strict=True)
+                    ]
             case Op.FORK:
                 self._take(plan, self.lengths[plan.source], self.tables[plan.source])
             case Op.CLOSE:
                 del self.lengths[plan.sequence]
                 for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
                     pool.release(table)
+                self._release_scratch(plan.sequence)
             case Op.PREFILL:
                 assert plan.begin == self.lengths[plan.sequence]
                 wave = Wave(plan.begin, plan.end, self.comm.size)
                 self.lengths[plan.sequence] = plan.end
                 for rank, table in enumerate(self.tables[plan.sequence]):
                     table.tokens += wave.tokens(rank)
+                for rank, table in enumerate(self.scratch_tables.get(plan.sequence, [])):
+                    table.tokens += wave.tokens(rank)
+                    assert len(table.pages) * PAGE >= table.tokens
+                if plan.last:
+                    self._release_scratch(plan.sequence)
             case Op.DECODE:
                 rows = len(plan.payload) // 2
                 for key in plan.payload[::2]:
@@ -80,6 +94,10 @@ class PagesOnly:
             for pool, table, count in zip(self.pools, source, new, strict=True)
         ]
         self.lengths[plan.sequence] = begin
+
+    def _release_scratch(self, key: int) -> None:
+        for pool, table in zip(self.scratch, self.scratch_tables.pop(key, ()), strict=False):
+            pool.release(table)
 
 
 def _pool(pages: int) -> PagePool:
@@ -206,6 +224,21 @@ def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
     run(core)
 
 
+def test_what_exact_prefill_has_no_room_for_is_told_as_such() -> None:
+    core, runner = make_core(pages=20, scratch=4)
+    with pytest.raises(RequestError, match=r"exact prefill needs room for 10 .* it for 8;") as no:
+        add(core, "long", 9)
+    assert no.value.code == "kv_capacity_exceeded"
+    assert "kv_tokens" not in str(no.value)
+    with pytest.raises(RequestError, match=r"20 in all\), which has 8; .* larger kv_tokens"):
+        add(make_core(pages=4, scratch=20)[0], "long", 19)
+    add(core, "fits", 8, 4)
+    add(core, "doc", 8, keep=True)
+    add(core, "question", 9, prefix="doc")  # what continues a prompt is read with local prefill
+    run(core)
+    assert runner.scratch[0].free_pages == 4
+
+
 class Engine(RuleBasedStateMachine):
     """Random requests, kept prompts, continuations and aborts: nothing gets stuck or is lost."""
 
@@ -213,12 +246,10 @@ class Engine(RuleBasedStateMachine):
         ranks=st.integers(1, 3),
         pages=st.integers(4, 24),
         slots=st.integers(1, 4),
-        exact=st.booleans(),
+        scratch=st.just(0) | st.integers(1, 24),
     )
-    def start(self, ranks: int, pages: int, slots: int, exact: bool) -> None:
-        self.core, self.runner = make_core(
-            ranks=ranks, pages=pages, slots=slots, scratch=MAX_LEN // PAGE + 1 if exact else 0
-        )
+    def start(self, ranks: int, pages: int, slots: int, scratch: int) -> None:
+        self.core, self.runner = make_core(ranks=ranks, pages=pages, slots=slots, scratch=scratch)
         self.names = 0
         self.kept: list[str] = []
 
@@ -257,6 +288,12 @@ class Engine(RuleBasedStateMachine):
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
         )
+        if prefix is None:
+            parts = shard_sizes(0, end, end, WAVE, runner.comm.size)
+            fits = fits and all(
+                pool.pages_for(tokens) <= pool.free_pages
+                for pool, tokens in zip(runner.scratch, parts, strict=False)
+            )
         assert not fits or len(runner.tables) == runner.config.max_sequences
 
     @rule(which=st.integers(0, 99))
@@ -281,6 +318,8 @@ class Engine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             free = [pool.free_pages for pool in self.runner.pools]
             assert self.core.scheduler._free_pages == free
+            free = [pool.free_pages for pool in self.runner.scratch]
+            assert self.core.scheduler._free_scratch == (free or [0] * self.runner.comm.size)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -291,10 +330,9 @@ class Engine(RuleBasedStateMachine):
         assert not self.core._requests
         assert not self.core.scheduler.running
         assert not self.core.scheduler.waiting
-        assert self.core.scheduler._free_scratch == (
-            [self.runner.config.scratch_pages] * self.runner.comm.size
+        assert all(
+            pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )
-        assert all(p.free_pages == p.num_pages for p in self.runner.pools)
 
 
 TestEngine = Engine.TestCase
