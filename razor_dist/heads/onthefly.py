@@ -1,0 +1,238 @@
+"""DuoAttention's criterion without its training: what each KV head loses if it alone is cut.
+
+A retrieval head is one that significantly alters the model's output when it sees the sinks and
+the recent tokens only (papers/duoattention.txt, section 2.2). Training finds these heads jointly,
+in hours. This is the first-order answer, in one forward pass a sample: every head runs in full,
+and beside it, for every KV head, what its group's output would have been without the middle of
+the context.
+
+**The score** of KV head j of layer i is, over the tokens t of the recall (see `passkeys`)::
+
+    || W_O,j (full_j - streaming_j) ||  /  || sum over all heads h of W_O,h full_h ||
+
+where W_O,j are the columns of the output projection that the query heads of group j own: a
+distance in the hidden state, where heads can be compared, relative to all that the layer's
+attention adds there. Norms are over tokens and hidden dimensions, squares summed over samples.
+
+What it cannot see: heads that stand in for one another, and what later layers make of a change.
+
+Letters: H query heads, K key-value heads, G = H / K, T tokens, R recall tokens, D head dimension,
+E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from razor_dist.errors import ConfigError, ModelError
+from razor_dist.heads.duo_pattern import by_sparsity, published_sparsity
+from razor_dist.heads.gates import full_attention, streaming_attention
+from razor_dist.heads.head_map import HeadMap, Scores, rounded
+from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
+from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.shape import ModelShape
+
+METHOD: Final = "onthefly"
+KIND: Final = "change"
+"""The kind of score, in `HeadMap.kv_scores`."""
+
+# The names that transformers' models give to an attention's output projection.
+_PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
+
+
+@dataclass(frozen=True)
+class OnTheFlySettings:
+    """Settings of the measurement.
+
+    Attributes
+    ----------
+    sparsity : float, optional
+        Fraction of KV heads to make local, see `by_sparsity`; by default `published_sparsity`.
+    sinks, recent : int
+        What a cut head sees. The paper's while training, as in `duo`.
+    samples : int
+        Passkey samples, each one forward pass.
+    """
+
+    sparsity: float | None = None
+    sinks: int = 128
+    recent: int = 256
+    samples: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+            raise ConfigError(f"sparsity must be from 0 to 1, got {self.sparsity}")
+        for name, least in (("sinks", 0), ("recent", 1), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class ChangeContext:
+    """An `AttentionContext` of full attention that measures what each KV head would lose.
+
+    Parameters
+    ----------
+    projections : list of Tensor
+        ``[E, H D]`` of each layer: see `output_projections`.
+    recall : Tensor
+        int64 ``[R]``, the tokens to look at.
+    sinks, recent : int
+        What a cut head sees.
+    """
+
+    def __init__(self, projections: list[Tensor], recall: Tensor, sinks: int, recent: int) -> None:
+        self._projections = projections
+        self._recall = recall
+        self._sinks = sinks
+        self._recent = recent
+        self.moved: dict[int, Tensor] = {}
+        """By layer, float64 ``[K]``: squared distance of each KV head."""
+        self.whole: dict[int, Tensor] = {}
+        """By layer, float64 scalar: squared norm of what the attention adds."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `razor_dist.attention.AttentionContext`."""
+        full = full_attention(q, k, v, scale)
+        cut = streaming_attention(q, k, v, scale, self._sinks, self._recent)
+        kv_heads = k.shape[0]
+        weight_EX = self._projections[layer].float()
+        # The model's own reshape: query heads side by side, a group's next to each other.
+        full_RX = full[:, self._recall].transpose(0, 1).flatten(1).float()
+        lost_RX = full_RX - cut[:, self._recall].transpose(0, 1).flatten(1).float()
+        moved = [
+            _squared(lost @ weight.T)
+            for lost, weight in zip(
+                lost_RX.chunk(kv_heads, 1), weight_EX.chunk(kv_heads, 1), strict=True
+            )
+        ]
+        self.moved[layer] = torch.stack(moved)
+        self.whole[layer] = _squared(full_RX @ weight_EX.T)
+        return full.transpose(0, 1)
+
+
+def _squared(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64).cpu()
+
+
+def output_projections(model: PreTrainedModel, shape: ModelShape) -> list[Tensor]:
+    """The weight of each layer's output projection, ``[E, H D]``.
+
+    Raises
+    ------
+    ModelError
+        If a layer's attention has none under a name that is known.
+    """
+    found: dict[int, Tensor] = {}
+    for module in model.base_model.modules():
+        layer = getattr(module, "layer_idx", None)
+        for name in _PROJECTIONS:
+            projection = getattr(module, name, None)
+            if isinstance(layer, int) and isinstance(projection, nn.Linear):
+                found[layer] = projection.weight
+    missing = sorted(set(range(shape.layers)) - set(found))
+    if missing:
+        raise ModelError(
+            f"models of type {model.config.model_type!r} have no output projection by the name of "
+            f"{', '.join(_PROJECTIONS)} in layer {missing[0]}, so heads cannot be compared"
+        )
+    return [found[layer] for layer in range(shape.layers)]
+
+
+def measure(
+    model: PreTrainedModel,
+    sample: Callable[[int], PasskeySample],
+    settings: OnTheFlySettings,
+    on_sample: Callable[[int], None] | None = None,
+) -> Scores:
+    """Score every KV head.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        From `razor_dist.models.loader.load_model`, on any device.
+    sample : callable
+        The passkey sample of an index, `Passkeys.sample`.
+    settings : OnTheFlySettings
+    on_sample : callable, optional
+        Progress: called with the index of each sample when it is done.
+
+    Returns
+    -------
+    tuple
+        ``[layers][KV heads]``, rounded as a head map keeps scores.
+    """
+    shape = ModelShape.from_config(model.config)
+    projections = output_projections(model, shape)
+    moved = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
+    whole = torch.zeros(shape.layers, 1, dtype=torch.float64)
+    for index in range(settings.samples):
+        one = sample(index)
+        recall = one.mask.nonzero()[:, 0].to(model.device)
+        context = ChangeContext(projections, recall, settings.sinks, settings.recent)
+        ids = one.ids[None].to(model.device)
+        with torch.inference_mode():
+            model.base_model(
+                input_ids=ids,
+                position_ids=torch.arange(ids.shape[1], device=model.device)[None],
+                use_cache=False,
+                attention_context=context,
+            )
+        for layer in range(shape.layers):
+            moved[layer] += context.moved[layer]
+            whole[layer] += context.whole[layer]
+        if on_sample is not None:
+            on_sample(index)
+    # A layer whose attention adds nothing loses nothing.
+    return rounded((moved / whole.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().tolist())
+
+
+def head_map(
+    model_name: str,
+    config: PretrainedConfig,
+    scores: Scores,
+    settings: OnTheFlySettings,
+    passkeys: PasskeySettings,
+    dtype: torch.dtype,
+) -> HeadMap:
+    """The head map that the scores decide.
+
+    Parameters
+    ----------
+    model_name : str
+        As people know the model.
+    config : PretrainedConfig
+        Of the model.
+    scores : tuple
+        What `measure` returned.
+    settings : OnTheFlySettings
+    passkeys : PasskeySettings
+        Of the samples.
+    dtype : torch.dtype
+        In which the model ran.
+    """
+    shape = ModelShape.from_config(config)
+    sparsity = settings.sparsity
+    if sparsity is None:
+        sparsity = published_sparsity(shape.group)
+    return HeadMap(
+        model=model_name,
+        fingerprint=model_fingerprint(config),
+        method=METHOD,
+        settings={
+            **asdict(settings),
+            "sparsity": sparsity,
+            "passkeys": asdict(passkeys),
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        query_heads=shape.query_heads,
+        retrieval=by_sparsity(scores, sparsity),
+        selected={},
+        scores={},
+        kv_scores={KIND: scores},
+    )

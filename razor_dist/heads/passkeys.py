@@ -1,0 +1,234 @@
+"""DuoAttention's synthetic passkeys: long text in which ten sequences of words must be remembered.
+
+A sample (papers/duoattention.txt, section 2.2 and Figure 3) is text with ten passkeys at random
+places, each of 32 random words, and at its end the recall of all ten in order. To predict a word
+of the recall a model must look back to where it stood: whatever a KV head contributes there from
+beyond the sinks and the recent tokens, it contributes to retrieval.
+
+Everything follows from the seed and the sample's index, so that any sample can be drawn again: a
+run that is resumed needs no state of the data, and ranks that draw the same sample need not send
+it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from razor_dist.errors import ConfigError, ModelError
+
+Encode = Callable[[str], list[int]]
+
+# Common words, most of them one token in any tokenizer of English.
+_WORDS = (
+    "apple arm bank bell bird boat book bridge car cat chair church city clock cloud coat corn "
+    "cow cup desk dog door dress egg eye farm field fire fish floor flower foot garden gate "
+    "glass gold grass hand hat hill horse house ice iron island key king lake lamp leaf letter "
+    "map milk moon mountain nail night paper park pen piano plate queen rain ring river road "
+    "rock roof rose salt school ship shoe snow song spoon star stone street sugar sun table "
+    "tail tree valley wall water wheel window wing winter wood "
+)
+_ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth"
+_MOST = 10
+_INTRODUCTION = "Here is a long text with passkeys in it. Remember them.\n\n"
+_PASSKEY = "\n\nRemember: the {} passkey is"
+_RECALL = "\n\nWhat is the {} passkey in the text? The {} passkey is"
+_FULL_STOP = "."
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+
+
+@dataclass(frozen=True)
+class PasskeySettings:
+    """What the samples are like; the defaults are the paper's (section 3.1).
+
+    Attributes
+    ----------
+    passkeys : int
+        In a sample, at most ten.
+    words : int
+        In a passkey.
+    min_tokens, max_tokens : int
+        Length of the shortest and of the longest samples. `Passkeys` raises the shortest to what
+        the passkeys take.
+    lengths : int
+        Different lengths, evenly spaced; a sample has one of them at random.
+    seed : int
+    """
+
+    passkeys: int = 10
+    words: int = 32
+    min_tokens: int = 1000
+    max_tokens: int = 32_000
+    lengths: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.passkeys <= _MOST:
+            raise ConfigError(f"passkeys must be from 1 to {_MOST}, got {self.passkeys}")
+        for name in ("words", "min_tokens", "max_tokens", "lengths"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be at least 0 and below 2**63, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class PasskeySample:
+    """One sample.
+
+    Attributes
+    ----------
+    ids : Tensor
+        int64 ``[N]``.
+    mask : Tensor
+        bool ``[N]``: the words of the passkeys where they are recalled.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+
+class Passkeys:
+    """All samples of one text and one seed.
+
+    Parameters
+    ----------
+    encode : callable
+        Text to token ids, without special tokens.
+    paragraphs : sequence of str
+        Prose. A sample begins at a random sentence; text that is too short begins again.
+    settings : PasskeySettings
+    start : sequence of int
+        Special tokens that every prompt of the model begins with.
+
+    Raises
+    ------
+    ConfigError
+        If the longest sample does not hold its passkeys, or there is no text.
+    """
+
+    def __init__(
+        self,
+        encode: Encode,
+        paragraphs: Sequence[str],
+        settings: PasskeySettings,
+        start: Sequence[int] = (),
+    ) -> None:
+        self.settings = settings
+        self._start = [*start, *encode(_INTRODUCTION)]
+        # Sentence by sentence, so that a passkey between two of them changes neither.
+        self._sentences = [
+            encode(("\n\n" if index == 0 else " ") + sentence)
+            for paragraph in paragraphs
+            for index, sentence in enumerate(_SENTENCE_END.split(" ".join(paragraph.split())))
+        ]
+        if not any(self._sentences):
+            raise ConfigError("there is no text to hide passkeys in")
+        self._words = [encode(" " + word) for word in _WORDS.split()]
+        self._stop = encode(_FULL_STOP)
+        ordinals = _ORDINALS.split()[: settings.passkeys]
+        self._hidden = [encode(_PASSKEY.format(ordinal)) for ordinal in ordinals]
+        self._asked = [encode(_RECALL.format(ordinal, ordinal)) for ordinal in ordinals]
+        # What a sample takes besides its text, if every word is the longest one.
+        fixed = len(self._start) + sum(map(len, self._hidden)) + sum(map(len, self._asked))
+        each = settings.words * max(map(len, self._words)) + len(self._stop)
+        shortest = max(settings.min_tokens, fixed + 2 * settings.passkeys * each)
+        if shortest > settings.max_tokens:
+            raise ConfigError(
+                f"max_tokens is {settings.max_tokens}, but {settings.passkeys} passkeys of "
+                f"{settings.words} words, hidden and recalled, can take {shortest} tokens"
+            )
+        steps = max(settings.lengths - 1, 1)
+        span = settings.max_tokens - shortest
+        self._lengths = [shortest + span * i // steps for i in range(settings.lengths)]
+        self._lengths[-1] = settings.max_tokens
+
+    def sample(self, index: int) -> PasskeySample:
+        """The sample with this index: the same whenever it is asked for."""
+        draw = random.Random(f"{self.settings.seed}:{index}")
+        length = draw.choice(self._lengths)
+        passkeys = [
+            [token for _ in range(self.settings.words) for token in draw.choice(self._words)]
+            for _ in self._hidden
+        ]
+        recall: list[int] = []
+        marks: list[bool] = []
+        for question, passkey in zip(self._asked, passkeys, strict=True):
+            recall += question + passkey + self._stop
+            marks += [False] * len(question) + [True] * len(passkey) + [False] * len(self._stop)
+        hidden = [
+            words + passkey + self._stop
+            for words, passkey in zip(self._hidden, passkeys, strict=True)
+        ]
+        room = length - len(self._start) - sum(map(len, hidden)) - len(recall)
+        text = self._text(room, draw)
+        # In the order of their ordinals; two may stand next to each other.
+        places = sorted(draw.randrange(len(text) + 1) for _ in hidden)
+        body: list[int] = []
+        for place, sentence in enumerate([*text, []]):
+            for at, passkey in zip(places, hidden, strict=True):
+                if at == place:
+                    body += passkey
+            body += sentence
+        ids = self._start + body + recall
+        mask = [False] * (len(ids) - len(marks)) + marks
+        return PasskeySample(torch.tensor(ids), torch.tensor(mask))
+
+    def _text(self, tokens: int, draw: random.Random) -> list[list[int]]:
+        """Consecutive sentences of so many tokens in all, the last one cut."""
+        first = draw.randrange(len(self._sentences))
+        text: list[list[int]] = []
+        while tokens > 0:
+            sentence = self._sentences[(first + len(text)) % len(self._sentences)][:tokens]
+            text.append(sentence)
+            tokens -= len(sentence)
+        return text
+
+
+def open_passkeys(path: Path, settings: PasskeySettings, haystack: Path | None = None) -> Passkeys:
+    """Samples for the model in a folder.
+
+    Parameters
+    ----------
+    path : Path
+        Folder with the model's tokenizer.
+    settings : PasskeySettings
+    haystack : Path, optional
+        Folder of ``.txt`` files to hide passkeys in. By default the prose of Python's language
+        reference: some 20,000 tokens, there wherever Python is.
+
+    Raises
+    ------
+    ModelError
+        If the folder has no tokenizer.
+    ConfigError
+        If the haystack has no text, or the passkeys do not fit.
+    """
+    from razor_dist.engine.prompts import load_tokenizer
+    from razor_dist.evals.haystack import folder_paragraphs, reference_paragraphs
+
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise ModelError(f"the model folder {path} has no tokenizer, and passkeys are words")
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    try:
+        paragraphs = reference_paragraphs() if haystack is None else folder_paragraphs(haystack)
+    except ValueError as error:
+        raise ConfigError(f"haystack: {error}") from error
+    return Passkeys(encode, paragraphs, settings, _start_tokens(tokenizer.encode(""), tokenizer))
+
+
+def _start_tokens(empty: list[int], tokenizer: object) -> list[int]:
+    """Of an empty prompt's tokens, those that begin it: some tokenizers end it as well."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return empty[:-1] if len(empty) > 1 and empty[-1] == end else empty

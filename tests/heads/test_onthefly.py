@@ -1,0 +1,91 @@
+"""The measurement without training, against its definition and on a planted head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from razor_dist.errors import ConfigError
+from razor_dist.heads.onthefly import KIND, OnTheFlySettings, head_map, measure
+from razor_dist.heads.passkeys import PasskeySample
+from razor_dist.models.loader import load_model, model_fingerprint
+from razor_dist.models.shape import ModelShape
+from tests.heads.planted import RETRIEVAL, make_planted, passkeys
+from tests.tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_scores_are_those_of_attention_matrices(family: str, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    model = load_model(path, device=CPU, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for tokens in (150, 90):
+        mask = torch.zeros(tokens, dtype=torch.bool)
+        mask[-40::3] = True
+        samples.append(PasskeySample(torch.randint(4, 190, (tokens,), generator=generator), mask))
+    sinks, recent = 4, 16
+    scores = measure(model, samples.__getitem__, OnTheFlySettings(0.5, sinks, recent, 2))
+
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    shape = ModelShape.from_config(stock.config)
+    moved = torch.zeros(shape.layers, shape.kv_heads)
+    whole = torch.zeros(shape.layers, 1)
+    for one in samples:
+        t = torch.arange(len(one.ids))
+        distance = t[:, None] - t
+        hidden_by_cut = (distance >= recent) & (t >= sinks)
+        values: dict[int, torch.Tensor] = {}
+        hooks = [
+            layer.self_attn.v_proj.register_forward_hook(
+                lambda _, __, out, index=index, into=values: into.__setitem__(index, out[0])
+            )
+            for index, layer in enumerate(stock.model.layers)
+        ]
+        with torch.no_grad():
+            attentions = stock(one.ids[None], output_attentions=True).attentions
+        for hook in hooks:
+            hook.remove()
+        for layer, attention in enumerate(attentions):
+            weights = attention[0]
+            cut = weights.masked_fill(hidden_by_cut, 0)
+            cut = cut / cut.sum(-1, keepdim=True)
+            v = values[layer].unflatten(1, (shape.kv_heads, -1)).transpose(0, 1)
+            v = v.repeat_interleave(shape.group, 0)
+            project = stock.model.layers[layer].self_attn.o_proj.weight.detach()
+            project = project.unflatten(1, (shape.query_heads, -1))
+            full = torch.einsum("hts,hsd,ehd->hte", weights, v, project)[:, one.mask]
+            lost = full - torch.einsum("hts,hsd,ehd->hte", cut, v, project)[:, one.mask]
+            by_group = lost.unflatten(0, (shape.kv_heads, -1)).sum(1)
+            moved[layer] += by_group.square().sum((1, 2))
+            whole[layer] += full.sum(0).square().sum()
+    torch.testing.assert_close(torch.tensor(scores), (moved / whole).sqrt(), atol=1e-5, rtol=1e-3)
+
+
+def test_finds_the_planted_head(tmp_path: Path) -> None:
+    model = load_model(make_planted(tmp_path), device=CPU, dtype=torch.float32)
+    samples = passkeys()
+    settings = OnTheFlySettings(sparsity=0.75, sinks=4, recent=24, samples=2)
+    scores = measure(model, samples.sample, settings)
+    layer, head = RETRIEVAL
+    others = [
+        score for i, row in enumerate(scores) for j, score in enumerate(row) if (i, j) != RETRIEVAL
+    ]
+    assert scores[layer][head] > 0.5 > 0.02 > max(others)
+    found = head_map("planted", model.config, scores, settings, samples.settings, torch.float32)
+    assert found.method == "onthefly" and found.kv_scores == {KIND: scores}
+    assert [
+        (i, j) for i, row in enumerate(found.retrieval) for j, kept in enumerate(row) if kept
+    ] == [RETRIEVAL]
+    found.validate(ModelShape.from_config(model.config), model_fingerprint(model.config))
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ({"sparsity": 1.5}, {"samples": 0}, {"recent": 0}, {"sinks": -1}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
+            OnTheFlySettings(**wrong)  # type: ignore[arg-type]
