@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config import EngineConfig
 from razor_dist.config_sources import build_config
 from razor_dist.engine.assembler import Assembler, Piece, prompt_logprobs
+from razor_dist.engine.client import EngineClient
 from razor_dist.engine.local import LocalEngine
 from razor_dist.engine.loop_thread import LoopThread
 from razor_dist.engine.prompts import PromptEncoder, check_prompt, load_tokenizer
 from razor_dist.engine.protocol import Message
 from razor_dist.engine.ranks import WORKER
-from razor_dist.errors import RequestError
+from razor_dist.errors import EngineError, RequestError
 from razor_dist.models.registry import resolve_model
 from razor_dist.outputs import CompletionOutput, RequestOutput
 from razor_dist.prefix import Prefix
@@ -132,10 +133,10 @@ class LLM:
             another engine's; no answer is returned then.
         EngineError
             If the engine dies meanwhile, or died with the prefix. It is restarted for the next
-            call.
+            call. Also if the `LLM` was closed.
         """
         if prefix is not None:
-            prefix.stream_for(self._engine.client)  # refused before anything is tokenised
+            prefix.stream_for(self._client)  # refused before anything is tokenised
         texts_and_ids = [self._encode(prompt, prefix) for prompt in _as_list(prompts)]
         return self._run(texts_and_ids, sampling_params, use_tqdm, prefix)
 
@@ -243,7 +244,7 @@ class LLM:
             As `generate` does; also if a conversation does not begin as the prefix does.
         """
         if prefix is not None:
-            prefix.stream_for(self._engine.client)  # refused before anything is tokenised
+            prefix.stream_for(self._client)  # refused before anything is tokenised
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         encoded = [
@@ -254,14 +255,14 @@ class LLM:
 
     def stats(self) -> Message:
         """The engine's counters: see ``stats`` in `razor_dist.engine.protocol`."""
-        return self._loop.run(self._engine.client.stats())
+        return self._loop.run(self._client.stats())
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer; ``None`` if its folder has none."""
         return self._encoder.tokenizer
 
     def close(self) -> None:
-        """End the ranks. Further calls do nothing."""
+        """End the ranks. Another `close` does nothing; other calls raise `EngineError`."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -271,6 +272,13 @@ class LLM:
         self.close()
 
     # ----------------------------------------------------------------- inside
+
+    @property
+    def _client(self) -> EngineClient:
+        """The engine's, for calls that come from outside; refused once `close` was called."""
+        if not self._close.alive:
+            raise EngineError("the LLM was closed; make a new one")
+        return self._engine.client
 
     def _encode(self, prompt: Prompt, prefix: Prefix | None = None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -332,7 +340,7 @@ class LLM:
     def _check(
         self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
     ) -> list[SamplingParams]:
-        info = self._loop.run(self._engine.client.ready())
+        info = self._loop.run(self._client.ready())
         return [
             check_prompt(
                 ids,

@@ -6,7 +6,7 @@ import gc
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import pytest
 import razor_dist
 from razor_dist import LLM, SamplingParams
 from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.engine.request_stream import RequestStream
 from razor_dist.errors import ConfigError, EngineError, ModelError, RequestError
+from razor_dist.prefix import Prefix
 from tests import fake_engine
 from tests.tokenizer import smollm2_tokenizer
 
@@ -195,6 +197,27 @@ def test_a_closed_llm_has_no_ranks() -> None:
     del dropped
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that nobody runs is one
+def test_a_closed_llm_says_so() -> None:
+    llm = FakeLLM()
+    prefix = Prefix(RequestStream("a", print), llm._engine.client, 1, llm._loop._loop)
+    llm.close()
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate([[5]]),
+        lambda: llm.generate([[5]], prefix=prefix),
+        lambda: llm.generate([]),
+        lambda: llm.chat([{"role": "user", "content": "Hello"}]),
+        lambda: llm.prefill([5]),
+        llm.stats,
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match="the LLM was closed"):
+            call()
+    prefix.release()
+    assert llm.get_tokenizer() is not None
+    gc.collect()
 
 
 def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
