@@ -52,6 +52,10 @@ class EngineInfo:
     fields: Message = field(default_factory=dict)
 
 
+class EngineBusyError(EngineError):
+    """The engine lives and is too busy to answer now: rank 0 hears nothing during a wave."""
+
+
 class EngineClient:
     """Requests in, messages out, and the engine's state in between.
 
@@ -221,8 +225,10 @@ class EngineClient:
 
         Raises
         ------
+        EngineBusyError
+            If the engine does not answer within ``timeout`` seconds.
         EngineError
-            If the engine is not ready, dies, or does not answer within ``timeout`` seconds.
+            If it is not ready or dies.
         """
         self.require_ready()
         tag = next(self._tags)
@@ -232,7 +238,9 @@ class EngineClient:
             self._send({"t": "stats", "tag": tag})
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise EngineError(f"the engine did not answer within {timeout:g} s") from None
+            raise EngineBusyError(
+                f"the engine is busy and did not answer within {timeout:g} s; try again later"
+            ) from None
         finally:
             self._stats.pop(tag, None)
 

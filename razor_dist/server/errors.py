@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
-from razor_dist.engine.client import Status
+from razor_dist.engine.client import EngineBusyError, Status
 from razor_dist.errors import EngineError, RequestError
 
 _STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413}
@@ -37,6 +37,8 @@ class Failure(NamedTuple):
             return cls(status, str(error), error.param, error.code)
         if isinstance(error, NotReadyError):
             return cls(503, str(error), code=f"engine_{error.state}")
+        if isinstance(error, EngineBusyError):
+            return cls(503, str(error), code="engine_busy")
         if isinstance(error, EngineError):
             return cls(500, str(error), code="engine_error")
         # Not the error's text: it may hold what no client should see. The log has it.

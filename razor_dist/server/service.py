@@ -17,6 +17,9 @@ from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.schema import ChatBody, CompletionBody
 
+# Seconds; what polls the counters often gives up after 10 itself.
+_STATS_PATIENCE = 8.0
+
 
 class Service:
     """The model behind the API.
@@ -83,9 +86,16 @@ class Service:
         return answers, CompletionFormat(self.config.name, answers, encoder.tokenizer)
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's description and its counters."""
+        """The engine's description and its counters.
+
+        Raises
+        ------
+        EngineBusyError
+            If a wave keeps rank 0 from answering for longer than a client may want to wait.
+        """
         info, _ = self.require_ready()
-        counters = {k: v for k, v in (await self.client.stats()).items() if k not in ("t", "tag")}
+        answer = await self.client.stats(_STATS_PATIENCE)
+        counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
 
     def _admit(self, model: str, requests: int) -> tuple[EngineInfo, PromptEncoder]:

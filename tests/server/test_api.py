@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import openai
 import pytest
 
+from razor_dist.config import ServerConfig
+from razor_dist.engine.client import EngineClient
 from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.engine.protocol import encode
+from razor_dist.server.app import build_app
+from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import wait_until
 from tests.tokenizer import smollm2_tokenizer
@@ -216,6 +224,34 @@ def test_a_full_queue_refuses_with_429(url: str) -> None:
         assert httpx.get(f"{url}/health").status_code == 200
     free = {"model": "smollm2", "prompt": "Hello"}
     assert wait_until(lambda: httpx.post(f"{url}/v1/completions", json=free).status_code == 200, 5)
+
+
+def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
+    """Rank 0 is in the midst of a wave: it lives, and answers nothing."""
+    service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
+    service.encoder = PromptEncoder(None)
+
+    async def main() -> httpx.Response:
+        await service.client.start()
+        _, writer = await asyncio.open_unix_connection(service.client.socket_path)
+        info = {"max_model_len": 8, "vocab_size": 9}
+        writer.write(encode({"t": "ready", "info": info}))
+        await service.client.ready()
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            answer = await http.get("/stats")
+            assert (await http.get("/health")).json()["status"] == "ready"
+        writer.close()
+        await service.client.close()
+        return answer
+
+    with mock.patch("razor_dist.server.service._STATS_PATIENCE", 0.1):
+        answer = asyncio.run(main())
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("engine_busy", "service_unavailable_error")
+    assert "did not answer within" in error["message"]
 
 
 def test_models_lists_the_served_one(client: openai.OpenAI) -> None:
