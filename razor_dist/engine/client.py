@@ -77,7 +77,8 @@ class EngineClient:
         self.max_queue = max_queue
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
-        # Messages of all rank 0s so far, and the process of the last one: see `heartbeat`.
+        # Messages of all rank 0s so far, and the process of the connected one, once it has told:
+        # see `heartbeat`.
         self.received = 0
         self.rank0_pid: int | None = None
         self._status = Status("loading", "the model is being loaded")
@@ -339,6 +340,7 @@ class EngineClient:
             with contextlib.suppress(Exception):
                 self._writer.close()
             self._writer = None
+            self.rank0_pid = None  # another process may get it
         self._fail_requests(error)
 
     def _fail_requests(self, error: EngineError) -> None:

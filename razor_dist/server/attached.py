@@ -56,12 +56,18 @@ async def _run(config: ServerConfig, listener: socket.socket, path: Path, agent:
 
 
 async def _kill_when_silent(client: EngineClient, timeout: float) -> None:
-    """End a rank 0 that is stuck; torchrun sees its death and does the rest."""
+    """End a rank 0 that is stuck; torchrun sees its death and does the rest.
+
+    One that has not connected cannot be ended, since nobody knows which process it is. It may not
+    even exist: torchrun may wait for other nodes. Then /health says for what the front waits.
+    """
     while True:
-        client.lost(await silence(client, timeout))
-        if client.rank0_pid is not None:
+        reason = await silence(client, timeout)
+        stuck = client.rank0_pid
+        client.lost(reason)
+        if stuck is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(client.rank0_pid, signal.SIGKILL)
+                os.kill(stuck, signal.SIGKILL)
 
 
 async def _nothing() -> None:

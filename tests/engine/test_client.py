@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from razor_dist.config import EngineConfig
-from razor_dist.engine.client import EngineClient
+from razor_dist.engine import heartbeat
+from razor_dist.engine.client import EngineClient, Status
+from razor_dist.engine.heartbeat import silence
 from razor_dist.engine.local import LocalEngine
 from razor_dist.engine.protocol import encode
 from razor_dist.errors import EngineError, RequestError
@@ -25,9 +27,13 @@ MANY = SamplingParams(max_tokens=100)
 
 @contextlib.asynccontextmanager
 async def running(
-    model: str = "smollm2", *, world_size: int = 2, max_queue: int | None = None
+    model: str = "smollm2",
+    *,
+    world_size: int = 2,
+    max_queue: int | None = None,
+    heartbeat_timeout: float = 30.0,
 ) -> AsyncIterator[LocalEngine]:
-    config = EngineConfig(model=model, world_size=world_size)
+    config = EngineConfig(model=model, world_size=world_size, heartbeat_timeout=heartbeat_timeout)
     engine = LocalEngine(config, max_queue=max_queue, worker="tests.fake_engine")
     await engine.start()
     try:
@@ -165,6 +171,49 @@ def test_a_stopped_rank_is_killed_with_the_others() -> None:
             async with asyncio.timeout(10):
                 await engine.client.ready()
             assert not any(exists(pid) for pid in before)
+
+    asyncio.run(main())
+
+
+def test_silence_before_and_after_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "patience", lambda _: 0.2)
+
+    async def main() -> None:
+        client = EngineClient(tmp_path / "engine")
+        await client.start()
+        assert await silence(client, 0.01) == "rank 0 did not connect within 0.2 s"
+        _, writer = await asyncio.open_unix_connection(client.socket_path)
+        writer.write(encode({"t": "alive", "pid": 7}))
+        while client.rank0_pid != 7:
+            await asyncio.sleep(0.01)
+        assert await silence(client, 0.3) == "rank 0 gave no sign of life for 0.3 s"
+        client.lost("it was silent")
+        assert client.rank0_pid is None  # it may be another process by the time of a next silence
+        writer.close()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "patience", lambda _: 5.0)
+
+    async def main() -> None:
+        async with running(heartbeat_timeout=4.0) as engine:
+            while not engine.launcher.pids:
+                await asyncio.sleep(0)
+            stopped = engine.launcher.pids[0]
+            os.kill(stopped, signal.SIGSTOP)
+            while engine.client.status.state == "loading":
+                await engine.client.wait_change()
+            assert engine.client.status == Status("restarting", "rank 0 did not connect within 5 s")
+            async with asyncio.timeout(30):
+                await engine.client.ready()
+            assert not exists(stopped)
 
     asyncio.run(main())
 
