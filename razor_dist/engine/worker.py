@@ -82,9 +82,18 @@ class Link:
             raise FrontClosed from error
 
     def send_failure(self, error: RazorError) -> None:
-        """Tell the front why the ranks cannot start; the front tells the user."""
-        with contextlib.suppress(FrontClosed):
+        """Tell the front why the ranks cannot start; the front tells the user.
+
+        Raises
+        ------
+        FrontUnreachableError
+            If the front has gone; it holds what the front was to tell.
+        """
+        try:
             self.send(error_message("", error))
+        except FrontClosed:
+            raise FrontUnreachableError(f"{error} (the front has gone)") from error
+        with contextlib.suppress(FrontClosed):
             # The front hangs up when it has read that. Our exit makes torchrun's agent end, and
             # that the front, which must know the reason by then.
             self.receive(_LAST_WORDS)
