@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,32 +11,111 @@ import typer
 from razor_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
     from razor_dist.heads.head_map import HeadMap
-    from razor_dist.heads.razor import ProbeScores, RazorSettings
+
+# The options that not every method has, and the methods that have them.
+_BELONGS = {
+    "induction": ("razor",),
+    "echo": ("razor",),
+    "tokens": ("razor",),
+    "repeats": ("razor",),
+    "sparsity": ("duo", "onthefly"),
+    "sink_tokens": ("duo", "onthefly"),
+    "recent_tokens": ("duo", "onthefly"),
+    "passkeys": ("duo", "onthefly"),
+    "max_tokens": ("duo", "onthefly"),
+    "haystack": ("duo", "onthefly"),
+    "samples": ("onthefly",),
+    "threshold": ("duo",),
+    "steps": ("duo",),
+    "learning_rate": ("duo",),
+    "l1": ("duo",),
+    "zero_stage": ("duo",),
+    "checkpoint": ("duo",),
+    "checkpoint_every": ("duo",),
+    "resume": ("duo",),
+}
 
 
 def identify(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="smollm2 (embedded), a local folder or a hub id org/name.")
     ],
     out: Annotated[Path, typer.Option(help="Head map to write (JSON).")],
     method: Annotated[
-        Literal["razor"], typer.Option(help="razor: RazorAttention's induction and echo scores.")
+        Literal["razor", "duo", "onthefly"],
+        typer.Option(
+            help="razor: RazorAttention's induction and echo scores, in one pass. duo: "
+            "DuoAttention's gates, trained. onthefly: what each KV head loses if it alone is cut, "
+            "in a few passes."
+        ),
     ] = "razor",
     induction: Annotated[
-        float, typer.Option(help="Query heads to choose by induction score, in percent.")
+        float, typer.Option(help="razor: query heads to choose by induction score, in percent.")
     ] = 14.0,
     echo: Annotated[
-        float, typer.Option(help="Query heads to choose by echo score, in percent.")
+        float, typer.Option(help="razor: query heads to choose by echo score, in percent.")
     ] = 1.0,
     tokens: Annotated[
-        int, typer.Option(help="Random tokens; fewer if the model's context is short.")
+        int, typer.Option(help="razor: random tokens; fewer if the model's context is short.")
     ] = 2500,
-    repeats: Annotated[int, typer.Option(help="How often they are repeated.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    repeats: Annotated[int, typer.Option(help="razor: how often they are repeated.")] = 4,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="duo, onthefly: fraction of KV heads to make local, 0 to 1. [default: 0.5, or "
+            "0.75 without grouped heads]"
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="duo, instead: keep the KV heads whose gate is at least this, 0 to 1."),
+    ] = None,
+    sink_tokens: Annotated[
+        int, typer.Option(help="duo, onthefly: first tokens that a cut head sees.")
+    ] = 128,
+    recent_tokens: Annotated[
+        int, typer.Option(help="duo, onthefly: recent tokens that a cut head sees.")
+    ] = 256,
+    passkeys: Annotated[
+        int, typer.Option(help="duo, onthefly: passkeys of 32 words hidden in a sample.")
+    ] = 10,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="duo, onthefly: longest sample. [default: the model's context, up to 32000]"
+        ),
+    ] = None,
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            help="duo, onthefly: folder of .txt files to hide passkeys in. [default: Python's "
+            "language reference]"
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="onthefly: samples to measure, one forward pass each.")
+    ] = 4,
+    steps: Annotated[int, typer.Option(help="duo: training steps, one sample each.")] = 2000,
+    learning_rate: Annotated[float, typer.Option(help="duo: the highest.")] = 0.02,
+    l1: Annotated[
+        float, typer.Option(help="duo: weight of the gates' mean, which draws them to 0.")
+    ] = 0.05,
+    zero_stage: Annotated[
+        int, typer.Option(help="duo: 3 shards the frozen weights over the ranks, 0 does not.")
+    ] = 0,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="duo: new folder to keep the run's state in.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=1, help="duo: steps from one state to the next.")
+    ] = 50,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="duo: --checkpoint folder of a run to continue, with its settings."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random tokens and passkeys.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Picture to write as well (PNG).")] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
@@ -49,85 +128,82 @@ def identify(
     ] = False,
 ) -> None:
     """Find the retrieval heads of MODEL and write its head map."""
-    # Imported here, so that --help does not wait for torch.
-    from razor_dist.config import EngineConfig
-    from razor_dist.engine.build import torch_device, torch_dtype
-    from razor_dist.heads import razor
-    from razor_dist.heads.plot import plot_head_map
-    from razor_dist.models.loader import load_model
-    from razor_dist.models.registry import resolve_model
-
-    assert method == "razor"  # the only one so far; typer refuses others
-    settings = razor.RazorSettings(induction, echo, tokens, repeats, seed)
+    _refuse_strangers(context, method)
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: there is no folder {file.absolute().parent}")
+    if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
+
+    # Imported here, so that --help does not wait for torch.
+    from razor_dist.commands.identify_job import Job, Run
+    from razor_dist.config import EngineConfig
+    from razor_dist.engine.build import torch_device, torch_dtype
+    from razor_dist.heads.duo import DuoSettings
+    from razor_dist.heads.onthefly import OnTheFlySettings
+    from razor_dist.heads.passkeys import PasskeySettings
+    from razor_dist.models.registry import resolve_model
+
     config = EngineConfig(model=model, device=device, dtype=dtype)
-    where = torch_device(config, 0)
+    where = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
     precision = torch_dtype(config, where)
     path = resolve_model(model, trust_remote_code=trust_remote_code)
-    loaded = load_model(path, device=where, dtype=precision, trust_remote_code=trust_remote_code)
-    start = time.monotonic()
-    result = _probe(loaded, razor.plain_vocabulary(path, loaded.config), settings)
-    seconds = time.monotonic() - start
     name = path.name if Path(model).is_dir() else model
-    found = razor.head_map(name, loaded.config, result, settings, precision)
+    job = Job(name, path, where, precision, trust_remote_code)
+    found: HeadMap | None
+    if method == "razor":
+        found = job.razor(induction, echo, tokens, repeats, seed)
+    else:
+        longest = job.longest_sample() if max_tokens is None else max_tokens
+        hidden = PasskeySettings(passkeys=passkeys, max_tokens=longest, seed=seed)
+        if method == "onthefly":
+            found = job.onthefly(
+                OnTheFlySettings(sparsity, sink_tokens, recent_tokens, samples), hidden, haystack
+            )
+        else:
+            settings = DuoSettings(
+                sink_tokens,
+                recent_tokens,
+                steps,
+                learning_rate,
+                l1,
+                zero_stage,
+                sparsity,
+                threshold,
+            )
+            folder = _state_folder(checkpoint, resume)
+            run = Run(folder, resume is not None, checkpoint_every)
+            found = job.duo(settings, hidden, haystack, run)
+    if found is None:  # another rank writes
+        return
     found.save(out)
     if plot is not None:
+        from razor_dist.heads.plot import plot_head_map
+
         plot_head_map(found, plot)
-    _report(found, result, settings, seconds)
     typer.echo(f"wrote {out}" + (f" and {plot}" if plot is not None else ""))
 
 
-def _probe(model: PreTrainedModel, vocabulary: Tensor, settings: RazorSettings) -> ProbeScores:
-    """The probe, with a progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from razor_dist.heads.razor import probe
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("probing layers", total=model.config.num_hidden_layers)
-        return probe(model, vocabulary, settings, lambda layer: progress.advance(task))
+def _refuse_strangers(context: typer.Context, method: str) -> None:
+    """Options of other methods are mistakes: ignored in silence, they would seem to have acted."""
+    for name, methods in _BELONGS.items():
+        source = context.get_parameter_source(name)
+        if method not in methods and source is not None and source.name != "DEFAULT":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} belongs to --method {' and '.join(methods)}, not to "
+                f"{method}"
+            )
 
 
-def _report(found: HeadMap, result: ProbeScores, settings: RazorSettings, seconds: float) -> None:
-    """Say on stdout what was used, what was chosen and how sure the choice is."""
-    heads = len(found.retrieval) * found.query_heads
-    kv_heads = len(found.retrieval) * len(found.retrieval[0])
-    kept = sum(map(sum, found.retrieval))
-    touched = sum(map(any, found.retrieval))
-    chosen = round(found.selected_fraction * heads)
-    limit = (
-        "" if result.tokens == settings.tokens else f", the most that fit; {settings.tokens} asked"
-    )
-    typer.echo(f"{result.tokens} random tokens x {settings.repeats}{limit}; {seconds:.1f} s")
-    for kind, pairs in found.selected.items():
-        typer.echo(f"{kind}: {len(pairs)} of {heads} query heads" + _threshold(found, kind))
-    typer.echo(
-        f"selected {chosen} of {heads} query heads ({found.selected_fraction:.1%}), which promote "
-        f"{kept} of {kv_heads} KV heads ({found.kv_fraction:.1%}) on {touched} of "
-        f"{len(found.retrieval)} layers"
-    )
-    chosen_here, chosen_there = result.decide(settings, heads // kv_heads)
-    differ = sum(
-        a != b
-        for here, there in zip(chosen_here.retrieval, chosen_there.retrieval, strict=True)
-        for a, b in zip(here, there, strict=True)
-    )
-    typer.echo(f"the per-token reading of the scores would decide {differ} KV heads otherwise")
+def _state_folder(checkpoint: Path | None, resume: Path | None) -> Path | None:
+    """Where a run's state is kept."""
+    from razor_dist.heads.duo_checkpoint import state_file
 
-
-def _threshold(found: HeadMap, kind: str) -> str:
-    """The lowest chosen score and the highest left out."""
-    ranked = sorted((score for row in found.scores[kind] for score in row), reverse=True)
-    count = len(found.selected[kind])
-    if not 0 < count < len(ranked):
-        return ""
-    return f", down to {ranked[count - 1]:.3g} (the next has {ranked[count]:.3g})"
+    if checkpoint is not None and resume is not None:
+        raise ConfigError("give --checkpoint or --resume, not both: --resume goes on in its folder")
+    if checkpoint is not None and state_file(checkpoint).exists():
+        raise ConfigError(
+            f"{checkpoint} holds the state of a run; continue it with --resume {checkpoint}, or "
+            "give a new folder"
+        )
+    return checkpoint if resume is None else resume

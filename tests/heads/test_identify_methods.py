@@ -1,0 +1,135 @@
+"""The methods of the identify command that hide passkeys, end to end on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from razor_dist.commands.identify import identify
+from razor_dist.errors import ConfigError
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.shape import ModelShape
+from tests.tiny_models import make_tiny
+
+app = typer.Typer()
+app.command()(identify)
+
+SMALL = ["--passkeys", "2", "--max-tokens", "1500", "--sink-tokens", "4", "--recent-tokens", "16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer knows letters."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+    letters = {chr(32 + i): i + 4 for i in range(95)} | {"?!": 3}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?!").save_pretrained(folder)
+    return folder
+
+
+def _run(model: Path, out: Path, *options: str) -> str:
+    result = CliRunner().invoke(
+        app, [str(model), "--out", str(out), *options], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_onthefly_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "map.json", tmp_path / "map.png"
+    options = [*SMALL, "--samples", "2", "--sparsity", "0.6", "--plot", str(picture)]
+    text = _run(model, out, "--method", "onthefly", *options)
+    found = HeadMap.load(out)
+    config = read_config(model)
+    found.validate(ModelShape.from_config(config), model_fingerprint(config))
+    assert found.method == "onthefly" and found.settings["passkeys"]["passkeys"] == 2
+    assert sum(map(sum, found.retrieval)) == 3  # ceil(0.6 x 7) of 8 are local
+    assert "2 samples; " in text and "kept 3 of 8 KV heads (37.5%)" in text
+    with Image.open(picture) as image:
+        assert image.width > 300
+    _run(model, tmp_path / "again.json", "--method", "onthefly", *options[:-2])
+    assert HeadMap.load(tmp_path / "again.json") == found
+
+
+def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) -> None:
+    """In processes of its own: a process group lasts as long as its process."""
+    train = ["identify", str(model), "--method", "duo", *SMALL, "--device", "cpu"]
+    train += ["--steps", "4", "--learning-rate", "0.2", "--checkpoint-every", "2"]
+    state, out, again = tmp_path / "run", tmp_path / "map.json", tmp_path / "again.json"
+    command = Path(sys.executable).with_name("torchrun")
+    ranks = [str(command), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    ranks += [str(command.with_name("razor-dist"))]
+    said = _process([*ranks, *train, "--out", str(out), "--checkpoint", str(state)])
+    assert "4 steps; " in said and said.count("wrote") == 1
+    found = HeadMap.load(out)
+    assert found.method == "duo" and set(found.kv_scores) == {"gate"}
+    assert found.settings["training"]["steps"] == 4
+    # Resumed where it is done, on one rank and with another rule: the gates are the same.
+    resumed = [*train, "--out", str(again), "--resume", str(state), "--threshold", "0.5"]
+    _process([sys.executable, "-c", _MAIN, *resumed])
+    assert HeadMap.load(again).kv_scores == found.kv_scores
+    for options, problem in (
+        (["--checkpoint", str(state)], "holds the state of a run; continue it with --resume"),
+        (["--resume", str(state), "--l1", "0.5"], "has l1 0.05, this one 0.5"),
+        (["--resume", str(tmp_path / "no")], "there is no run to resume"),
+        (["--resume", str(state), "--checkpoint", str(state)], "--checkpoint or --resume"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            _run(model, again, *train[2:], *options)
+
+
+_MAIN = "import sys; from razor_dist.cli import main; sys.exit(main())"
+
+
+def _process(command: list[str]) -> str:
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**alone, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--steps", "5"], "--steps belongs to --method duo, not to razor"),
+        (["--method", "duo", "--echo", "1"], "--echo belongs to --method razor, not to duo"),
+        (
+            ["--sparsity", "0.5"],
+            "--sparsity belongs to --method duo and onthefly, not to razor",
+        ),
+        (
+            ["--method", "onthefly", "--threshold", "0.5"],
+            "--threshold belongs to --method duo, not to onthefly",
+        ),
+        (["--method", "onthefly", "--max-tokens", "50"], "max_tokens is 50, but 10 passkeys"),
+        (["--method", "onthefly", "--samples", "0"], "samples must be at least 1"),
+        (["--method", "duo", "--sparsity", "0.5", "--threshold", "0.5"], "not both"),
+        (["--method", "duo", "--steps", "0"], "steps must be at least 1"),
+        (["--method", "duo", "--haystack", "/nowhere"], "haystack: /nowhere holds no .txt files"),
+    ],
+)
+def test_mistakes(model: Path, tmp_path: Path, options: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        _run(model, tmp_path / "map.json", *options)
+
+
+def test_only_duo_uses_several_ranks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="only duo uses torchrun's ranks"):
+        _run(model, tmp_path / "map.json", "--method", "onthefly")
