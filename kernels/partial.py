@@ -69,16 +69,24 @@ def empty_partial(q: Tensor) -> Partial:
     )
 
 
-def merge_stacked(out: Tensor, lse: Tensor) -> Partial:
-    """`merge` of P partials stacked along the first dimension, in one pass.
+def merge_stacked(out: Tensor, lse: Tensor, dim: int = 0) -> Partial:
+    """`merge` of partials stacked along a dimension, in one pass.
 
     Parameters
     ----------
     out : Tensor
-        ``[P, ..., D]`` float32.
+        ``[..., P, ..., D]`` float32, of P partials.
     lse : Tensor
-        ``[P, ...]`` float32.
+        ``[..., P, ...]`` float32.
+    dim : int
+        Where P stands, counted from the front.
     """
-    # Where no partial sees a key, the softmax over -inf alone is NaN: weight 0.
-    weights = torch.softmax(lse, 0).nan_to_num(0.0)
-    return Partial((out * weights.unsqueeze(-1)).sum(0), torch.logsumexp(lse, 0))
+    # Plain elementwise operations: decode runs this in every layer, and torch's softmax over an
+    # inner dimension wakes its threads even for a handful of numbers.
+    # Where no partial sees a key, any finite reference gives weight 0.
+    top = lse.amax(dim, keepdim=True).clamp(min=torch.finfo(lse.dtype).min)
+    weights = torch.exp(lse - top)
+    total = weights.sum(dim)
+    merged = (out * weights.unsqueeze(-1)).sum(dim)
+    merged = merged / total.clamp(min=torch.finfo(lse.dtype).tiny).unsqueeze(-1)
+    return Partial(merged, top.squeeze(dim) + torch.log(total))

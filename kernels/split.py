@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.partial import Partial, merge_stacked
 
 # ``op(q, k, v, mask) -> (out, lse)`` over ``[batch, heads, rows or keys, D]``; the mask is added
 # to the scores and broadcasts to them.
@@ -81,6 +81,4 @@ def _attend_parts(
     if main < keys:
         last = op(q, k[:, None, main:], v[:, None, main:], rest)
         out, lse = torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
-    # Few and short operations: decode runs this in every layer for every token.
-    weights = torch.softmax(lse, 1).unsqueeze(-1)
-    return (out * weights).sum(1), torch.logsumexp(lse, 1)
+    return merge_stacked(out.float(), lse, dim=1)
