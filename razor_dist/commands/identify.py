@@ -109,7 +109,11 @@ def identify(
         Path | None, typer.Option(help="duo: new folder to keep the run's state in.")
     ] = None,
     checkpoint_every: Annotated[
-        int, typer.Option(min=1, help="duo: steps from one state to the next.")
+        int,
+        typer.Option(
+            min=1,
+            help="duo: steps from one state to the next, and from one line to the next in a log.",
+        ),
     ] = 50,
     resume: Annotated[
         Path | None,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from razor_dist.heads import duo, duo_engine, onthefly, razor
 from razor_dist.heads.duo_checkpoint import TrainingState, state_file
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.passkeys import PasskeySettings, open_passkeys
+from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.shape import ModelShape
 
@@ -83,6 +83,9 @@ class Job:
             self._path, device=device, dtype=self._dtype, trust_remote_code=self._trust
         )
 
+    def _passkeys(self, settings: PasskeySettings, haystack: Path | None) -> Passkeys:
+        return open_passkeys(self._path, settings, haystack, trust_remote_code=self._trust)
+
     def razor(self, induction: float, echo: float, tokens: int, repeats: int, seed: int) -> HeadMap:
         """RazorAttention's probe, see `razor_dist.heads.razor`."""
         settings = razor.RazorSettings(induction, echo, tokens, repeats, seed)
@@ -101,7 +104,7 @@ class Job:
         self, settings: onthefly.OnTheFlySettings, passkeys: PasskeySettings, haystack: Path | None
     ) -> HeadMap:
         """DuoAttention's criterion without training, see `razor_dist.heads.onthefly`."""
-        source = open_passkeys(self._path, passkeys, haystack)
+        source = self._passkeys(passkeys, haystack)
         loaded = self._load(self._device)
         start = time.monotonic()
         with _progress() as progress:
@@ -126,7 +129,7 @@ class Job:
     ) -> HeadMap | None:
         """DuoAttention's training, see `razor_dist.heads.duo`: None on ranks other than 0."""
         duo_engine.import_deepspeed(self._device)  # missing, it is missed at once
-        source = open_passkeys(self._path, passkeys, haystack)
+        source = self._passkeys(passkeys, haystack)
         config = read_config(self._path, trust_remote_code=self._trust)
         text = "reference" if haystack is None else str(haystack.resolve())
         identity = duo.run_settings(config, settings, passkeys, text)
@@ -153,13 +156,14 @@ class Job:
             )
 
             def on_step(report: duo.StepReport) -> None:
-                progress.update(
-                    task,
-                    completed=report.step,
-                    description=f"training gates: {report.tokens} tokens, distance "
-                    f"{report.distance:.2e}, gates {report.mean_gate:.2f}, sparsity "
-                    f"{report.sparsity:.0%}",
+                said = (
+                    f"{report.tokens} tokens, distance {report.distance:.2e}, gates "
+                    f"{report.mean_gate:.3f}, sparsity {report.sparsity:.0%}"
                 )
+                progress.update(task, completed=report.step, description=f"gates: {said}")
+                # A bar shows nothing in a file until it ends, hours later.
+                if not progress.console.is_terminal and report.step % run.every == 0:
+                    typer.echo(f"step {report.step} of {settings.steps}: {said}", err=True)
 
             gates = duo.train(
                 loaded,

@@ -191,7 +191,13 @@ class Passkeys:
         return text
 
 
-def open_passkeys(path: Path, settings: PasskeySettings, haystack: Path | None = None) -> Passkeys:
+def open_passkeys(
+    path: Path,
+    settings: PasskeySettings,
+    haystack: Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Passkeys:
     """Samples for the model in a folder.
 
     Parameters
@@ -202,6 +208,8 @@ def open_passkeys(path: Path, settings: PasskeySettings, haystack: Path | None =
     haystack : Path, optional
         Folder of ``.txt`` files to hide passkeys in. By default the prose of Python's language
         reference: some 20,000 tokens, there wherever Python is.
+    trust_remote_code : bool
+        Run Python code that comes with the tokenizer.
 
     Raises
     ------
@@ -213,7 +221,7 @@ def open_passkeys(path: Path, settings: PasskeySettings, haystack: Path | None =
     from razor_dist.engine.prompts import load_tokenizer
     from razor_dist.evals.haystack import folder_paragraphs, reference_paragraphs
 
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise ModelError(f"the model folder {path} has no tokenizer, and passkeys are words")
 

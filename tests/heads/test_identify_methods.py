@@ -71,8 +71,9 @@ def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) 
     command = Path(sys.executable).with_name("torchrun")
     ranks = [str(command), "--standalone", "--nproc-per-node", "2", "--no-python"]
     ranks += [str(command.with_name("razor-dist"))]
-    said = _process([*ranks, *train, "--out", str(out), "--checkpoint", str(state)])
+    said, log = _process([*ranks, *train, "--out", str(out), "--checkpoint", str(state)])
     assert "4 steps; " in said and said.count("wrote") == 1
+    assert log.count("step 2 of 4: ") == log.count("step 4 of 4: ") == 1
     found = HeadMap.load(out)
     assert found.method == "duo" and set(found.kv_scores) == {"gate"}
     assert found.settings["training"]["steps"] == 4
@@ -93,13 +94,13 @@ def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) 
 _MAIN = "import sys; from razor_dist.cli import main; sys.exit(main())"
 
 
-def _process(command: list[str]) -> str:
+def _process(command: list[str]) -> tuple[str, str]:
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**alone, "OMP_NUM_THREADS": "1"}
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    return result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(
