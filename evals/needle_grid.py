@@ -28,7 +28,9 @@ from transformers import AutoTokenizer
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import build_engine, torch_device
 from razor_dist.engine.core import EngineCore
+from razor_dist.errors import ConfigError
 from razor_dist.evals.haystack import Document, Haystack, Needle, draw_needle, open_haystack
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
@@ -40,21 +42,23 @@ NEEDLES = (0, 1)
 _SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
 _LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
 _CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
-_MAP_28 = "configs/head_maps/smollm2-28-2.json"
+_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
+_28: Mapping[str, Any] = {"head_map": "smollm2"}
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "full": {"attention": "full"},
-    "exact-256": {"prefill": "exact", **_SMALL},
-    "local-512": {"prefill": "local", **_LARGE},
-    "local-256-28": {"prefill": "local", "head_map": _MAP_28, **_SMALL},
-    "local-512c": {"prefill": "local", **_CONSTANT},
-    "local-512c-28": {"prefill": "local", "head_map": _MAP_28, **_CONSTANT},
-    "local-256": {"prefill": "local", **_SMALL},
+    "exact-256": {"prefill": "exact", **_14, **_SMALL},
+    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
+    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
+    "local-512-28": {"prefill": "local", **_28, **_LARGE},
+    "local-256-28": {"prefill": "local", **_28, **_SMALL},
+    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
+    "local-512": {"prefill": "local", **_14, **_LARGE},
+    "local-256": {"prefill": "local", **_14, **_SMALL},
     "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
-    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_SMALL},
 }
 """Engine settings by name: 14 % + 1 % of the heads unless the name ends in 28 (28 % + 2 %); a
-window of a fixed length has a c."""
+window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
 
 Place = tuple[int, int, int]
 """Length, depth and which needle."""
@@ -109,13 +113,33 @@ class Cell:
 
 
 class Results:
-    """The cells in a JSON file, complete after each `add`; one process at a time may write it."""
+    """The cells in a JSON file, complete after each `add`; one process at a time may write it.
+
+    Parameters
+    ----------
+    path : Path
+    about : mapping
+        What all cells share; written before them.
+
+    Raises
+    ------
+    ConfigError
+        If the file holds the results of something else.
+    """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path, self._about = path, dict(about)
-        stored = json.loads(path.read_text())["cells"] if path.exists() else []
-        cells = (Cell(**cell) for cell in stored)
-        self._cells = {cell.key: cell for cell in cells}
+        self._cells: dict[tuple[str, int, int, int], Cell] = {}
+        if path.exists():
+            stored = json.loads(path.read_text())
+            for name, value in self._about.items():
+                if stored.get(name) != value:
+                    raise ConfigError(
+                        f"{path} holds results with {name} {stored.get(name)!r}, not {value!r}; "
+                        "give another --out"
+                    )
+            cells = (Cell(**cell) for cell in stored["cells"])
+            self._cells = {cell.key: cell for cell in cells}
 
     @property
     def cells(self) -> list[Cell]:
@@ -217,10 +241,19 @@ def ask(core: EngineCore, prompter: Prompter, document: Document) -> tuple[str, 
     return answer, kv_bytes, seconds
 
 
+def engine_settings(method: str, base: Mapping[str, Any]) -> tuple[EngineConfig, Any]:
+    """The engine's settings for one of `METHODS`, and its head map's decision."""
+    own = dict(METHODS[method])
+    heads = None
+    if "head_map" in own:
+        path = shipped_head_map(own["head_map"])
+        own["head_map"], heads = str(path), HeadMap.load(path).retrieval
+    return EngineConfig(max_num_seqs=2, **base, **own), heads
+
+
 def run_method(
     method: str,
     base: Mapping[str, Any],
-    haystack: Haystack,
     prompter: Prompter,
     documents: Mapping[Place, Document],
     results: Results,
@@ -229,10 +262,12 @@ def run_method(
 
     ``base`` are the engine settings that all methods share.
     """
-    config = EngineConfig(max_num_seqs=2, **base, **METHODS[method])
+    config, heads = engine_settings(method, base)
     core: EngineCore | None = None
     for place, document in documents.items():
-        about = [config.model, METHODS[method], haystack.fingerprint, document.ids]
+        (needle,) = document.needles
+        prompt = [prompter.document(document), prompter.question(needle)]
+        about = [config.model, METHODS[method], heads, prompt, _ANSWER_TOKENS]
         settings = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
         if results.has((method, *place), settings):
             continue
@@ -240,7 +275,6 @@ def run_method(
             torch.set_num_threads(config.threads_per_rank(1))
             core = build_engine(config, Communicator(None), torch_device(config, 0)).core
         answer, kv_bytes, seconds = ask(core, prompter, document)
-        (needle,) = document.needles
         length, depth, which = place
         cell = Cell(
             method=method,
@@ -316,12 +350,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "haystack": haystack.name,
         "haystack_fingerprint": haystack.fingerprint,
         "seed": args.seed,
-        "methods": METHODS,
     }
     results = Results(args.out, about)
     base = {"model": args.model, "threads": args.threads}
     for method in args.methods:
-        run_method(method, base, haystack, prompter, documents, results)
+        run_method(method, base, prompter, documents, results)
     print(table(results.cells))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError
 from razor_dist.evals.haystack import Haystack, Needle, draw_needle, open_haystack
 from razor_dist.evals.needle_grid import (
     DEPTHS,
@@ -16,6 +17,7 @@ from razor_dist.evals.needle_grid import (
     NEEDLES,
     Cell,
     Results,
+    engine_settings,
     make_document,
     table,
 )
@@ -103,15 +105,21 @@ def test_folder_of_texts(tmp_path: Path) -> None:
 
 
 def test_methods_are_engine_settings() -> None:
-    for settings in METHODS.values():
-        config = EngineConfig(**settings)
-        assert {name: getattr(config, name) for name in settings} == dict(settings)
+    for method, settings in METHODS.items():
+        config, heads = engine_settings(method, {})
+        found = {name: getattr(config, name) for name in settings}
+        if "head_map" in settings:
+            assert Path(found.pop("head_map")).stem == settings["head_map"]
+            assert sum(map(sum, heads)) == {"smollm2-14-1": 22, "smollm2": 39}[settings["head_map"]]
+        assert found == {name: value for name, value in settings.items() if name != "head_map"}
 
 
 def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
     cell = Cell("full", 1500, 25, 0, "123456", "123456", True, 1, 0.5, "abc")
     path = tmp_path / "grid.json"
     Results(path, {"seed": 0}).add([cell, replace(cell, depth=75, right=False)])
+    with pytest.raises(ConfigError, match="holds results with seed 0, not 1"):
+        Results(path, {"seed": 1})
     again = Results(path, {"seed": 0})
     assert again.has(cell.key, "abc")
     assert not again.has(cell.key, "another")
@@ -126,3 +134,20 @@ def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
         "| full | 1/2 | - | 1/2 | 0 | 0 | - |",
         "| exact-256 | 1/2 | 1/1 | 2/3 | 1 | 1 | 3 |",
     ]
+
+
+def test_the_committed_results_are_of_this_grid() -> None:
+    """What the page shows was run with the methods, documents and questions of this code."""
+    path = Path(__file__).parents[2] / "docs/benchmarks/needle_grid.json"
+    stored = json.loads(path.read_text())
+    results = Results(path, {name: value for name, value in stored.items() if name != "cells"})
+    assert len(results.cells) == len(stored["cells"])
+    for cell in results.cells:
+        assert cell.method in METHODS
+        assert cell.length in LENGTHS
+        assert cell.depth in DEPTHS
+        assert cell.needle in NEEDLES
+        needle = Needle("", cell.expected, cell.depth)
+        assert needle.found_in(cell.answer) == cell.right
+    page = (path.parent / "needle_grid.md").read_text()
+    assert table(results.cells) in page

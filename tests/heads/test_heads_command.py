@@ -16,7 +16,7 @@ from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.loader import model_fingerprint
 from tests.heads.test_duo_pattern import GATES, write
 
-SMOLLM2 = str(shipped_head_map("smollm2"))
+SMOLLM2 = str(shipped_head_map("smollm2-14-1"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_mistakes_are_one_line(
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = shipped_head_map("smollm2-28-2")
+    other = shipped_head_map("smollm2")
     assert run("compare", SMOLLM2, other) == 0
     shown = capsys.readouterr().out
     assert "22 (24.4%)" in shown and "KV, kept" in shown and "100.0%" in shown

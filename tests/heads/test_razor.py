@@ -176,7 +176,7 @@ def embedded_scores() -> Any:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "kv_heads"), [("smollm2", 22), ("smollm2-28-2", 39)], ids=["14+1", "28+2"]
+    ("name", "kv_heads"), [("smollm2-14-1", 22), ("smollm2", 39)], ids=["14+1", "28+2"]
 )
 def test_committed_maps_are_what_the_probe_decides(
     name: str, kv_heads: int, embedded_scores: Any
