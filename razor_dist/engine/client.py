@@ -274,6 +274,7 @@ class EngineClient:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection of rank 0 until it ends."""
         if self._status.state == "closed":
+            writer.write(encode({"t": "shutdown"}))
             writer.close()
             return
         if self._writer is not None:

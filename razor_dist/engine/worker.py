@@ -87,11 +87,14 @@ class Link:
         Raises
         ------
         FrontUnreachableError
-            If the front has gone; it holds what the front was to tell.
+            If the front has gone without a word; it holds what the front was to tell. One that
+            said ``shutdown`` has its own reason, often the same, and tells that.
         """
         try:
             self.send(error_message("", error))
         except FrontClosed:
+            if self._was_told_to_end():
+                return
             raise FrontUnreachableError(f"{error} (the front has gone)") from error
         with contextlib.suppress(FrontClosed):
             # The front hangs up when it has read that. Our exit makes torchrun's agent end, and
@@ -107,12 +110,21 @@ class Link:
             If the front has closed the connection.
         """
         while select.select([self._socket], [], [], timeout)[0]:
-            data = self._socket.recv(1 << 20)
+            try:
+                data = self._socket.recv(1 << 20)
+            except ConnectionResetError:  # closed with something of ours unread
+                data = b""
             if not data:
                 raise FrontClosed
             self._buffer += data
             timeout = 0.0
         return list(self._messages())
+
+    def _was_told_to_end(self) -> bool:
+        """Whether ``shutdown`` is among the last messages of a front that has gone."""
+        with contextlib.suppress(FrontClosed):
+            self.receive(0.0)
+        return any(message["t"] == "shutdown" for message in self._messages())
 
     def _messages(self) -> list[Message]:
         messages = []

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.engine.protocol import HEADER_SIZE, body_length, decode, exception_of
+from razor_dist.engine.protocol import (
+    HEADER_SIZE,
+    body_length,
+    decode,
+    encode,
+    exception_of,
+)
 from razor_dist.engine.ranks import FrontUnreachableError
 from razor_dist.engine.worker import FrontClosed, Link
 from razor_dist.errors import ConfigError, EngineError
@@ -64,3 +70,11 @@ def test_what_a_lost_front_cannot_tell_is_raised(tmp_path: Path) -> None:
             link.receive(1.0)
         with pytest.raises(FrontUnreachableError, match=r"at least 1 \(the front has gone\)"):
             link.send_failure(ConfigError("world_size must be at least 1"))
+
+
+def test_a_front_that_ends_for_its_own_reason_tells_it_itself(tmp_path: Path) -> None:
+    with linked(tmp_path) as (link, front):
+        link.send({"t": "alive"})  # unread by the front, which resets the connection
+        front.sendall(encode({"t": "shutdown"}))
+        front.close()
+        link.send_failure(ConfigError("world_size must be at least 1"))
