@@ -146,13 +146,13 @@ def identify(
     from razor_dist.heads.duo import DuoSettings
     from razor_dist.heads.onthefly import OnTheFlySettings
     from razor_dist.heads.passkeys import PasskeySettings
-    from razor_dist.models.registry import resolve_model
+    from razor_dist.models.registry import display_name, resolve_model
 
     config = EngineConfig(model=model, device=device, dtype=dtype)
     where = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
     precision = torch_dtype(config, where)
     path = resolve_model(model, trust_remote_code=trust_remote_code)
-    name = path.name if Path(model).is_dir() else model
+    name = display_name(model)
     job = Job(name, path, where, precision, trust_remote_code)
     found: HeadMap | None
     if method == "razor":
