@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "razor"
 
@@ -121,6 +122,29 @@ def _problem(
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+@torch.inference_mode()
+def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContext) -> None:
+    """Run a prompt through a model for what its attention shows.
+
+    The body alone: logits of a long prompt would outweigh everything else.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Loaded with our attention.
+    input_ids : Tensor
+        int64 ``[N]``.
+    context : AttentionContext
+    """
+    ids = input_ids.to(model.device)
+    model.base_model(
+        input_ids=ids.unsqueeze(0),
+        position_ids=torch.arange(len(ids), device=ids.device).unsqueeze(0),
+        use_cache=False,
+        attention_context=context,
+    )
 
 
 AttentionInterface.register(NAME, _forward)

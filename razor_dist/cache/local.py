@@ -88,11 +88,6 @@ class LocalCache:
         """How much of a slot ``tokens`` tokens can have touched: the ring's tail is not read."""
         return self._width(min(slot.capacity, tokens))
 
-    @property
-    def free_slots(self) -> int:
-        """Slots that no sequence holds."""
-        return len(self._free)
-
     def _bytes(self, capacity: int) -> int:
         """Bytes of a slot of this capacity, by the tensors' own strides and item sizes."""
         rows, _, _, head_dim = self.k.shape

@@ -73,12 +73,10 @@ class Job:
 
     def longest_sample(self) -> int:
         """The model's context, or what the paper trains with if that is shorter."""
-
         config = read_config(self._path, trust_remote_code=self._trust)
         return min(ModelShape.from_config(config).max_positions, PasskeySettings.max_tokens)
 
     def _load(self, device: torch.device) -> PreTrainedModel:
-
         return load_model(
             self._path, device=device, dtype=self._dtype, trust_remote_code=self._trust
         )

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from razor_dist.attention import run_body
 from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.duo_pattern import by_sparsity, published_sparsity
 from razor_dist.heads.gates import full_attention, streaming_attention
@@ -175,14 +176,7 @@ def measure(
         one = sample(index)
         recall = one.mask.nonzero()[:, 0].to(model.device)
         context = ChangeContext(projections, recall, settings.sinks, settings.recent)
-        ids = one.ids[None].to(model.device)
-        with torch.inference_mode():
-            model.base_model(
-                input_ids=ids,
-                position_ids=torch.arange(ids.shape[1], device=model.device)[None],
-                use_cache=False,
-                attention_context=context,
-            )
+        run_body(model, one.ids, context)
         for layer in range(shape.layers):
             moved[layer] += context.moved[layer]
             whole[layer] += context.whole[layer]

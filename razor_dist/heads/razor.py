@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from razor_dist import kernels
+from razor_dist.attention import run_body
 from razor_dist.errors import ConfigError
 from razor_dist.heads.head_map import Decision, HeadMap, Scores, check_percent, decide, rounded
 from razor_dist.models.loader import model_fingerprint
@@ -219,17 +220,8 @@ def probe(
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(settings.seed)
     chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
-    input_ids = chosen.repeat(settings.repeats).unsqueeze(0).to(model.device)
     context = ProbeContext(shape, tokens, settings.repeats, on_layer)
-    positions = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
-    with torch.inference_mode():
-        # The body alone: logits of the whole probe would outweigh everything else here.
-        model.base_model(
-            input_ids=input_ids,
-            position_ids=positions,
-            use_cache=False,
-            attention_context=context,
-        )
+    run_body(model, chosen.repeat(settings.repeats), context)
     return context.scores()
 
 

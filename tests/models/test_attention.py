@@ -65,7 +65,7 @@ def test_a_layer_is_handed_on() -> None:
 
 
 def test_what_changes_nothing_is_let_through() -> None:
-    call(
+    recorder = call(
         position_ids=torch.arange(TOKENS),
         position_embeddings=(torch.ones(1), torch.ones(1)),
         output_attentions=False,
@@ -74,6 +74,7 @@ def test_what_changes_nothing_is_let_through() -> None:
         sliding_window=None,
         of_a_later_release=None,
     )
+    assert recorder.calls == call().calls
 
 
 @pytest.mark.parametrize(
