@@ -11,8 +11,13 @@ from types import ModuleType
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.split import hidden_finitely
 
 __all__ = ["BACKENDS", "Partial", "attend", "compensate", "empty_partial", "merge", "merge_stacked"]
+
+# Keys of another dtype than the queries are converted so many at a time: a shard of a long context
+# would else be in memory twice.
+_CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.
 BACKENDS = ("flash_attn", "torch_cuda", "torch_cpu", "reference")
@@ -39,7 +44,8 @@ def attend(
     q : Tensor
         ``[K, G, T, D]``: G query heads for each of K key-value heads.
     k, v : Tensor
-        ``[K, S, D]``, of the same dtype as ``q``.
+        ``[K, S, D]``. Those of another dtype than ``q`` are read in blocks that are converted to
+        it, for the fused ops want one dtype.
     scale : float
         Multiplies ``q . k``.
     causal : bool
@@ -65,6 +71,8 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
+    if k.dtype != q.dtype:
+        return _attend_converted(q, k, v, scale, causal, bias, backend)
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -74,6 +82,37 @@ def attend(
         if module.supports(q, causal, bias):
             return module.attend(q, k, v, scale, causal, bias)
     raise AssertionError("the reference backend supports every input")
+
+
+def _attend_converted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    bias: Tensor | None,
+    backend: str | None,
+) -> Partial:
+    """`attend` to keys and values of another dtype than the queries'."""
+    # Causal attention is over as many keys as queries: a chunk of a wave, and short.
+    block = k.shape[1] if causal else _CONVERTED_KEYS
+    if bias is not None and k.shape[1] > block:
+        bias = hidden_finitely(bias, q.dtype)
+    partials = []
+    for begin in range(0, k.shape[1], block):
+        span = slice(begin, begin + block)
+        partials.append(
+            attend(
+                q,
+                k[:, span].to(q.dtype),
+                v[:, span].to(q.dtype),
+                scale=scale,
+                causal=causal,
+                bias=None if bias is None else bias[..., span],
+                backend=backend,
+            )
+        )
+    return partials[0] if len(partials) == 1 else merge(partials)
 
 
 def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: float) -> Partial:

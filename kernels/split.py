@@ -30,6 +30,15 @@ def foldable(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
     return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() == 1)
 
 
+def hidden_finitely(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """``bias`` for attention over parts of its keys, with queries of ``dtype``.
+
+    A part may be hidden altogether, for which the ops report lse = 0, not -inf: a finite bias gives
+    it an lse whose weight in the merge is 0.
+    """
+    return bias.clamp(min=max(torch.finfo(dtype).min / 2, -1e30))
+
+
 def attend_folded(
     op: Op, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, parts: int, align: int = 1
 ) -> Partial:
@@ -68,9 +77,7 @@ def _attend_parts(
     keys, main = k.shape[1], length * parts
     mask = rest = None
     if bias is not None:
-        # A part may be hidden altogether, for which the ops report lse = 0, not -inf: a finite
-        # bias gives it an lse whose weight in the merge is 0.
-        bias = bias.clamp(min=max(torch.finfo(q.dtype).min / 2, -1e30))
+        bias = hidden_finitely(bias, q.dtype)
         mask, rest = bias[:main].view(1, parts, 1, length), bias[main:].view(1, 1, 1, keys - main)
     out, lse = op(
         q.expand(heads, parts, rows, dim),

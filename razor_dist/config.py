@@ -47,7 +47,10 @@ class EngineConfig(BaseModel):
         default="auto", description="Where the ranks compute."
     )
     dtype: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="Of weights and caches; auto: fp32 on cpu, bf16 on cuda."
+        default="auto", description="Of weights and computing; auto: fp32 on cpu, bf16 on cuda."
+    )
+    kv_dtype: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="Of cached and travelling keys and values; auto: as dtype."
     )
     max_model_len: int | None = Field(
         default=None,

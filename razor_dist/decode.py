@@ -187,6 +187,7 @@ class DecodeContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
+        k, v = self.caches.stored(k, v)
         q = q.unflatten(0, (k.shape[0], -1))
         if heads.num_local == 0:
             out_KGTD = self._retrieval(heads, q, k, v, scale)

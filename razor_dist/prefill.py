@@ -44,6 +44,15 @@ class Caches:
     local: LocalCache
     scratch: PagePool | None
 
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values in the dtype in which they are kept and travel.
+
+        Attention sees no others, not even of the tokens at hand: what it computes then does not
+        depend on which keys have been through a cache or a link.
+        """
+        dtype = self.pages.k.dtype
+        return k.to(dtype), v.to(dtype)
+
 
 @dataclass
 class _LocalTransfers:
@@ -139,6 +148,7 @@ class PrefillContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
+        k, v = self.caches.stored(k, v)
         kv_heads, n = k.shape[0], self.tokens
         dtype, width = q.dtype, q.shape[1]
         # A rank without tokens of this wave runs one dummy token: drop it here.

@@ -35,7 +35,9 @@ class Case:
     forced : tuple of int
         Decoded one by one after it, whatever the model would have chosen.
     device : str
-        Where the ranks compute; ranks on CUDA share its one device.
+        Where the ranks compute, in float32; ranks on CUDA share its one device.
+    kv_dtype : torch.dtype
+        Of stored keys and values.
     """
 
     model: str
@@ -47,6 +49,7 @@ class Case:
     exact: bool = False
     page_size: int = 16
     device: str = "cpu"
+    kv_dtype: torch.dtype = torch.float32
 
 
 @functools.cache
@@ -65,7 +68,13 @@ def make_runner(
     longest = max(shard_sizes(0, n, total, case.wave_tokens, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
     cache = CacheConfig(
-        case.policy, sequences, total, pages, case.page_size, pages if case.exact else 0
+        case.policy,
+        sequences,
+        total,
+        pages,
+        case.page_size,
+        pages if case.exact else 0,
+        case.kv_dtype,
     )
     layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device))
     return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)

@@ -15,10 +15,11 @@ from razor_dist.commands.serve import serve
 
 SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --cuda-graphs --device --dtype
-    --head-map --heartbeat-timeout --host --kv-tokens --log-level --max-body-mb --max-model-len
-    --max-num-seqs --max-queue --model --no-compensation --no-cuda-graphs --no-trust-remote-code
-    --page-size --port --prefill --ring --seed --served-model-name --sink-tokens --threads
-    --trust-remote-code --wave-tokens --window-max --window-min --window-ratio --world-size
+    --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level --max-body-mb
+    --max-model-len --max-num-seqs --max-queue --model --no-compensation --no-cuda-graphs
+    --no-trust-remote-code --page-size --port --prefill --ring --seed --served-model-name
+    --sink-tokens --threads --trust-remote-code --wave-tokens --window-max --window-min
+    --window-ratio --world-size
 """
 
 

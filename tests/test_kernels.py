@@ -249,3 +249,26 @@ def test_merges_on_cuda_are_the_whole(dtype: torch.dtype) -> None:
 
 def test_backends_are_listed_in_order_of_preference() -> None:
     assert BACKENDS == ("flash_attn", "torch_cuda", "torch_cpu", "reference")
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_keys_of_another_dtype_are_converted(queries: int) -> None:
+    """In blocks, of which a bias may hide whole ones."""
+    q, k, v = draw(2, 3, queries, 9000)
+    k, v = k.bfloat16(), v.bfloat16()
+    bias = torch.zeros(9000)
+    bias[100:8500] = -torch.inf
+    for hiding in (None, bias):
+        got = attend(q, k, v, scale=0.25, bias=hiding)
+        want = attend(q, k.float(), v.float(), scale=0.25, bias=hiding, backend="reference")
+        torch.testing.assert_close(got.out, want.out, atol=1e-5, rtol=0)
+        torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=0)
+    own_k, own_v = k[:, :queries], v[:, :queries]
+    got = attend(q, own_k, own_v, scale=0.25, causal=True)
+    want = attend(q, own_k.float(), own_v.float(), scale=0.25, causal=True)
+    torch.testing.assert_close(got.out, want.out, atol=1e-6, rtol=0)
+    # The other way round, the narrower dtype is the queries'.
+    got = attend(q.bfloat16(), k.float(), v.float(), scale=0.25)
+    want = attend(q.bfloat16(), k, v, scale=0.25, backend="reference")
+    assert got.out.dtype == torch.float32
+    torch.testing.assert_close(got.out, want.out, atol=4e-3, rtol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,34 @@ def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights and caches."""
+    """The dtype of weights, and in which the model computes."""
     if config.dtype == "auto":
         # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    return _DTYPES[config.dtype]
+
+
+def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values that are kept or travel; ``dtype`` is what is computed in."""
+    return dtype if config.kv_dtype == "auto" else _DTYPES[config.kv_dtype]
+
+
+def _warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Say what a choice of dtypes costs that its user may not expect."""
+    if device.type == "cpu" and kv_dtype == torch.bfloat16:
+        log.warning(
+            "keys and values are kept in bf16 on cpu: half the memory of fp32, but decoding over "
+            "a long context is slower; kv_dtype: fp32 is faster where it fits"
+        )
+    elif kv_dtype == torch.float32 != dtype:
+        log.warning(
+            "kv_dtype is fp32, but the model computes in bf16: its keys and values take twice "
+            "the memory and are no more exact; kv_dtype: auto keeps them in bf16"
+        )
 
 
 def retrieval_heads(
@@ -83,7 +108,9 @@ def retrieval_heads(
     return head_map.retrieval
 
 
-def ring_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RingAttention:
+def ring_of(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> RingAttention:
     """The implementation of ring attention that the settings name.
 
     Raises
@@ -97,6 +124,11 @@ def ring_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> R
         raise ConfigError(
             "ring is ring_flash_attn, which computes in bf16 on cuda only; here it is "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: use ring: own"
+        )
+    if kv_dtype != dtype:
+        raise ConfigError(
+            "ring is ring_flash_attn, whose keys and values have the dtype of the queries; set "
+            "kv_dtype: auto, or use ring: own"
         )
     load_zigzag()
     return ring_flash_attention
@@ -112,9 +144,17 @@ def wave_length(config: EngineConfig, world_size: int, device: torch.device) -> 
 
 
 def cache_config(
-    config: EngineConfig, shape: ModelShape, max_model_len: int, wave_tokens: int, world_size: int
+    config: EngineConfig,
+    shape: ModelShape,
+    max_model_len: int,
+    wave_tokens: int,
+    world_size: int,
+    dtype: torch.dtype,
 ) -> CacheConfig:
-    """Sizes of a rank's caches; by default ``max_num_seqs`` sequences of full length fit."""
+    """A rank's caches; by default ``max_num_seqs`` sequences of full length fit.
+
+    ``dtype`` is that of the keys and values (`torch_kv_dtype`).
+    """
     longest = shard_sizes(0, max_model_len, max_model_len, wave_tokens, world_size)
     # A page more: how a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + 1
@@ -130,6 +170,7 @@ def cache_config(
         num_pages=num_pages,
         page_size=config.page_size,
         scratch_pages=pages if config.prefill == "exact" else 0,
+        dtype=dtype,
     )
 
 
@@ -189,6 +230,9 @@ def make_engine(
     """
     shape = ModelShape.from_config(model.config)
     device, dtype = model.device, model.dtype
+    kv_dtype = torch_kv_dtype(config, dtype)
+    if comm.rank == 0:
+        _warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
     wave_tokens = wave_length(config, comm.size, device)
     try:
@@ -196,9 +240,9 @@ def make_engine(
             model,
             shape,
             HeadLayout.from_decision(retrieval, device),
-            cache_config(config, shape, max_model_len, wave_tokens, comm.size),
+            cache_config(config, shape, max_model_len, wave_tokens, comm.size, kv_dtype),
             comm,
-            ring_of(config, device, dtype),
+            ring_of(config, device, dtype, kv_dtype),
             cuda_recorder(comm, device) if config.cuda_graphs else None,
         )
     except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU
@@ -257,7 +301,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         If the settings, the model or the head map do not fit together.
     """
     dtype = torch_dtype(config, device)
-    ring_of(config, device, dtype)  # before minutes of loading
+    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))  # before minutes of loading
     path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     model_config = read_config(path, trust_remote_code=config.trust_remote_code)
     shape = ModelShape.from_config(model_config)

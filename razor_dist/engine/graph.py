@@ -140,6 +140,8 @@ class DecodeGraphs:
         Logits of one step, from its reaches and inputs. It may run several times for a step: it
         must not do more than compute, and write the new token's keys and values.
     recorder : Recorder
+    dtype : torch.dtype
+        In which the model computes.
     pad : int
         See `padded_length`.
     most : int
@@ -157,6 +159,7 @@ class DecodeGraphs:
         caches: Caches,
         forward: Forward,
         recorder: Recorder,
+        dtype: torch.dtype,
         *,
         pad: int = _PAD,
         most: int = _MOST,
@@ -164,6 +167,7 @@ class DecodeGraphs:
         assert caches.pages.clear, "padded reads need pages without NaN"
         self._comm, self._caches, self._forward = comm, caches, forward
         self._recorder, self._pad, self._most = recorder, pad, most
+        self._tolerance = _TOLERANCE[dtype]
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.enabled = True
 
@@ -279,7 +283,7 @@ class DecodeGraphs:
             return None  # a rank that computes no logits; rank 0's depend on its share
         error = ((replayed - logits).abs().max() / logits.abs().max()).item()
         # "not" and "<=", so that NaN is a difference.
-        if not error <= _TOLERANCE[self._caches.pages.k.dtype]:
+        if not error <= self._tolerance:
             return f"a replay's logits differ from the eager step's by {error:.1e}, relatively"
         return None
 

@@ -51,6 +51,8 @@ class CacheConfig:
         The page pool, in pages and tokens per page.
     scratch_pages : int
         Pages for exact prefill; 0 with local prefill.
+    dtype : torch.dtype
+        Of keys and values, in the caches and between ranks.
     """
 
     policy: LocalPolicy
@@ -59,6 +61,7 @@ class CacheConfig:
     num_pages: int
     page_size: int
     scratch_pages: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,7 @@ class ModelRunner:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
         self.device = next(model.parameters()).device
-        dtype = next(model.parameters()).dtype
-        size, dim = cache.page_size, shape.head_dim
+        dtype, size, dim = cache.dtype, cache.page_size, shape.head_dim
         scratch = None
         if cache.scratch_pages and layout.local_rows:
             scratch = PagePool(
@@ -141,7 +143,7 @@ class ModelRunner:
         self._nothing = self._integers([])
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder)
+            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
         self.prompt_logprobs: PromptLogprobs | None = None

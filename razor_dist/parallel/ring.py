@@ -52,14 +52,21 @@ class Earlier:
 
 
 def queries_travel(
-    wave: Wave, earlier_tokens: int, kv_heads: int, group: int, dim: int, itemsize: int
+    wave: Wave,
+    earlier_tokens: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    itemsize: int,
+    kv_itemsize: int,
 ) -> bool:
     """Whether pass-Q moves fewer bytes than pass-KV for the earlier waves' keys.
 
     pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the wave
-    the same way and brings back float32 partial results (``out`` and ``lse``).
+    the same way and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is the
+    bytes of a query's number, ``kv_itemsize`` those of a key's or value's.
     """
-    kv_bytes = earlier_tokens * kv_heads * 2 * dim * itemsize
+    kv_bytes = earlier_tokens * kv_heads * 2 * dim * kv_itemsize
     q_bytes = (wave.end - wave.begin) * kv_heads * group * (dim * itemsize + 4 * (dim + 1))
     return q_bytes < kv_bytes
 
@@ -76,7 +83,7 @@ def ring_attention(
     q : Tensor
         ``[K, G, T, D]``: this rank's queries, early chunk then late chunk.
     k, v : Tensor
-        ``[K, T, D]``: the same tokens' keys and values.
+        ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
     earlier : Earlier
     scale : float
 
@@ -90,7 +97,7 @@ def ring_attention(
         partials = [attend(q, *segment, scale=scale) for segment in earlier.segments]
         return merge([attend(q, k, v, scale=scale, causal=True), *partials]).out
     if earlier.total and queries_travel(
-        wave, earlier.total, kv_heads, group, dim, q.element_size()
+        wave, earlier.total, kv_heads, group, dim, q.element_size(), k.element_size()
     ):
         returning = _start_pass_q(comm, wave, q, earlier, scale)
         own = _pass_kv(comm, wave, q, k, v, Earlier((), [0] * comm.size), scale)

@@ -63,7 +63,9 @@ def make_pair(
     longest = dataclasses.replace(case, prompt=(0,) * 70)
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
-    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.decode_logits, recorder, pad=pad)
+    graphs.graphs = DecodeGraphs(
+        comm, graphs.caches, graphs.decode_logits, recorder, torch.float32, pad=pad
+    )
     for runner in (eager, graphs):
         for store in (runner.caches.pages, runner.caches.local):
             store.k.fill_(math.nan)

@@ -34,7 +34,7 @@ class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
     def __init__(self, ranks: int, pages: int, slots: int, scratch: int = 0) -> None:
-        self.config = CacheConfig(POLICY, slots, MAX_LEN, pages, PAGE, scratch)
+        self.config = CacheConfig(POLICY, slots, MAX_LEN, pages, PAGE, scratch, torch.float32)
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)

@@ -94,5 +94,12 @@ def test_our_ring_is_the_packages_ring_and_unsharded_attention(
 
 def test_the_package_without_flash_attn_is_refused() -> None:
     with pytest.raises(ConfigError, match="flash-attn"):
-        ring_of(EngineConfig(ring="ring_flash_attn"), torch.device("cuda"), torch.bfloat16)
-    assert ring_of(EngineConfig(), torch.device("cpu"), torch.float32) is ring_attention
+        ring_of(
+            EngineConfig(ring="ring_flash_attn"),
+            torch.device("cuda"),
+            torch.bfloat16,
+            torch.bfloat16,
+        )
+    assert (
+        ring_of(EngineConfig(), torch.device("cpu"), torch.float32, torch.float32) is ring_attention
+    )

@@ -1,0 +1,111 @@
+"""Keys and values in another dtype than the model computes in: rounded once, and half the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import build_engine
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.errors import ConfigError
+from razor_dist.parallel.comm import Communicator
+from razor_dist.policy import LocalPolicy
+from tests.cases import Case, make_runner, prefill
+from tests.ranks import RankPool
+from tests.test_invariance import split_of, tokens_of
+
+POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+ULP = 2.0**-8  # bf16 keeps 8 significant bits: a number moves by half of this, relatively, at most
+
+
+def outcome(
+    comm: Communicator, case: Case
+) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
+    """Logits on rank 0, bytes sent by purpose, and bytes of the caches' keys and values."""
+    runner = make_runner(comm, case)
+    comm.bytes_sent.clear()
+    rows = [prefill(runner, 0, case)]
+    for token in case.forced:
+        rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
+    caches = runner.caches
+    pools = [caches.pages, caches.local, *([caches.scratch] if caches.scratch else [])]
+    kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]
+    assert {pool.k.dtype for pool in pools} == {case.kv_dtype}
+    logits = torch.cat([row for row in rows if row is not None]) if comm.rank == 0 else None
+    return logits, dict(comm.bytes_sent), kept
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("world", [1, 4])
+def test_bf16_keys_and_values_are_half_the_bytes_and_move_logits_by_their_rounding(
+    world: int, exact: bool, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    path = tiny("glm")
+    tokens = tokens_of(185)
+    full = Case(
+        str(path), split_of(path), POLICY, tokens[:180], tokens[180:], wave_tokens=64, exact=exact
+    )
+    half = dataclasses.replace(full, kv_dtype=torch.bfloat16)
+    want, sent, kept = ranks(world).run(outcome, full)[0]
+    got, sent_half, kept_half = ranks(world).run(outcome, half)[0]
+    error = (got - want).abs().max() / want.abs().max()
+    # Every key and value moves by ULP / 2 at most, in three layers; scores are of the order of 10.
+    assert 1e-5 < error < 3 * ULP
+    assert kept_half == [n // 2 for n in kept]
+    # What is not keys and values travels in float32 still.
+    assert {p for p in sent if sent[p] != sent_half[p]} <= {"ring", "halo", "sinks"}
+    for purpose in {"halo", "sinks"} & sent.keys():
+        assert sent_half[purpose] * 2 == sent[purpose]
+    if world > 1:
+        # Of queries and partial results, which travel too, nothing changes.
+        assert sent["ring"] / 2 <= sent_half["ring"] < sent["ring"]
+
+
+def test_bf16_keys_and_values_do_not_break_invariance(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    """Ranks and cuts order the fp32 sums differently, which can turn a rounding now and then."""
+    path = tiny("llama")
+    tokens = tokens_of(150, seed=5)
+    base = Case(
+        str(path), split_of(path), POLICY, tokens[:145], tokens[145:], kv_dtype=torch.bfloat16
+    )
+    want = ranks(1).run(outcome, base)[0][0]
+    for world, cut in ((1, 37), (4, 64), (4, 8192)):
+        got = ranks(world).run(outcome, dataclasses.replace(base, wave_tokens=cut))[0][0]
+        assert (got - want).abs().max() / want.abs().max() < ULP / 2
+        assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def engine(path: Path, **settings: object) -> torch.dtype:
+    config = EngineConfig(model=str(path), attention="full", max_model_len=64, **settings)
+    built = build_engine(config, Communicator(None), torch.device("cpu"))
+    return built.runner.caches.pages.k.dtype
+
+
+def test_the_setting_is_honoured_and_what_it_costs_is_said(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny("llama")
+    assert engine(path) == engine(path, dtype="fp32", kv_dtype="fp32") == torch.float32
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert engine(path, kv_dtype="bf16") == torch.bfloat16
+        assert "kept in bf16 on cpu" in caplog.records[-1].message
+        assert engine(path, dtype="bf16") == torch.bfloat16
+        assert engine(path, dtype="bf16", kv_dtype="fp32") == torch.float32
+        assert "twice the memory" in caplog.records[-1].message
+
+
+def test_the_package_ring_wants_one_dtype() -> None:
+    from razor_dist.engine.build import ring_of
+
+    config = EngineConfig(ring="ring_flash_attn", kv_dtype="fp32")
+    with pytest.raises(ConfigError, match="dtype of the queries; set kv_dtype: auto"):
+        ring_of(config, torch.device("cuda"), torch.bfloat16, torch.float32)
