@@ -14,12 +14,13 @@ import typer
 
 from razor_dist.errors import RazorError
 
-# `name` of `razor_dist.commands.name`, a function or, for a group of commands, a typer app; and
-# its line in the list of commands.
+# `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
+# of commands, a typer app; and its line in the list of commands.
 COMMANDS = {
     "serve": "Serve a model with OpenAI's API.",
     "identify": "Find a model's retrieval heads.",
     "heads": "Import, export, compare and show head maps.",
+    "needle-model": "Write a small model that tests long prompts.",
     "bench": "Measure speed and memory side by side.",
 }
 
@@ -60,7 +61,8 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
     for name, summary in COMMANDS.items():
         command = _not_loaded
         if name == wanted:
-            command = getattr(import_module(f"razor_dist.commands.{name}"), name)
+            module = name.replace("-", "_")
+            command = getattr(import_module(f"razor_dist.commands.{module}"), module)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, short_help=summary)
         else:

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
+from razor_dist.engine.prompts import load_tokenizer
 from razor_dist.heads import duo, duo_engine, onthefly, razor
 from razor_dist.heads.duo_checkpoint import TrainingState, state_file
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys
+from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys, start_tokens
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.shape import ModelShape
 
@@ -89,10 +90,17 @@ class Job:
         settings = razor.RazorSettings(induction, echo, tokens, repeats, seed)
         loaded = self._load(self._device)
         vocabulary = razor.plain_vocabulary(self._path, loaded.config)
+        tokenizer = load_tokenizer(self._path, trust_remote_code=self._trust)
         start = time.monotonic()
         with _progress() as progress:
             task = progress.add_task("probing layers", total=loaded.config.num_hidden_layers)
-            result = razor.probe(loaded, vocabulary, settings, lambda _: progress.advance(task))
+            result = razor.probe(
+                loaded,
+                vocabulary,
+                settings,
+                lambda _: progress.advance(task),
+                start=[] if tokenizer is None else start_tokens(tokenizer),
+            )
         seconds = time.monotonic() - start
         found = razor.head_map(self._name, loaded.config, result, settings, self._dtype)
         _report_razor(found, result, settings, seconds)

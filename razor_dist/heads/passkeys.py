@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from razor_dist.errors import ConfigError, ModelError
 
@@ -233,10 +234,11 @@ def open_passkeys(
         paragraphs = reference_paragraphs() if haystack is None else folder_paragraphs(haystack)
     except ValueError as error:
         raise ConfigError(f"haystack: {error}") from error
-    return Passkeys(encode, paragraphs, settings, _start_tokens(tokenizer.encode(""), tokenizer))
+    return Passkeys(encode, paragraphs, settings, start_tokens(tokenizer))
 
 
-def _start_tokens(empty: list[int], tokenizer: object) -> list[int]:
-    """Of an empty prompt's tokens, those that begin it: some tokenizers end it as well."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    return empty[:-1] if len(empty) > 1 and empty[-1] == end else empty
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that every prompt of a model begins with."""
+    empty: list[int] = tokenizer.encode("")
+    # Some tokenizers end the text as well.
+    return empty[:-1] if len(empty) > 1 and empty[-1] == tokenizer.eos_token_id else empty

@@ -1,7 +1,8 @@
 """RazorAttention's probe: which heads look back at repeated tokens (paper, section 3.3).
 
-n random tokens (the paper's K) are repeated R times. At position i of repetition r = 0..R-1 the
-token has occurred r times before, at i - jn for j = 1..r. Of a query head's attention weights at i,
+n random tokens (the paper's K) are repeated R times, after the special tokens that every prompt of
+the model begins with, if any. At position i of repetition r = 0..R-1 the token has occurred r times
+before, at i - jn for j = 1..r. Of a query head's attention weights at i,
 
 - those at i - jn are on *echo* tokens, identical to the current one;
 - those at i - jn + 1 are on *induction* tokens, which followed it then and will follow it now.
@@ -22,7 +23,7 @@ Letters: H query heads, K key-value heads, G = H / K, T = nR tokens, D head dime
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,6 +111,8 @@ class ProbeContext:
         Of the model.
     tokens, repeats : int
         n and R of the input.
+    start : int
+        Tokens before the first repetition.
     on_layer : callable, optional
         Called with the layer's index when it is measured.
     """
@@ -119,10 +122,12 @@ class ProbeContext:
         shape: ModelShape,
         tokens: int,
         repeats: int,
+        start: int = 0,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._tokens = tokens
         self._repeats = repeats
+        self._start = start
         self._on_layer = on_layer
         # weight[kind, layer, head, r]: summed weight of repetition r's tokens on all of their r
         # earlier occurrences.
@@ -143,12 +148,12 @@ class ProbeContext:
     ) -> Tensor:
         """Weight of repetition ``r`` on its echo and its induction tokens, ``[2, H]`` float64."""
         n = self._tokens
-        here = slice(r * n, (r + 1) * n)
+        here = slice(self._start + r * n, self._start + (r + 1) * n)
         q = q_KGTD[:, :, here].float() * scale
         total = torch.zeros(2, *q.shape[:2], dtype=torch.float64, device=q.device)
         for earlier in range(r):
             for kind, shift in enumerate((1, 0)):  # induction, echo
-                start = earlier * n + shift
+                start = self._start + earlier * n + shift
                 keys = k[:, None, start : start + n].float()
                 weights = torch.exp((q * keys).sum(-1) - lse_KGT[:, :, here])
                 total[kind] += weights.sum(-1, dtype=torch.float64)
@@ -168,7 +173,9 @@ def _named(scores: Tensor) -> dict[str, Scores]:
     return {kind: rounded(scores[i].tolist()) for i, kind in enumerate(("induction", "echo"))}
 
 
-def probe_tokens(settings: RazorSettings, shape: ModelShape, vocabulary: int) -> int:
+def probe_tokens(
+    settings: RazorSettings, shape: ModelShape, vocabulary: int, start: int = 0
+) -> int:
     """The largest n, up to ``settings.tokens``, that the model's context and vocabulary allow.
 
     The tokens of one repetition are distinct, so that a token's earlier occurrences are exactly
@@ -179,7 +186,7 @@ def probe_tokens(settings: RazorSettings, shape: ModelShape, vocabulary: int) ->
     ConfigError
         If not even two tokens fit.
     """
-    tokens = min(settings.tokens, shape.max_positions // settings.repeats, vocabulary)
+    tokens = min(settings.tokens, (shape.max_positions - start) // settings.repeats, vocabulary)
     if tokens < 2:
         raise ConfigError(
             f"repeats is {settings.repeats}, but the context of {shape.max_positions} positions "
@@ -193,6 +200,7 @@ def probe(
     vocabulary: Tensor,
     settings: RazorSettings,
     on_layer: Callable[[int], None] | None = None,
+    start: Sequence[int] = (),
 ) -> ProbeScores:
     """Score every query head in one forward pass.
 
@@ -205,6 +213,8 @@ def probe(
     settings : RazorSettings
     on_layer : callable, optional
         Progress: called with the index of each layer.
+    start : sequence of int
+        Special tokens that every prompt of the model begins with (`passkeys.start_tokens`).
 
     Returns
     -------
@@ -216,12 +226,13 @@ def probe(
         If the model's context is too short for the repetitions.
     """
     shape = ModelShape.from_config(model.config)
-    tokens = probe_tokens(settings, shape, len(vocabulary))
+    tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(settings.seed)
     chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
-    context = ProbeContext(shape, tokens, settings.repeats, on_layer)
-    run_body(model, chosen.repeat(settings.repeats), context)
+    repeated = chosen.repeat(settings.repeats)
+    context = ProbeContext(shape, tokens, settings.repeats, len(start), on_layer)
+    run_body(model, torch.cat([torch.tensor(list(start)).long(), repeated]), context)
     return context.scores()
 
 
