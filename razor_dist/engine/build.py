@@ -211,6 +211,7 @@ def make_engine(
     comm: Communicator,
     *,
     eos_token_ids: tuple[int, ...],
+    ring: RingAttention | None = None,
 ) -> Engine:
     """One rank's engine around a model that is loaded with our attention.
 
@@ -222,6 +223,8 @@ def make_engine(
         For every layer and KV head, whether it is a retrieval head.
     comm : Communicator
     eos_token_ids : tuple of int
+    ring : RingAttention, optional
+        In place of the one that the settings name.
 
     Raises
     ------
@@ -242,7 +245,7 @@ def make_engine(
             HeadLayout.from_decision(retrieval, device),
             cache_config(config, shape, max_model_len, wave_tokens, comm.size, kv_dtype),
             comm,
-            ring_of(config, device, dtype, kv_dtype),
+            ring or ring_of(config, device, dtype, kv_dtype),
             cuda_recorder(comm, device) if config.cuda_graphs else None,
         )
     except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.heads.duo_folder import GATES_FILE, SIZES, Pattern, write_folder
-from razor_dist.heads.head_map import Flags, HeadMap, Scores, rounded
+from razor_dist.heads.head_map import Flags, HeadMap, Scores, flags, ranked, rounded
 
 if TYPE_CHECKING:
     from razor_dist.models.shape import ModelShape
@@ -68,16 +68,11 @@ def by_sparsity(gates: Scores, sparsity: float) -> Flags:
         If the sparsity is out of range.
     """
     _check_fraction("sparsity", sparsity)
-    ranked = sorted(
-        (-gate, layer, head) for layer, row in enumerate(gates) for head, gate in enumerate(row)
-    )
-    total = len(ranked)
+    order = ranked(gates)
+    total = len(order)
     # Rounded first: 0.07 x 100 is 7.000000000000001, and no eighth head was asked for.
     local = total if sparsity == 1 else math.ceil(round(sparsity * (total - 1), 9))
-    kept = {(layer, head) for _, layer, head in ranked[: total - local]}
-    return tuple(
-        tuple((layer, head) in kept for head in range(len(row))) for layer, row in enumerate(gates)
-    )
+    return flags(order[: total - local], len(gates), len(gates[0]))
 
 
 def by_threshold(gates: Scores, threshold: float) -> Flags:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
@@ -255,10 +255,21 @@ def decide(
     selected = {kind: _top(kind, scores[kind], percent) for kind, percent in percents.items()}
     promoted = {(layer, head // group) for pairs in selected.values() for layer, head in pairs}
     layers, kv_heads = len(scores["induction"]), len(scores["induction"][0]) // group
-    retrieval = tuple(
-        tuple((layer, head) in promoted for head in range(kv_heads)) for layer in range(layers)
+    return Decision(flags(promoted, layers, kv_heads), selected)
+
+
+def ranked(scores: Scores) -> Pairs:
+    """All ``(layer, head)``, the best score first; equal scores by layer, then head."""
+    order = sorted(
+        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
     )
-    return Decision(retrieval, selected)
+    return tuple((layer, head) for _, layer, head in order)
+
+
+def flags(kept: Iterable[tuple[int, int]], layers: int, heads: int) -> Flags:
+    """A table ``[layers][heads]`` of which ``(layer, head)`` are in ``kept``."""
+    kept = set(kept)
+    return tuple(tuple((layer, head) in kept for head in range(heads)) for layer in range(layers))
 
 
 def check_percent(kind: str, percent: float) -> None:
@@ -269,13 +280,11 @@ def check_percent(kind: str, percent: float) -> None:
 
 def _top(kind: str, scores: Scores, percent: float) -> Pairs:
     check_percent(kind, percent)
-    ranked = sorted(
-        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
-    )
-    count = math.floor(percent * len(ranked) / 100 + 0.5)
+    order = ranked(scores)
+    count = math.floor(percent * len(order) / 100 + 0.5)
     if percent > 0:
         count = max(count, 1)
-    return tuple((layer, head) for _, layer, head in ranked[:count])
+    return order[:count]
 
 
 def shipped_head_map(model_name: str) -> Path:

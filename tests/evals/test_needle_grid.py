@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError
+from razor_dist.evals.grid import NEEDLES, Cell, Results, make_document, table
 from razor_dist.evals.haystack import Haystack, Needle, draw_needle, open_haystack
-from razor_dist.evals.needle_grid import (
-    DEPTHS,
-    LENGTHS,
-    METHODS,
-    NEEDLES,
-    Cell,
-    Results,
-    engine_settings,
-    make_document,
-    table,
-)
+from razor_dist.evals.needle_grid import DEPTHS, LENGTHS, METHODS, method
 
 
 def encode(text: str) -> list[int]:
@@ -92,35 +84,38 @@ def test_scoring(answer: str, right: bool) -> None:
 
 
 def test_folder_of_texts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no \.txt files"):
+    with pytest.raises(ConfigError, match=r"no \.txt files"):
         open_haystack(str(tmp_path), encode)
     prose = "A sentence of some length is what a haystack is made of. " * 10
     (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
     haystack = open_haystack(str(tmp_path), encode)
     assert len(haystack.document(400, [draw_needle(25, 0)], 0).ids) == 400
-    with pytest.raises(ValueError, match=r"tokens, .* are needed"):
+    with pytest.raises(ConfigError, match=r"tokens, .* are needed"):
         haystack.document(4000, [draw_needle(25, 0)], 0)
-    with pytest.raises(ValueError, match="too short"):
+    with pytest.raises(ConfigError, match="too short"):
         haystack.document(20, [draw_needle(25, 0)], 0)
 
 
 def test_methods_are_engine_settings() -> None:
-    for method, settings in METHODS.items():
-        config, heads = engine_settings(method, {})
-        found = {name: getattr(config, name) for name in settings}
+    kept = {"smollm2-14-1": 22, "smollm2": 39}
+    for name, settings in METHODS.items():
+        EngineConfig(**{key: value for key, value in settings.items() if key != "head_map"})
+        found = method(name)
+        assert found.settings == settings
         if "head_map" in settings:
-            assert Path(found.pop("head_map")).stem == settings["head_map"]
-            assert sum(map(sum, heads)) == {"smollm2-14-1": 22, "smollm2": 39}[settings["head_map"]]
-        assert found == {name: value for name, value in settings.items() if name != "head_map"}
+            assert found.retrieval is not None
+            assert sum(map(sum, found.retrieval)) == kept[settings["head_map"]]
+        else:
+            assert found.retrieval is None
 
 
 def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
     cell = Cell("full", 1500, 25, 0, "123456", "123456", True, 1, 0.5, "abc")
     path = tmp_path / "grid.json"
-    Results(path, {"seed": 0}).add([cell, replace(cell, depth=75, right=False)])
+    Results(path, {"seed": 0}, list(METHODS)).add([cell, replace(cell, depth=75, right=False)])
     with pytest.raises(ConfigError, match="holds results with seed 0, not 1"):
         Results(path, {"seed": 1})
-    again = Results(path, {"seed": 0})
+    again = Results(path, {"seed": 0}, list(METHODS))
     assert again.has(cell.key, "abc")
     assert not again.has(cell.key, "another")
     more = replace(cell, method="exact-256", kv_bytes=3 << 20)
@@ -140,7 +135,8 @@ def test_the_committed_results_are_of_this_grid() -> None:
     """What the page shows was run with the methods, documents and questions of this code."""
     path = Path(__file__).parents[2] / "docs/benchmarks/needle_grid.json"
     stored = json.loads(path.read_text())
-    results = Results(path, {name: value for name, value in stored.items() if name != "cells"})
+    about = {name: value for name, value in stored.items() if name != "cells"}
+    results = Results(path, about, order=list(METHODS))
     assert len(results.cells) == len(stored["cells"])
     for cell in results.cells:
         assert cell.method in METHODS

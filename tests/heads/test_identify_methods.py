@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from razor_dist.commands.identify import identify
@@ -21,6 +19,7 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
+from tests.tokenizer import write_letters
 
 app = typer.Typer()
 app.command()(identify)
@@ -32,10 +31,7 @@ SMALL = ["--passkeys", "2", "--max-tokens", "1500", "--sink-tokens", "4", "--rec
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer knows letters."""
     folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-    letters = {chr(32 + i): i + 4 for i in range(95)} | {"?!": 3}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?!"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?!").save_pretrained(folder)
+    write_letters(folder)
     return folder
 
 

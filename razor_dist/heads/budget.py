@@ -1,0 +1,96 @@
+"""Head maps at a budget: as many KV heads as memory allows, chosen by a map's own scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.heads.head_map import Flags, HeadMap, Pairs, flags, ranked
+
+# RazorAttention's Table 2: of 15 retrieval query heads, 14 are chosen as induction heads.
+_RAZOR_PARTS: Final = 15
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The KV heads that a map would keep at a budget.
+
+    Attributes
+    ----------
+    kept : tuple
+        ``(layer, KV head)`` in the order in which they were chosen. A larger budget's begins with
+        a smaller one's.
+    retrieval : tuple
+        The same as a decision, ``[layers][KV heads]`` bool.
+    selected : dict
+        For a map with scores of query heads: how many were selected by each score.
+    """
+
+    kept: Pairs
+    retrieval: Flags
+    selected: dict[str, int] = field(default_factory=dict)
+
+
+def kv_budget(head_map: HeadMap, percent: float) -> int:
+    """KV heads that are ``percent`` of all, rounded to the nearest (halves up), at least 1.
+
+    Raises
+    ------
+    ConfigError
+        Unless the percentage is above 0 and at most 100.
+    """
+    if not 0 < percent <= 100:
+        raise ConfigError(f"a budget must be a percentage above 0 and up to 100, got {percent:g}")
+    return max(1, math.floor(percent * sum(map(len, head_map.retrieval)) / 100 + 0.5))
+
+
+def choose(head_map: HeadMap, kv_heads: int) -> Choice:
+    """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
+
+    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: these are
+    selected one by one, 14 by induction score to one by echo score (and at least one of these),
+    until the groups that they promote are as many as the budget. Each adds one KV head at most, so
+    the budget is met exactly.
+
+    Parameters
+    ----------
+    head_map : HeadMap
+        With induction and echo scores, or with one score of KV heads.
+    kv_heads : int
+        The budget, from 1 to all KV heads.
+
+    Raises
+    ------
+    HeadMapError
+        If the map has no such scores.
+    """
+    layers, heads = len(head_map.retrieval), len(head_map.retrieval[0])
+    if head_map.scores.keys() >= {"induction", "echo"}:
+        kept, selected = _by_query_heads(head_map, kv_heads)
+    elif len(head_map.kv_scores) == 1 and not head_map.scores:
+        (scores,) = head_map.kv_scores.values()
+        kept, selected = ranked(scores)[:kv_heads], {}
+    else:
+        kinds = [*head_map.scores, *head_map.kv_scores]
+        raise HeadMapError(
+            f"a head map of method {head_map.method!r} with scores {kinds} ranks no KV heads: it "
+            "needs induction and echo scores, or one score of KV heads"
+        )
+    return Choice(kept, flags(kept, layers, heads), selected)
+
+
+def _by_query_heads(head_map: HeadMap, kv_heads: int) -> tuple[Pairs, dict[str, int]]:
+    order = {kind: iter(ranked(head_map.scores[kind])) for kind in ("echo", "induction")}
+    selected = dict.fromkeys(order, 0)
+    # Insertion-ordered: the KV heads, first come first.
+    kept: dict[tuple[int, int], None] = {}
+    while len(kept) < kv_heads:
+        total = sum(selected.values()) + 1
+        echo = max(1, math.floor(total / _RAZOR_PARTS + 0.5))
+        kind = "echo" if selected["echo"] < echo else "induction"
+        layer, head = next(order[kind])
+        selected[kind] += 1
+        kept[layer, head // head_map.group] = None
+    return tuple(kept), selected

@@ -1,0 +1,138 @@
+"""A grid on a tiny model: shared prefills are what they stand for, and nothing is run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.core import EngineCore
+from razor_dist.errors import ModelError
+from razor_dist.evals.grid import FULL_METHOD, GridSettings, Method, Prompter, Results
+from razor_dist.evals.grid_run import GridModel, kept_layers, prefill, run_core
+from razor_dist.evals.haystack import open_haystack
+from razor_dist.heads.head_map import Flags
+from razor_dist.sampling_params import SamplingParams
+from tests.tiny_models import make_tiny
+from tests.tokenizer import smollm2_tokenizer, write_letters
+
+WINDOW = {"window_min": 40, "window_ratio": 5, "block": 16}
+HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GridModel:
+    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
+    write_letters(folder)
+    return GridModel(EngineConfig(model=str(folder), threads=1, wave_tokens=128))
+
+
+def _decode(core: EngineCore, question: list[int]) -> list[int]:
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    core.add("question", question, greedy, prefix_id="document")
+    return run_core(core)
+
+
+def _exact(retrieval: Flags | None, **settings: object) -> Method:
+    return Method("exact", {"prefill": "exact", **WINDOW, **settings}, retrieval)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        _exact(HEADS),
+        _exact(HEADS, compensation=False),
+        Method("none", {"attention": "streaming", "prefill": "exact", **WINDOW}),
+    ],
+    ids=["razor", "no compensation", "streaming"],
+)
+def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
+    model: GridModel, method: Method
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    document = torch.randint(4, 99, (333,), generator=generator).tolist()
+    question = document[50:70]
+    own = model.engine(method, 400)
+    prefill(own.core, document)
+    full = model.engine(FULL_METHOD, 400)
+    prefill(full.core, document)
+    replayed = model.engine(method, 400)
+    with model.replay.giving(kept_layers(full.runner)):
+        prefill(replayed.core, document)
+
+    one, other = own.runner.caches, replayed.runner.caches
+    (sequence,), (copy,) = own.runner.sequences.values(), replayed.runner.sequences.values()
+    at = one.pages.extents(sequence.table, 0, 333)
+    assert at == other.pages.extents(copy.table, 0, 333)
+    for a, b in at:
+        torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
+        torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
+    start, slot = sequence.local.start, slice(None)
+    assert start == copy.local.start > one.local.policy.sinks
+    for begin, end in ((0, 4), (start, 333)):
+        for mine, theirs in zip(
+            one.local.read(slot, sequence.local, begin, end),
+            other.local.read(slot, copy.local, begin, end),
+            strict=True,
+        ):
+            torch.testing.assert_close(theirs, mine)
+    torch.testing.assert_close(
+        other.local.sums[:, :, copy.local.index], one.local.sums[:, :, sequence.local.index]
+    )
+    assert own.runner.kv_bytes == replayed.runner.kv_bytes
+    assert _decode(replayed.core, question) == _decode(own.core, question)
+
+
+def test_what_is_there_is_not_run_again(model: GridModel, tmp_path: Path) -> None:
+    haystack = open_haystack("reference", model.prompter.encode)
+    documents = GridSettings((300, 400), (50,), 1).documents(haystack)
+    local = Method("local", {"prefill": "local", **WINDOW}, HEADS)
+    methods = [
+        FULL_METHOD,
+        _exact(HEADS),
+        replace(_exact(None), name="other", retrieval=((True,) * 2,) * 4),
+        local,
+    ]
+    read: list[int] = []
+    hook = model.replay.model.register_forward_pre_hook(
+        lambda _, __, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def run(methods: Sequence[Method]) -> list[str]:
+        said: list[str] = []
+        results = Results(tmp_path / "grid.json", {"seed": 0})
+        model.run(methods, documents, results, said.append)
+        return said
+
+    assert len(run(methods)) == 8
+    question = len(model.prompts(next(iter(documents.values())))[1])
+    waves = [tokens for tokens in read if tokens > 1 and tokens != question]
+    assert sum(waves) == 2 * (300 + 400)  # once for all that share a prefill, once for local
+    read.clear()
+    assert run(methods) == [] and read == []
+    # Another decision under the same name is another experiment; the old result is not shown.
+    changed = replace(methods[1], retrieval=methods[2].retrieval)
+    results = Results(tmp_path / "grid.json", {"seed": 0})
+    assert {c.method for c in model.current([changed, local], documents, results)} == {"local"}
+    assert [line.split()[0] for line in run([changed, local])] == ["exact", "exact"]
+    hook.remove()
+
+
+def test_prompts_with_and_without_a_chat_template(model: GridModel) -> None:
+    chat, plain = Prompter(smollm2_tokenizer()), model.prompter
+    assert chat.is_chat and not plain.is_chat
+    haystack = open_haystack("reference", plain.encode)
+    ((_, document),) = GridSettings((300,), (50,), 1).documents(haystack).items()
+    (needle,) = document.needles
+    assert plain.document(document) == document.ids
+    assert plain.question(needle) == plain.encode(
+        f"\n\n{needle.question} Answer: The {needle.subject} is"
+    )
+    text = chat.decode(chat.question(needle))
+    assert text.startswith(f"\n\n{needle.question}") and text.rstrip().endswith("assistant")
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        Prompter(None)
