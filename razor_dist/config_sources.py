@@ -14,6 +14,7 @@ import yaml
 from razor_dist.config import EngineConfig, ServerConfig
 from razor_dist.config_errors import SettingError, is_optional, unknown
 from razor_dist.errors import ConfigError
+from razor_dist.jobs.config import JobConfig
 
 ENV_PREFIX = "RAZOR_"
 # Variables with our prefix that one of our processes sets for another; they are no settings.
@@ -152,9 +153,10 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
         if name.startswith(ENV_PREFIX) and name not in INTERNAL_ENV
     }
     for name in values:
-        # All commands share one environment, so the server's settings are known everywhere.
-        if name not in ServerConfig.model_fields:
-            known = [ENV_PREFIX + field.upper() for field in ServerConfig.model_fields]
+        # All commands share one environment, so each one's settings are known everywhere.
+        fields = {**cls.model_fields, **ServerConfig.model_fields, **JobConfig.model_fields}
+        if name not in fields:
+            known = [ENV_PREFIX + field.upper() for field in fields]
             raise ConfigError(unknown(ENV_PREFIX + name.upper(), known, "environment variable"))
     mine = {name: value for name, value in values.items() if name in cls.model_fields}
     return _named(cls, mine, lambda name: ENV_PREFIX + name.upper())

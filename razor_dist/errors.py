@@ -40,3 +40,7 @@ class RequestError(RazorError, ValueError):
 
 class EngineError(RazorError, RuntimeError):
     """The engine failed while it held the request (a rank died, a time-out)."""
+
+
+class ClusterError(RazorError, RuntimeError):
+    """The cluster cannot hold what is asked for, or cannot be reached."""

@@ -257,6 +257,11 @@ class LLM:
         """The engine's counters: see ``stats`` in `razor_dist.engine.protocol`."""
         return self._loop.run(self._client.stats())
 
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks died too often to be started again: every call will fail."""
+        return self._engine.client.status.state == "failed"
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer; ``None`` if its folder has none."""
         return self._encoder.tokenizer

@@ -1,4 +1,4 @@
-"""Keeps the ranks of this host alive: starts them, notices a death, starts them again."""
+"""Keeps an engine's ranks alive: starts them, notices a death, starts them again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from razor_dist.config import EngineConfig
 from razor_dist.engine.client import EngineClient
 from razor_dist.engine.heartbeat import silence
-from razor_dist.engine.ranks import EXIT_USER_ERROR, WORKER, RankExit, RankGroup
+from razor_dist.engine.ranks import EXIT_USER_ERROR, RankExit, RankGroup, Ranks, StartRanks
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _GRACE = 3.0
 
 
 class LocalLauncher:
-    """Supervises one set of ranks on this host and tells the client what becomes of them.
+    """Supervises one set of ranks and tells the client what becomes of them.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class LocalLauncher:
         Listens on the socket that rank 0 connects to.
     folder : Path
         A private folder; each start gets a new one in it.
-    module : str
-        The worker's module.
+    start_ranks : callable
+        Makes one generation of ranks.
     max_failed_starts : int
         Consecutive starts that may fail before the engine is given up.
     backoff : float
@@ -44,17 +44,17 @@ class LocalLauncher:
         client: EngineClient,
         *,
         folder: Path,
-        module: str = WORKER,
+        start_ranks: StartRanks = RankGroup.start,
         max_failed_starts: int = 3,
         backoff: float = 0.5,
     ) -> None:
         self._config = config
         self._client = client
-        self._module = module
+        self._start = start_ranks
         self._max_failed_starts = max_failed_starts
         self._backoff = backoff
         self._folder = folder
-        self._ranks: RankGroup | None = None
+        self._ranks: Ranks | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -110,16 +110,14 @@ class LocalLauncher:
                 return
             await asyncio.sleep(self._backoff * 2**failed_starts)
 
-    async def _start_ranks(self) -> RankGroup:
+    async def _start_ranks(self) -> Ranks:
         self._client.loading()
         # A rendezvous file is good for one start only.
         folder = Path(tempfile.mkdtemp(prefix="start-", dir=self._folder))
-        self._ranks = await RankGroup.start(
-            self._config, folder, self._client.socket_path, self._module
-        )
+        self._ranks = await self._start(self._config, folder, self._client.socket_path)
         return self._ranks
 
-    async def _watch(self, ranks: RankGroup) -> str:
+    async def _watch(self, ranks: Ranks) -> str:
         """Wait until a rank ends, hangs up or falls silent; returns what happened, in words."""
         death = asyncio.create_task(ranks.first_exit())
         hangup = asyncio.create_task(self._hangup())
@@ -146,7 +144,7 @@ class LocalLauncher:
         while self._client.status.state in ("loading", "ready"):
             await self._client.wait_change()
 
-    async def _user_error(self, ranks: RankGroup, exit: RankExit) -> None:
+    async def _user_error(self, ranks: Ranks, exit: RankExit) -> None:
         """Give up, with rank 0's message, for which another rank's exit may be too early."""
         if self._client.status.state == "failed":
             return

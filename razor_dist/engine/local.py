@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.client import EngineClient
 from razor_dist.engine.launcher import LocalLauncher
-from razor_dist.engine.ranks import WORKER
+from razor_dist.engine.ranks import WORKER, RankGroup, StartRanks
 
 
 class LocalEngine:
@@ -22,7 +23,9 @@ class LocalEngine:
     max_queue : int or None
         As in `EngineClient`.
     worker : str
-        The ranks' module.
+        The ranks' module, if they are processes.
+    start_ranks : callable, optional
+        How else they are started: rank 0 must run on this host.
 
     Attributes
     ----------
@@ -33,12 +36,22 @@ class LocalEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, max_queue: int | None = None, worker: str = WORKER
+        self,
+        config: EngineConfig,
+        *,
+        max_queue: int | None = None,
+        worker: str = WORKER,
+        start_ranks: StartRanks | None = None,
     ) -> None:
         # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
         self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
         self.client = EngineClient(self._folder / "engine", max_queue=max_queue)
-        self.launcher = LocalLauncher(config, self.client, folder=self._folder, module=worker)
+        self.launcher = LocalLauncher(
+            config,
+            self.client,
+            folder=self._folder,
+            start_ranks=start_ranks or partial(RankGroup.start, module=worker),
+        )
 
     async def start(self) -> None:
         """Listen and start the ranks; returns at once."""

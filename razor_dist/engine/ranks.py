@@ -8,9 +8,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from razor_dist.config import EngineConfig
 from razor_dist.errors import EngineError
@@ -35,12 +35,15 @@ class FrontUnreachableError(EngineError):
 
 
 class RankExit(NamedTuple):
-    """A rank that ended, and how."""
+    """A rank that ended, and how: by the exit code of its process, or in words."""
 
     rank: int
     code: int
+    reason: str = ""
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"rank {self.rank} ended: {self.reason}"
         if self.code >= 0:
             return f"rank {self.rank} exited with code {self.code}"
         try:
@@ -48,6 +51,21 @@ class RankExit(NamedTuple):
         except ValueError:
             name = f"signal {-self.code}"
         return f"rank {self.rank} was killed by {name}"
+
+
+class Ranks(Protocol):
+    """One generation of ranks, however they were started; see `RankGroup` for the methods."""
+
+    @property
+    def pids(self) -> list[int]: ...
+    async def first_exit(self) -> RankExit: ...
+    async def wait(self, timeout: float) -> list[RankExit]: ...
+    async def stop(self, patience: float = 2.0) -> None: ...
+    def kill(self) -> None: ...
+
+
+# From the settings, a private empty folder and the front's socket, to ranks that are starting.
+StartRanks = Callable[[EngineConfig, Path, Path], Awaitable[Ranks]]
 
 
 class RankGroup:

@@ -1,0 +1,189 @@
+"""The Ray cluster: joining or starting one, and room in it for an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ClusterError, ConfigError
+from razor_dist.jobs.config import JobConfig
+
+log = logging.getLogger(__name__)
+
+# Results and items are small; Ray's default of 30 % of memory would be taken from the caches. The
+# least that Ray accepts is 75 MiB.
+_OBJECT_STORE = 80 * 2**20
+# Seconds between two looks at a placement group that is pending, and between two words about it.
+_LOOK, _TELL = 1.0, 30.0
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[bool]:
+    """Join a Ray cluster, or start one on this host, until the ``with`` block ends.
+
+    Parameters
+    ----------
+    address : str or None
+        As `ray.init` takes it; ``None`` is ``RAY_ADDRESS``, which Ray sets in submitted jobs, and
+        without that a cluster of this host alone.
+
+    Yields
+    ------
+    bool
+        Whether it may grow: a cluster that is started here has what this host has.
+
+    Raises
+    ------
+    ClusterError
+        If it cannot be reached.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    joins = address not in (None, "local")
+    how: dict[str, Any] = {"address": address or "local"}
+    if not joins:
+        how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+    try:
+        ray.init(**how, logging_level=logging.WARNING, log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ClusterError(f"cannot join the Ray cluster {address!r}: {error}") from error
+    try:
+        yield joins
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one engine asks the cluster for.
+
+    Attributes
+    ----------
+    ranks : int
+        The number of bundles.
+    bundle : mapping
+        What each rank needs, by Ray's names of resources.
+    strategy : str
+        Ray's placement strategy.
+    """
+
+    ranks: int
+    bundle: Mapping[str, float]
+    strategy: Literal["STRICT_PACK", "PACK"]
+
+    @classmethod
+    def of(cls, engine: EngineConfig, job: JobConfig) -> Demand:
+        """For an engine's settings, on the cluster that was joined.
+
+        Raises
+        ------
+        ConfigError
+            If CUDA is asked for and no node has a GPU.
+        """
+        bundle = {"CPU": job.cpus_per_rank}
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if engine.device == "cuda" and not gpus:
+            raise ConfigError("device is cuda, but no node of the cluster has a GPU")
+        if gpus and engine.device != "cpu":
+            bundle["GPU"] = 1
+        return cls(engine.world_size, bundle, job.placement)
+
+    def engines_held(self) -> int:
+        """How many such engines the cluster's nodes hold when nothing else runs on them."""
+        ranks = [
+            min(int(has.get(name, 0) / amount + 1e-6) for name, amount in self.bundle.items())
+            for has in _nodes()
+        ]
+        if self.strategy == "PACK":
+            return sum(ranks) // self.ranks
+        return sum(there // self.ranks for there in ranks)
+
+    def __str__(self) -> str:
+        bundle = _resources(self.bundle)
+        where = {"STRICT_PACK": "on one node", "PACK": "on any nodes"}[self.strategy]
+        return f"{self.ranks} x ({bundle}) {where}"
+
+
+def reserve(
+    demand: Demand, what: str, timeout: float, over: threading.Event, *, grows: bool = True
+) -> PlacementGroup:
+    """Reserve room for an engine; waits while the cluster is full, and says so.
+
+    Parameters
+    ----------
+    demand : Demand
+    what : str
+        What it is for, for the log.
+    timeout : float
+        Seconds to wait at most.
+    over : threading.Event
+        Set when nobody wants it any more.
+    grows : bool
+        Whether nodes may be added: without that, what the nodes cannot hold is not waited for.
+
+    Raises
+    ------
+    ClusterError
+        If there is no room in time; the message tells the demand and what the cluster has.
+    """
+    if not grows and not demand.engines_held():
+        raise ClusterError(f"{what} asks for {demand}, which {_cluster()} cannot hold")
+    group = placement_group([dict(demand.bundle)] * demand.ranks, strategy=demand.strategy)
+    begin, told = time.monotonic(), -_TELL
+    try:
+        while not group.wait(_LOOK):
+            waited = time.monotonic() - begin
+            if over.is_set():
+                raise ClusterError(f"{what} is not needed any more")
+            if waited >= timeout:
+                raise ClusterError(
+                    f"{what} asks for {demand}, for which {_cluster()} had no room within "
+                    f"{timeout:g} s"
+                )
+            if waited - told >= _TELL:
+                told = waited
+                log.info(
+                    "%s is pending: it asks for %s; %s (%.0f of %g s)",
+                    what,
+                    demand,
+                    _cluster(),
+                    waited,
+                    timeout,
+                )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _nodes() -> list[dict[str, float]]:
+    """The resources of every living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _cluster() -> str:
+    """What the cluster has, in words."""
+    nodes = _nodes()
+    free = ray.available_resources()
+    each = "; ".join(_resources(has) for has in nodes[:8])
+    more = f"; {len(nodes) - 8} more" if len(nodes) > 8 else ""
+    return (
+        f"the cluster of {len(nodes)} node{'s' * (len(nodes) != 1)} [{each}{more}], "
+        f"of which {_resources({**dict.fromkeys(('CPU',), 0.0), **free})} free,"
+    )
+
+
+def _resources(amounts: Mapping[str, float]) -> str:
+    """Only what a rank may need; Ray also counts memory and marks nodes by such entries."""
+    named = [f"{amounts[name]:g} {name}" for name in ("GPU", "CPU") if name in amounts]
+    return " + ".join(named) or "nothing"

@@ -1,0 +1,128 @@
+"""Runs a task to its end: what is missing is computed, each result stored at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from razor_dist.errors import ConfigError
+from razor_dist.jobs.pool import Crew, Outcome, run_items
+from razor_dist.jobs.progress import Progress
+from razor_dist.jobs.results import Record, ResultStore, json_line
+from razor_dist.jobs.task import Item, Task, job_settings
+
+log = logging.getLogger(__name__)
+
+
+class Summary(NamedTuple):
+    """How a run ended.
+
+    Attributes
+    ----------
+    folder : Path
+        Where the results are.
+    done, failed : int
+        Records in the results, those of earlier runs included.
+    earlier : int
+        How many of them earlier runs had left.
+    """
+
+    folder: Path
+    done: int
+    failed: int
+    earlier: int
+
+
+def run_task(
+    task: Task,
+    folder: str | Path,
+    crew: AbstractContextManager[Crew],
+    *,
+    attempts: int = 3,
+    new_folder: bool = False,
+    retry_failed: bool = False,
+) -> Summary:
+    """Compute the results of a task that its folder does not hold yet.
+
+    When nothing is missing any more, the results are put into the order of the task's items.
+
+    Parameters
+    ----------
+    task : Task
+    folder : str or Path
+        See `razor_dist.jobs.results`.
+    crew : context manager of Crew
+        The engines, such as `razor_dist.jobs.ray_engine.ray_crew` makes. It is entered only if
+        anything is missing.
+    attempts : int
+        How often an item is tried while engines fail under it.
+    new_folder : bool
+        Begin another folder where this one is of other settings: `ResultStore.open`.
+    retry_failed : bool
+        Try again what an earlier run has recorded as failed.
+
+    Raises
+    ------
+    ConfigError
+        If the folder or the items do not fit: see `ResultStore.open`.
+    RazorError
+        If no engine can be opened any more. The results so far are kept.
+    """
+    items = _checked(task)
+    with ResultStore.open(folder, job_settings(task), new_folder=new_folder) as store:
+        if retry_failed and (dropped := store.drop_failed()):
+            log.info("%d failed items are tried again", dropped)
+        missing = [item for item in items if item.id not in store.records]
+        earlier = len(items) - len(missing)
+        if missing:
+            with crew as (open_engine, engines), Progress(missing, earlier) as progress:
+                for outcome in run_items(missing, open_engine, engines=engines, attempts=attempts):
+                    store.append(_record(outcome))
+                    progress.finished(outcome)
+        store.sort([item.id for item in items])
+        failed = sum(record["status"] == "failed" for record in store.records.values())
+        return Summary(store.folder, len(store.records) - failed, failed, earlier)
+
+
+def _checked(task: Task) -> Sequence[Item]:
+    items = task.items()
+    seen: set[str] = set()
+    for item in items:
+        if item.id in seen:
+            raise ConfigError(f"two items of the job have the id {item.id!r}")
+        seen.add(item.id)
+        if item.engine not in task.engines:
+            known = ", ".join(map(repr, task.engines))
+            raise ConfigError(
+                f"item {item.id!r} names the engine {item.engine!r}; the task has {known}"
+            )
+    return items
+
+
+def _record(outcome: Outcome) -> Record:
+    record: Record = {
+        "id": outcome.item.id,
+        "status": "done",
+        "result": outcome.result,
+        "error": None,
+        "run": {
+            "seconds": round(outcome.seconds, 3),
+            "attempts": outcome.attempts,
+            "engine": outcome.engine,
+            "finished": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        },
+    }
+    error = outcome.error
+    if error is None:
+        try:
+            json_line(record)
+        except (TypeError, ValueError) as unfit:
+            error = TypeError(f"the task's result is no JSON data: {unfit}")
+    if error is not None:
+        failure = {"type": type(error).__name__, "message": str(error)}
+        record |= {"status": "failed", "result": None, "error": failure}
+    return record

@@ -1,0 +1,62 @@
+"""Runs a task as a job's settings say: on Ray, or on processes of this host."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from razor_dist.errors import ConfigError
+from razor_dist.jobs.config import JobConfig
+from razor_dist.jobs.job import Summary, run_task
+from razor_dist.jobs.pool import Crew
+from razor_dist.jobs.task import Task
+
+
+def run_job(task: Task, config: JobConfig, folder: str | Path) -> Summary:
+    """Compute what ``folder`` lacks of a task's results.
+
+    Parameters
+    ----------
+    task : Task
+        Its engines' settings are its own; of ``config`` only the job's are used here.
+    config : JobConfig
+    folder : str or Path
+        See `razor_dist.jobs.results`.
+
+    Returns
+    -------
+    Summary
+        ``failed`` counts the items without a result.
+
+    Raises
+    ------
+    ClusterError
+        If the cluster cannot be reached, or has no room for an engine in time.
+    RazorError
+        As `run_task`.
+    """
+    return run_task(
+        task,
+        folder,
+        _crew(task, config),
+        attempts=config.attempts,
+        new_folder=config.new_folder,
+        retry_failed=config.retry_failed,
+    )
+
+
+def _crew(task: Task, config: JobConfig) -> AbstractContextManager[Crew]:
+    if not config.ray:
+        from razor_dist.jobs.local_engine import local_crew
+
+        return local_crew(task, config.engines or 1)
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
+            "or use processes of this host (ray: false, --no-ray)"
+        ) from None
+    from razor_dist.jobs.ray_engine import ray_crew
+
+    return ray_crew(task, config)

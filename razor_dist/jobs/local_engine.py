@@ -1,0 +1,56 @@
+"""A job's engines as processes of this host, without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import EngineError
+from razor_dist.jobs.pool import Crew, EngineLostError
+from razor_dist.jobs.task import Item, Task
+from razor_dist.llm import LLM
+
+
+class LocalEngine:
+    """An `LLM` of this process that works on a task's items.
+
+    Parameters
+    ----------
+    task : Task
+    llm : LLM
+        Closed with this engine. It restarts dead ranks by itself.
+    """
+
+    def __init__(self, task: Task, llm: LLM) -> None:
+        self._task, self._llm = task, llm
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.pool.Engine`."""
+        try:
+            return self._task.run(self._llm, item)
+        except EngineError as error:
+            if self._llm.failed:
+                raise EngineLostError(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._llm.close()
+
+
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """An engine's settings as keyword arguments of `LLM`, one for each field."""
+    return {name: getattr(config, name) for name in EngineConfig.model_fields}
+
+
+@contextmanager
+def local_crew(task: Task, engines: int = 1) -> Iterator[Crew]:
+    """Engines of this host, for `razor_dist.jobs.job.run_task`."""
+
+    def open_engine(name: str, number: int, over: threading.Event) -> LocalEngine:
+        return LocalEngine(task, LLM(**settings_of(task.engines[name])))
+
+    yield Crew(open_engine, engines)

@@ -1,0 +1,272 @@
+"""Hands items to engines that are free, and says of each item what came of it.
+
+A thread for each engine; nothing here knows what an engine is made of.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from razor_dist.errors import ClusterError, EngineError, RazorError
+from razor_dist.jobs.task import Item
+
+log = logging.getLogger(__name__)
+
+
+class EngineLostError(EngineError):
+    """The engine is gone and will not come back by itself; another must be opened."""
+
+
+class Engine(Protocol):
+    """What works on one item at a time."""
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        """The item's result.
+
+        Raises
+        ------
+        EngineLostError
+            If another engine is to be opened, and the item tried again.
+        EngineError
+            If the engine failed, but will be there for the next call: the item is tried again.
+        Exception
+            If the item is at fault.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; also from another thread, while `run` runs, and again."""
+        ...
+
+
+# From one of the task's engine names and the number of the thread that asks, to an engine that is
+# ready. It may take long; `threading.Event` is set when nobody waits for it any more.
+OpenEngine = Callable[[str, int, threading.Event], Engine]
+
+
+class Crew(NamedTuple):
+    """How engines are opened, and how many at once."""
+
+    open_engine: OpenEngine
+    engines: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an item.
+
+    Attributes
+    ----------
+    item : Item
+    result : mapping or None
+        What the task returned; None if it failed.
+    error : Exception or None
+        Of the last attempt, if it failed.
+    attempts : int
+    seconds : float
+        Of the last attempt.
+    engine : int
+        The number of the engine that made the last attempt.
+    """
+
+    item: Item
+    result: Mapping[str, Any] | None
+    error: Exception | None
+    attempts: int
+    seconds: float
+    engine: int
+
+
+class _Ended(RuntimeError):
+    """The thread of an engine ends, because no engine can be opened for it."""
+
+    def __init__(self, engine: int, error: Exception) -> None:
+        super().__init__(engine, error)
+        self.engine, self.error = engine, error
+
+
+def run_items(
+    items: Iterable[Item], open_engine: OpenEngine, *, engines: int, attempts: int = 3
+) -> Generator[Outcome, None, None]:
+    """Run items on several engines at once, the longest first.
+
+    Items of one engine name run before those of the next, in the order in which the names first
+    occur; within a name the largest `Item.size` comes first, so that no long item is left for the
+    end, when the other engines have nothing to do.
+
+    Parameters
+    ----------
+    items : iterable of Item
+    open_engine : callable
+        See `OpenEngine`.
+    engines : int
+        How many engines at most, each opened when there is an item for it.
+    attempts : int
+        How often an item is tried while engines fail under it, and an engine opened that is lost
+        while it is being opened.
+
+    Yields
+    ------
+    Outcome
+        One for each item, as soon as it is known.
+
+    Raises
+    ------
+    RazorError
+        If there are items left and no engine can be opened for them; the error is that of the
+        last one tried. A mistake of the user's (`ConfigError`, ...) ends the others at once.
+    """
+    pool = _Pool(items, open_engine, attempts)
+    threads = [
+        threading.Thread(target=pool.work, args=(number,), name=f"engine-{number}", daemon=True)
+        for number in range(min(engines, pool.left))
+    ]
+    for thread in threads:
+        thread.start()
+    working = len(threads)
+    try:
+        while pool.left:
+            event = pool.events.get()
+            if isinstance(event, Outcome):
+                pool.left -= 1
+                yield event
+                continue
+            working -= 1
+            user_error = not isinstance(event.error, EngineError | ClusterError)
+            if user_error or not working:
+                raise event.error
+            log.warning(
+                "engine %d is given up: %s; the job goes on with %d",
+                event.engine,
+                event.error,
+                working,
+            )
+    finally:
+        pool.stop()
+        for thread in threads:
+            thread.join()
+
+
+class _Pool:
+    """The items that wait, and the threads' common state."""
+
+    def __init__(self, items: Iterable[Item], open_engine: OpenEngine, attempts: int) -> None:
+        items = list(items)
+        order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
+        self.events: queue.Queue[Outcome | _Ended] = queue.Queue()
+        self.left = len(items)
+        self._open = open_engine
+        self._attempts = attempts
+        self._waiting = sorted(items, key=lambda item: (order[item.engine], -item.size))
+        self._running = 0  # items that a thread has taken and not yet given back or done
+        self._tried: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._over = threading.Event()
+        self._engines: dict[int, Engine] = {}
+
+    def stop(self) -> None:
+        """Have all threads end; an item that is being worked on is abandoned."""
+        with self._changed:
+            self._over.set()
+            self._changed.notify_all()
+            abandoned = list(self._engines.values())
+        for engine in abandoned:
+            engine.close()
+
+    def work(self, number: int) -> None:
+        """A thread's life: take an item, see to the right engine, run it."""
+        name = ""
+        try:
+            while (item := self._take()) is not None:
+                if number not in self._engines or name != item.engine:
+                    self._close(number)
+                    name = item.engine
+                    try:
+                        self._keep(number, self._open_patiently(name, number))
+                    except Exception:
+                        self._give_back(item)
+                        raise
+                self._run(item, number)
+        except Exception as error:
+            if not self._over.is_set():
+                if not isinstance(error, RazorError):
+                    log.exception("engine %d cannot be opened", number)
+                self.events.put(_Ended(number, error))
+        finally:
+            self._close(number)
+
+    def _run(self, item: Item, number: int) -> None:
+        attempt = self._tried[item.id] = self._tried.get(item.id, 0) + 1
+        result: Mapping[str, Any] | None = None
+        failure: Exception | None = None
+        begin = time.monotonic()
+        try:
+            result = self._engines[number].run(item)
+        except Exception as error:
+            failure = error
+        seconds = time.monotonic() - begin
+        if self._over.is_set():
+            return  # whatever failed did so because it was ended
+        if isinstance(failure, EngineLostError):
+            self._close(number)
+        if isinstance(failure, EngineError) and attempt < self._attempts:
+            log.warning("%s, attempt %d of %d: %s", item.id, attempt, self._attempts, failure)
+            self._give_back(item)
+        else:
+            self.events.put(Outcome(item, result, failure, attempt, seconds, number))
+            self._done()
+
+    # ------------------------------------------------------------------ engines
+
+    def _open_patiently(self, name: str, number: int) -> Engine:
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return self._open(name, number, self._over)
+            except EngineLostError as error:
+                if attempt == self._attempts or self._over.is_set():
+                    raise
+                log.warning("engine %d was lost while it was opened: %s", number, error)
+        raise AssertionError("attempts is at least 1")
+
+    def _keep(self, number: int, engine: Engine) -> None:
+        with self._changed:
+            if not self._over.is_set():
+                self._engines[number] = engine
+                return
+        engine.close()  # `stop` has not seen it
+        raise EngineError("the job is over")
+
+    def _close(self, number: int) -> None:
+        with self._changed:
+            engine = self._engines.pop(number, None)
+        if engine is not None:
+            engine.close()
+
+    # -------------------------------------------------------------------- items
+
+    def _take(self) -> Item | None:
+        """The next item; waits while others are at work, whose items may come back."""
+        with self._changed:
+            while not self._waiting and self._running and not self._over.is_set():
+                self._changed.wait()
+            if not self._waiting or self._over.is_set():
+                return None
+            self._running += 1
+            return self._waiting.pop(0)
+
+    def _give_back(self, item: Item) -> None:
+        with self._changed:
+            self._waiting.insert(0, item)
+            self._running -= 1
+            self._changed.notify_all()
+
+    def _done(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()

@@ -1,0 +1,199 @@
+"""A job's engines on a Ray cluster.
+
+An engine is one placement group with a bundle for each rank. In it are
+
+- `EngineActor`, on the node of the first bundle: the front. It holds the `LLM` and runs the task's
+  items. The weights of a node's ranks on CPU are one mapped file, as everywhere.
+- the ranks, `razor_dist.jobs.ray_ranks.RankActor`, made and owned by it: they end when it does,
+  and it ends with the job's driver, so that Ray leaves nothing behind whoever is killed.
+
+A dead rank is the `LLM`'s to replace, in the same place; the item in work fails with `EngineError`.
+If the front dies, or the node, the engine is lost: the driver gives its place back and opens
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.local import LocalEngine as Front
+from razor_dist.jobs.cluster import Demand, connected, reserve
+from razor_dist.jobs.config import JobConfig
+from razor_dist.jobs.local_engine import LocalEngine, settings_of
+from razor_dist.jobs.pool import Crew, EngineLostError
+from razor_dist.jobs.ray_ranks import ActorRanks, brief, on_bundle
+from razor_dist.jobs.task import Item, Task
+from razor_dist.llm import LLM
+from razor_dist.server.logs import set_up_logging
+
+log = logging.getLogger(__name__)
+
+# Seconds that an idle engine gets to end its ranks and remove its files.
+_GOODBYE = 10.0
+
+
+class RayLLM(LLM):
+    """An `LLM` whose ranks are actors.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    group : PlacementGroup
+        A bundle for each rank, the first on this node.
+    bundle : mapping
+        The resources of each.
+    """
+
+    def __init__(
+        self, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
+    ) -> None:
+        self._start_ranks = partial(ActorRanks.start, group, bundle)
+        super().__init__(**settings_of(config))
+
+    async def _start(self) -> Front:
+        engine = Front(self.config, start_ranks=self._start_ranks)
+        await engine.start()
+        return engine
+
+
+class EngineActor:
+    """The front of an engine, in an actor's process."""
+
+    def open(
+        self,
+        task: Task,
+        config: EngineConfig,
+        group: PlacementGroup,
+        bundle: Mapping[str, float],
+    ) -> list[int]:
+        """Start the ranks and wait until they are ready; returns their process ids."""
+        set_up_logging("info")
+        llm = RayLLM(config, group, bundle)
+        self._engine = LocalEngine(task, llm)
+        return llm._engine.launcher.pids
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.pool.Engine`."""
+        return self._engine.run(item)
+
+    def close(self) -> None:
+        """End the ranks and remove the folder of their socket."""
+        self._engine.close()
+
+
+class RayEngine:
+    """The driver's handle of an engine, ready when the constructor returns.
+
+    Parameters
+    ----------
+    task : Task
+    config : EngineConfig
+    group : PlacementGroup
+        Removed when the engine is closed.
+    bundle : mapping
+        The resources of each of its bundles.
+
+    Raises
+    ------
+    EngineLostError
+        If an actor died meanwhile.
+    EngineError
+        If the ranks cannot be started; the message is theirs.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: EngineConfig,
+        group: PlacementGroup,
+        bundle: Mapping[str, float],
+    ) -> None:
+        self._group = group
+        self._closing = threading.Lock()
+        self._closed = self._busy = False
+        make: Any = ray.remote(EngineActor)
+        self._actor = make.options(num_cpus=0, scheduling_strategy=on_bundle(group, 0)).remote()
+        try:
+            self.pids: list[int] = self._get(self._actor.open.remote(task, config, group, bundle))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.pool.Engine`."""
+        result: Mapping[str, Any] = self._get(self._actor.run.remote(item))
+        return result
+
+    def _get(self, ref: Any) -> Any:
+        self._busy = True
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise error.cause from None  # as it was raised there
+        except RayError as error:
+            raise EngineLostError(brief(error)) from None
+        finally:
+            self._busy = False
+
+    def close(self) -> None:
+        """End its actors and give its room back."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if not self._busy:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(self._actor.close.remote(), timeout=_GOODBYE)
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+            remove_placement_group(self._group)
+
+
+@contextmanager
+def ray_crew(task: Task, job: JobConfig) -> Iterator[Crew]:
+    """Engines of a Ray cluster, for `razor_dist.jobs.job.run_task`.
+
+    Parameters
+    ----------
+    task : Task
+    job : JobConfig
+
+    Raises
+    ------
+    ClusterError
+        If the cluster cannot be joined.
+    ConfigError
+        If an engine is to run on GPUs and there are none.
+    """
+    with connected(job.ray_address) as grows:
+        demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
+        held = min(demand.engines_held() for demand in demands.values())
+        # One at least: a cluster that scales to nothing grows only when it is asked.
+        count = job.engines or max(1, held)
+        log.info("%d engines of %s", count, ", ".join(sorted(set(map(str, demands.values())))))
+
+        def open_engine(name: str, number: int, over: threading.Event) -> RayEngine:
+            demand, config = demands[name], task.engines[name]
+            if config.threads is None:
+                # As many as were reserved: other engines' ranks may be on the same node.
+                threads = max(1, int(job.cpus_per_rank))
+                config = EngineConfig(**{**settings_of(config), "threads": threads})
+            what = f"engine {number}"
+            group = reserve(demand, what, job.cluster_timeout, over, grows=grows)
+            engine = RayEngine(task, config, group, demand.bundle)
+            log.info("%s is ready; its ranks are processes %s", what, engine.pids)
+            return engine
+
+        yield Crew(open_engine, count)

@@ -1,0 +1,210 @@
+"""An engine's ranks as Ray actors, in the place of `razor_dist.engine.ranks.RankGroup`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.ranks import EXIT_USER_ERROR, FrontUnreachableError, RankExit
+from razor_dist.errors import RazorError
+from razor_dist.server.logs import set_up_logging
+
+# Seconds that killed actors are waited for. Their successors wait for their room in any case.
+_KILLED = 10.0
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    node: str
+    address: str
+    pid: int
+
+
+class RankActor:
+    """A process that becomes one rank."""
+
+    def place(self) -> Place:
+        """Where this is."""
+        context = ray.get_runtime_context()
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+
+    def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
+        """Be a rank until the front says shutdown; returns what a rank's process exits with."""
+        set_up_logging("info")
+        os.environ.update(env)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = _interface(ray.util.get_node_ip_address())
+        # Only now: gloo and OpenMP read the environment when they are loaded.
+        from razor_dist.engine.worker import run_rank
+
+        try:
+            run_rank(EngineConfig.from_json(config_json), socket_path)
+        except FrontUnreachableError as error:
+            logging.getLogger(__name__).error("rank 0 ends: %s", error)
+            return 1
+        except RazorError:
+            return EXIT_USER_ERROR  # the front tells the user
+        return 0
+
+
+def on_bundle(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    """Where one bundle of a placement group is."""
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+
+
+class ActorRanks:
+    """One generation of ranks, each an actor in one bundle of a placement group.
+
+    Build it with `start`.
+    """
+
+    def __init__(self, actors: list[Any], pids: list[int], ends: list[Any], store: Any) -> None:
+        self._actors, self._pids = actors, pids
+        self._waits = [asyncio.create_task(_end(rank, ref)) for rank, ref in enumerate(ends)]
+        self._store = store  # lives as long as the ranks may look into it
+
+    @classmethod
+    async def start(
+        cls,
+        group: PlacementGroup,
+        bundle: Mapping[str, float],
+        config: EngineConfig,
+        folder: Path,
+        socket_path: Path,
+    ) -> ActorRanks:
+        """Start ``config.world_size`` ranks; rank 0 in the first bundle.
+
+        Parameters
+        ----------
+        group : PlacementGroup
+            Of one bundle for each rank; the caller is on the node of the first.
+        bundle : mapping
+            The resources of each.
+        config : EngineConfig
+            Handed to every rank.
+        folder : Path
+            A private, empty folder of this node.
+        socket_path : Path
+            Where rank 0 finds the front.
+        """
+        make: Any = ray.remote(RankActor)
+        actors = [
+            make.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=on_bundle(group, rank),
+            ).remote()
+            for rank in range(config.world_size)
+        ]
+        try:
+            refs = [actor.place.remote() for actor in actors]
+            try:
+                places: list[Place] = await asyncio.gather(*refs)
+            except RayError:
+                # A start that failed like any other: whoever watches sees which one died.
+                return cls(actors, [], refs, None)
+            environments, store = _rendezvous(places, folder)
+            ends = [
+                actor.run.remote(config.engine_json(), env, str(socket_path) if rank == 0 else None)
+                for rank, (actor, env) in enumerate(zip(actors, environments, strict=True))
+            ]
+        except BaseException:  # cancelled: leave none behind
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return cls(actors, [place.pid for place in places], ends, store)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its node; empty if they did not all start."""
+        return self._pids
+
+    async def first_exit(self) -> RankExit:
+        """Wait until a rank ends; of several, the one of the lowest rank."""
+        await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
+        return self._exits()[0]
+
+    async def wait(self, timeout: float) -> list[RankExit]:
+        """Wait until all ranks have ended, at most ``timeout`` seconds; returns those that did."""
+        await asyncio.wait(self._waits, timeout=timeout)
+        return self._exits()
+
+    async def stop(self, patience: float = 2.0) -> None:
+        """End the actors. Ray knows no milder way that a rank in a collective would obey."""
+        self.kill()
+        await self.wait(_KILLED)
+
+    def kill(self) -> None:
+        """End the actors, without waiting."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _exits(self) -> list[RankExit]:
+        return [wait.result() for wait in self._waits if wait.done()]
+
+
+async def _end(rank: int, ref: Any) -> RankExit:
+    try:
+        return RankExit(rank, await ref)
+    except RayTaskError as error:
+        return RankExit(rank, 1, f"{type(error.cause).__name__}: {error.cause}")
+    except RayError as error:
+        return RankExit(rank, 1, brief(error))
+
+
+def brief(error: BaseException) -> str:
+    """A Ray error without its details of ids: its lines that are sentences."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.partition(":")[0].replace("_", "").islower()]
+    return " ".join(told) or repr(error)
+
+
+def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:
+    """Every rank's environment, and the store at which they meet if they are on several nodes.
+
+    On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
+    a store that is already listening, as torchrun's agent does it, so that no port is raced for.
+    """
+    nodes = [place.node for place in places]
+    shared, store = {"WORLD_SIZE": str(len(places))}, None
+    if len(set(nodes)) == 1:
+        shared["RAZOR_RENDEZVOUS"] = f"file://{folder / 'rendezvous'}"
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        from torch.distributed import TCPStore
+
+        store = TCPStore(places[0].address, 0, is_master=True, wait_for_workers=False)
+        shared["MASTER_ADDR"], shared["MASTER_PORT"] = places[0].address, str(store.port)
+        shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    environments = [
+        {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+        }
+        for rank, node in enumerate(nodes)
+    ]
+    return environments, store
+
+
+def _interface(address: str) -> str:
+    """The network interface with an address: gloo would take that of the host's name."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address == address for a in addresses):
+            return name
+    raise RuntimeError(f"no network interface of this node has its address {address}")

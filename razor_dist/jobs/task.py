@@ -1,0 +1,149 @@
+"""What a job is asked to do, and the settings that decide its results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError
+from razor_dist.heads.head_map import shipped_head_map
+
+if TYPE_CHECKING:
+    from razor_dist.llm import LLM
+
+# Of the engine's settings, those that its answers do not hang on: how many ranks share the work
+# and how (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on
+# with others than it was begun with.
+_INDIFFERENT = frozenset(
+    {
+        "world_size",
+        "max_num_seqs",
+        "kv_tokens",
+        "page_size",
+        "wave_tokens",
+        "cuda_graphs",
+        "threads",
+        "collective_timeout",
+        "heartbeat_timeout",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of work, with one result.
+
+    Attributes
+    ----------
+    id : str
+        Unique in the job, and the same in every run of it: what is in the results under this name
+        is not computed again. Where two runs could mean different things by one name (a file whose
+        text changes), make what differs a part of it, such as a hash.
+    size : int
+        How much work it is, in tokens or so: the longest items are begun first, and the time left
+        is reckoned by it. At least 1.
+    engine : str
+        Which of the task's engines it runs on.
+    data : mapping
+        What the task needs to know of it. It travels to the engine by pickle.
+    """
+
+    id: str
+    size: int = 1
+    engine: str = "default"
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.id and self.size >= 1, self
+
+
+class Task(Protocol):
+    """A job's work. It travels to every engine by pickle, so it holds plain data only."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides the results, apart from the engines' settings: plain JSON data."""
+        ...
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        """The settings of the engines that `Item.engine` names; items run in this order."""
+        ...
+
+    def items(self) -> Sequence[Item]:
+        """All items, in the order in which the finished results list them."""
+        ...
+
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        """Do one item's work on an engine that is there for this item alone meanwhile.
+
+        Runs in a process on the node of the engine's rank 0. The caches of what it leaves in
+        ``llm`` (a prefix that is not released) would be missing to the next item.
+
+        Parameters
+        ----------
+        llm : LLM
+            ``generate``, ``chat``, ``prefill``, ``prefill_chat``, ``stats``, ``get_tokenizer``.
+        item : Item
+
+        Returns
+        -------
+        mapping
+            The result: plain JSON data without NaN. Measured times belong under the key
+            ``timing``: the rest is to be the same in every run.
+
+        Raises
+        ------
+        EngineError
+            If the engine fails: the item is tried again, on this engine or another.
+        Exception
+            Anything else is recorded as the item's failure, and it is not tried again.
+        """
+        ...
+
+
+def job_settings(task: Task) -> dict[str, Any]:
+    """All that decides a task's results, as plain JSON data.
+
+    Head maps are told by their content, so that another path of the same map makes no other job.
+
+    Raises
+    ------
+    ConfigError
+        If the task's settings are no JSON data, or a head map cannot be read.
+    HeadMapError
+        If a model has no head map and its engine needs one.
+    """
+    engines = {name: _deciding(config) for name, config in task.engines.items()}
+    try:
+        # Read back: a tuple and a list, or 1 and "1" as a key, are the same in a file.
+        settings: dict[str, Any] = json.loads(
+            json.dumps({"task": dict(task.settings), "engines": engines}, allow_nan=False)
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the task's settings are no JSON data: {error}") from None
+    return settings
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """A name for settings: the first 16 hexadecimal digits of the SHA-256 of their JSON."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _deciding(config: EngineConfig) -> dict[str, Any]:
+    fields = config.model_dump(
+        mode="json", include=set(EngineConfig.model_fields) - _INDIFFERENT - {"head_map"}
+    )
+    if config.attention == "razor":
+        path = Path(config.head_map or shipped_head_map(config.model))
+        try:
+            fields["head_map"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise ConfigError(f"cannot read the head map {path}: {error.strerror}") from None
+    return fields

@@ -1,0 +1,196 @@
+"""Jobs from a task to its results, on engines that answer at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist.config import EngineConfig
+from razor_dist.config_sources import load_config
+from razor_dist.errors import ClusterError, ConfigError, EngineError, HeadMapError
+from razor_dist.jobs.config import JobConfig
+from razor_dist.jobs.job import Summary, run_task
+from razor_dist.jobs.launch import run_job
+from razor_dist.jobs.local_engine import local_crew
+from razor_dist.jobs.pool import Crew
+from razor_dist.jobs.results import RESULTS, read_job
+from razor_dist.jobs.task import Item, job_settings, settings_hash
+from tests.jobs.tasks import Completions
+from tests.test_llm import FakeLLM
+
+FULL = EngineConfig(attention="full", world_size=2)
+STREAMING = EngineConfig(attention="streaming")
+
+
+class Answers:
+    """An engine without a model: the result is the prompt's length."""
+
+    def __init__(self, task: Completions) -> None:
+        self._task = task
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        match self._task.harm.get(item.id):
+            case "error":
+                raise KeyError("no such thing")
+            case "rank":
+                raise EngineError("a rank died")
+            case "nan":
+                return {"loss": float("nan")}
+        return {"n": len(item.data["prompt"])}
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def crew(task: Completions, engines: int = 2) -> Iterator[Crew]:
+    yield Crew(lambda name, number, over: Answers(task), engines)
+
+
+@contextmanager
+def no_crew() -> Iterator[Crew]:
+    raise ClusterError("nothing is missing, so no engine is asked for")
+    yield
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    """The results as they must be in every run."""
+    records = read_job(folder).records
+    for record in records:
+        assert set(record.pop("run")) == {"seconds", "attempts", "engine", "finished"}
+        (record["result"] or {}).pop("timing", None)
+    return records
+
+
+def test_a_job_is_done_once(tmp_path: Path) -> None:
+    task = Completions({"full": FULL, "streaming": STREAMING})
+    assert run_task(task, tmp_path, crew(task)) == Summary(tmp_path, 12, 0, 0)
+    first = (tmp_path / RESULTS).read_bytes()
+    assert [r["id"] for r in without_times(tmp_path)] == [item.id for item in task.items()]
+    assert run_task(task, tmp_path, no_crew()) == Summary(tmp_path, 12, 0, 12)
+    assert (tmp_path / RESULTS).read_bytes() == first
+
+
+def test_what_is_missing_is_computed(tmp_path: Path) -> None:
+    task = Completions({"full": FULL})
+    run_task(task, tmp_path / "whole", crew(task))
+    run_task(task, tmp_path / "cut", crew(task))
+    path = tmp_path / "cut" / RESULTS
+    path.write_bytes(path.read_bytes()[:-300])
+    kept = len(read_job(tmp_path / "cut").records)
+    assert 0 < kept < 6
+    assert run_task(task, tmp_path / "cut", crew(task)) == Summary(tmp_path / "cut", 6, 0, kept)
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    more = Completions({"full": FULL}, count=8)
+    assert run_task(more, tmp_path / "cut", crew(more)).earlier == 6
+
+
+def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> None:
+    harm = {"full-0": "error", "full-1": "rank", "full-2": "nan"}
+    task = Completions({"full": FULL}, harm=harm)
+    assert run_task(task, tmp_path, crew(task)) == Summary(tmp_path, 3, 3, 0)
+    records = {record["id"]: record for record in read_job(tmp_path).records}
+    assert records["full-0"]["error"] == {"type": "KeyError", "message": "'no such thing'"}
+    assert records["full-1"]["error"] == {"type": "EngineError", "message": "a rank died"}
+    assert records["full-1"]["run"]["attempts"] == 3
+    assert "no JSON data" in records["full-2"]["error"]["message"]
+    assert all(records[id]["result"] is None for id in harm)
+    healthy = Completions({"full": FULL})
+    assert run_task(healthy, tmp_path, no_crew()).failed == 3
+    summary = run_task(healthy, tmp_path, crew(healthy), retry_failed=True)
+    assert summary == Summary(tmp_path, 6, 0, 3)
+
+
+def test_other_settings_are_another_job(tmp_path: Path) -> None:
+    task = Completions({"full": FULL})
+    run_task(task, tmp_path / "a", crew(task))
+    other = Completions({"full": FULL}, max_tokens=5)
+    with pytest.raises(ConfigError, match=r"task\.max_tokens is 4 there and 5 here"):
+        run_task(other, tmp_path / "a", no_crew())
+    summary = run_task(other, tmp_path / "a", crew(other), new_folder=True)
+    assert summary == Summary(tmp_path / "a-2", 6, 0, 0)
+
+
+def test_which_settings_decide(tmp_path: Path) -> None:
+    def name(**settings: Any) -> str:
+        task = Completions({"e": EngineConfig(**settings)})
+        return settings_hash(job_settings(task))
+
+    assert name() == name(world_size=8, wave_tokens=100, threads=3, max_num_seqs=9)
+    different = [name(), name(attention="full"), name(window_min=5), name(prefill="exact")]
+    assert len(set(different)) == 4
+    shipped = Path("razor_dist/configs/head_maps")
+    copy = tmp_path / "copy.json"
+    copy.write_bytes((shipped / "smollm2.json").read_bytes())
+    assert name(head_map=str(copy)) == name(), "a map is known by what is in it"
+    assert name(head_map=str(shipped / "smollm2-14-1.json")) != name()
+    with pytest.raises(ConfigError, match="cannot read the head map"):
+        name(head_map="/no/such.json")
+    with pytest.raises(HeadMapError, match="no head map is shipped"):
+        name(model="nobody/nothing")
+
+
+def test_tasks_that_are_wrong(tmp_path: Path) -> None:
+    class Twice(Completions):
+        def items(self) -> list[Item]:
+            return [Item("a", engine="full")] * 2
+
+    class Elsewhere(Completions):
+        def items(self) -> list[Item]:
+            return [Item("a", engine="fall")]
+
+    class Odd(Completions):
+        @property
+        def settings(self) -> Mapping[str, Any]:
+            return {"x": {1, 2}}
+
+    for kind, message in [
+        (Twice, "two items of the job have the id 'a'"),
+        (Elsewhere, "names the engine 'fall'; the task has 'full'"),
+        (Odd, "the task's settings are no JSON data"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            run_task(kind({"full": FULL}), tmp_path, no_crew())
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item whose rank is killed is tried again on the same engine, whose rank comes back."""
+    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", FakeLLM)
+    harm = {"full-2": f"rank:{tmp_path / 'once'}", "full-4": "rank"}
+    task = Completions({"full": FULL}, harm=harm, max_tokens=3)
+    summary = run_task(task, tmp_path / "out", local_crew(task))
+    assert (summary.done, summary.failed) == (5, 1)
+    records = {record["id"]: record for record in read_job(tmp_path / "out").records}
+    assert records["full-2"]["run"]["attempts"] == 2
+    assert records["full-4"]["run"]["attempts"] == 3
+    assert records["full-4"]["error"]["type"] == "EngineError"
+    prompts = {item.id: item.data["prompt"] for item in task.items()}
+    for id, record in records.items():
+        if id != "full-4":  # the fake engine answers with the prompt's end reversed
+            assert record["result"]["tokens"] == prompts[id][:-4:-1]
+
+
+def test_job_settings_come_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps({"engines": 4, "world_size": 8, "placement": "PACK"}))
+    env = {"RAZOR_ENGINES": "3", "RAZOR_CPUS_PER_RANK": "0.5", "RAZOR_PORT": "1"}
+    config = load_config(JobConfig, {"engines": "2"}, env, file)
+    assert (config.engines, config.world_size, config.placement) == (2, 8, "PACK")
+    assert config.cpus_per_rank == 0.5
+    with pytest.raises(ConfigError, match="placement must be"):
+        JobConfig(placement="SPREAD")
+    with pytest.raises(ConfigError, match="engines must be at least 1, got 0"):
+        JobConfig(engines=0)
+
+
+def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"razor-dist\[ray\]"):
+        run_job(Completions({"full": FULL}), JobConfig(), tmp_path)

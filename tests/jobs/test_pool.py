@@ -1,0 +1,191 @@
+"""The pool of engines, with engines that fail on purpose."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from razor_dist.errors import ClusterError, ConfigError, EngineError
+from razor_dist.jobs.pool import EngineLostError, Outcome, run_items
+from razor_dist.jobs.progress import Progress
+from razor_dist.jobs.task import Item
+
+OK, FAIL, ENGINE, LOST = "ok", "fail", "engine", "lost"
+
+
+class FakeEngine:
+    """Does what an item's script says of its attempts: the last word is repeated."""
+
+    def __init__(self, pool: FakeEngines, name: str) -> None:
+        self._pool, self._name = pool, name
+        self._busy = threading.Lock()
+        self._lost = False
+        self.closed = False
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        assert self._busy.acquire(blocking=False), "one item at a time"
+        try:
+            assert not self.closed and not self._lost and self._name == item.engine
+            script = item.data.get("script", [OK])
+            attempt = self._pool.attempts[item.id]
+            self._pool.attempts[item.id] += 1
+            self._pool.order.append(item.id)
+            match script[min(attempt, len(script) - 1)]:
+                case "fail":
+                    raise KeyError("item")
+                case "engine":
+                    raise EngineError("a rank died")
+                case "lost":
+                    self._lost = True
+                    raise EngineLostError("the node died")
+            return {"of": item.id}
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeEngines:
+    """Opens them; ``errors`` are raised first, one by each call."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.attempts: Counter[str] = Counter()
+        self.order: list[str] = []
+        self.opened: list[FakeEngine] = []
+        self._errors = list(errors)
+
+    def open(self, name: str, number: int, over: threading.Event) -> FakeEngine:
+        if self._errors:
+            raise self._errors.pop(0)
+        engine = FakeEngine(self, name)
+        self.opened.append(engine)
+        return engine
+
+    def run(self, items: list[Item], engines: int = 1, attempts: int = 3) -> dict[str, Outcome]:
+        outcomes = list(run_items(items, self.open, engines=engines, attempts=attempts))
+        assert all(engine.closed for engine in self.opened)
+        found = {outcome.item.id: outcome for outcome in outcomes}
+        assert len(found) == len(outcomes)
+        return found
+
+
+def items_of(scripts: list[list[str]]) -> list[Item]:
+    return [Item(str(n), data={"script": script}) for n, script in enumerate(scripts)]
+
+
+def no_threads_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("engine-")]
+
+
+@given(
+    scripts=st.lists(
+        st.lists(st.sampled_from([OK, FAIL, ENGINE, LOST]), min_size=1, max_size=4), max_size=12
+    ),
+    engines=st.integers(1, 4),
+    attempts=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=150)
+def test_every_item_has_one_outcome(scripts: list[list[str]], engines: int, attempts: int) -> None:
+    pool = FakeEngines()
+    found = pool.run(items_of(scripts), engines, attempts)
+    assert len(found) == len(scripts)
+    for id, outcome in found.items():
+        script = scripts[int(id)]
+        tries = [script[min(n, len(script) - 1)] for n in range(attempts)]
+        ends = [n for n, word in enumerate(tries) if word in (OK, FAIL)]
+        expected = ends[0] + 1 if ends else attempts
+        assert outcome.attempts == pool.attempts[id] == expected
+        kind = {OK: type(None), FAIL: KeyError, ENGINE: EngineError, LOST: EngineLostError}
+        assert type(outcome.error) is kind[tries[expected - 1]]
+        assert outcome.result == ({"of": id} if outcome.error is None else None)
+    assert no_threads_left()
+
+
+def test_the_longest_come_first_and_engines_in_turn() -> None:
+    items = [Item(f"{e}{s}", size=s, engine=e) for e, s in zip("bababa", range(1, 7), strict=True)]
+    pool = FakeEngines()
+    pool.run(items)
+    assert pool.order == ["b5", "b3", "b1", "a6", "a4", "a2"]
+    assert len(pool.opened) == 2
+
+
+def test_an_engine_that_failed_is_kept_and_a_lost_one_is_not() -> None:
+    pool = FakeEngines()
+    pool.run(items_of([[ENGINE, OK], [OK]]))
+    assert len(pool.opened) == 1
+    pool = FakeEngines()
+    pool.run(items_of([[LOST, LOST, OK], [OK]]))
+    assert len(pool.opened) == 3
+
+
+def test_engines_that_cannot_be_opened() -> None:
+    items = items_of([[OK]] * 4)
+    full = ClusterError("no room")
+    lost = EngineLostError("lost at once")
+    assert len(FakeEngines(full).run(items, engines=2)) == 4, "the other one does it all"
+    assert len(FakeEngines(lost, lost).run(items)) == 4
+    with pytest.raises(ClusterError, match="no room"):
+        FakeEngines(full, full).run(items, engines=2)
+    with pytest.raises(EngineLostError):
+        FakeEngines(lost, lost, lost).run(items)
+    with pytest.raises(ConfigError, match="wrong"):  # the user's mistake: nobody tries again
+        FakeEngines(ConfigError("wrong")).run(items, engines=3)
+    assert no_threads_left()
+
+
+def test_more_engines_than_items_are_not_opened() -> None:
+    pool = FakeEngines()
+    pool.run(items_of([[OK]]), engines=8)
+    assert len(pool.opened) == 1
+    assert FakeEngines().run([], engines=8) == {}
+
+
+class Stubborn:
+    """An engine whose item ends only when it is closed."""
+
+    def __init__(self) -> None:
+        self._end = threading.Event()
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        if item.size > 1:
+            assert self._end.wait(30)
+            raise EngineError("closed")
+        return {}
+
+    def close(self) -> None:
+        self._end.set()
+
+
+def test_a_job_that_is_broken_off_ends_its_engines() -> None:
+    items = [Item("long", size=2), Item("short")]
+    results = run_items(items, lambda *_: Stubborn(), engines=2)
+    assert next(results).item.id == "short"
+    begin = time.monotonic()
+    results.close()
+    assert time.monotonic() - begin < 20
+    assert no_threads_left()
+
+
+def test_the_progress_line_has_rate_and_time_left() -> None:
+    now = [0.0]
+    items = [Item("a", size=1000), Item("b", size=3000)]
+    with Progress(items, before=2, bar=False, clock=lambda: now[0]) as progress:
+        now[0] = 60.0  # of which the engine took 50 to start
+        outcome = Outcome(items[0], {}, None, attempts=1, seconds=10.0, engine=0)
+        progress.finished(outcome)
+        expected = "3/4 | a done in 10.0 s | 100.0 tokens/s, 00:30 left"
+        assert progress.line(outcome) == expected
+        outcome = Outcome(items[1], None, EngineError("x"), attempts=3, seconds=1.0, engine=0)
+        progress.finished(outcome)
+        assert progress.line(outcome) == (
+            "4/4 (1 failed) | b FAILED after 3 attempts: EngineError('x') | "
+            "400.0 tokens/s, 00:00 left"
+        )

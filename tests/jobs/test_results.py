@@ -1,0 +1,182 @@
+"""The store of results: what a crash may leave, and what may not be mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from razor_dist.errors import ConfigError
+from razor_dist.jobs.results import RESULTS, ResultStore, json_line, read_job
+
+SETTINGS: dict[str, Any] = {"task": {"lengths": [1, 2]}, "engines": {"razor": {"model": "m"}}}
+
+
+def record(id: str, status: str = "done", **result: Any) -> dict[str, Any]:
+    return {"id": id, "status": status, "result": result, "error": None, "run": {}}
+
+
+def ids(folder: Path) -> list[str]:
+    return [record["id"] for record in read_job(folder).records]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with ResultStore.open(folder, SETTINGS) as store:
+        store.append(record("x", text="größer\n\u2028\ud800"))
+        store.append(record("y"))
+        assert ids(folder) == ["x", "y"], "on the disk at once"
+    with ResultStore.open(folder, SETTINGS) as store:
+        assert list(store.records) == ["x", "y"]
+        assert store.records["x"]["result"] == {"text": "größer\n\u2028\ud800"}
+        assert store.records["x"]["settings"] == store.settings_hash
+    assert read_job(folder).settings == SETTINGS
+
+
+@given(cut=st.integers(0, 200))
+@settings(deadline=None, max_examples=40)
+def test_a_torn_last_line_is_dropped(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    with ResultStore.open(folder, SETTINGS) as store:
+        for id in "abc":
+            store.append(record(id, text="ä"))
+    path = folder / RESULTS
+    whole = path.read_bytes()
+    torn = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(torn)
+    left = list("abc")[: torn.count(b"\n")]
+    assert ids(folder) == left, "a reader drops it too, and leaves the file alone"
+    assert path.read_bytes() == torn
+    with ResultStore.open(folder, SETTINGS) as store:
+        assert list(store.records) == left
+        for id in "abc":
+            if id not in left:
+                store.append(record(id, text="ä"))
+    assert path.read_bytes() == whole
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.jobs.test_results import *\n"
+        "store = ResultStore.open(Path(sys.argv[1]), SETTINGS)\n"
+        "for n in range(10**6):\n"
+        "    store.append(record(str(n), text='x' * 3000)); print(n, flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    told = [int(process.stdout.readline()) for _ in range(20)]
+    with pytest.raises(ConfigError, match="another process is writing"):
+        ResultStore.open(tmp_path, SETTINGS)
+    process.kill()
+    told += [int(line) for line in process.stdout]
+    process.wait()
+    with ResultStore.open(tmp_path, SETTINGS) as store:  # the lock died with its holder
+        found = [int(id) for id in store.records]
+    assert found == list(range(len(found)))
+    assert len(found) >= len(told), "what was told to be written was written"
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        store.append(record("a"))
+        write = os.write
+
+        def half(file: int, data: bytes) -> int:
+            monkeypatch.setattr(os, "write", full)
+            return write(file, data[:10])
+
+        def full(file: int, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="No space"):
+            store.append(record("b"))
+        monkeypatch.undo()
+        store.append(record("b"))
+    assert ids(tmp_path) == ["a", "b"]
+
+
+def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
+    ResultStore.open(tmp_path, SETTINGS).close()
+    other = {"task": {"lengths": [1, 3], "seed": 4}, "engines": {"razor": {"model": "n"}}}
+    with pytest.raises(ConfigError) as error:
+        ResultStore.open(tmp_path, other)
+    said = str(error.value)
+    assert 'engines.razor.model is "m" there and "n" here' in said
+    assert "task.lengths is [1, 2] there and [1, 3] here" in said
+    assert "task.seed is not set there and 4 here" in said
+    assert "--new-folder" in said
+
+
+def test_a_new_folder_when_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ResultStore.open(folder, SETTINGS, new_folder=True).close()
+    for number, expected in [(1, "run-2"), (2.0, "run-3"), (1, "run-2"), (2, "run-4")]:
+        settings = {**SETTINGS, "task": number}
+        with ResultStore.open(folder, settings, new_folder=True) as store:
+            assert store.folder == tmp_path / expected
+    with ResultStore.open(folder, SETTINGS, new_folder=True) as store:
+        assert store.folder == folder
+
+
+def test_failures_are_forgotten_when_asked_and_lines_ordered(tmp_path: Path) -> None:
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        for id, status in [("c", "done"), ("b", "failed"), ("a", "done")]:
+            store.append(record(id, status))
+        assert store.drop_failed() == 1
+        store.append(record("b"))
+        assert ids(tmp_path) == ["c", "a", "b"]
+        store.sort(["a", "b"])
+        assert ids(tmp_path) == list(store.records) == ["a", "b", "c"]
+        store.append(record("d"))
+    assert ids(tmp_path) == ["a", "b", "c", "d"]
+    assert {path.name for path in tmp_path.iterdir()} == {"job.json", "lock", RESULTS}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{}\n", "line 2 of .* is no record"),
+        (b"nonsense\n", "line 2 of .* is no record"),
+        (json_line(record("a") | {"settings": "x"}), "line 2 of .* is of other settings"),
+        (None, "line 2 of .* is a second result of 'a'"),
+    ],
+)
+def test_damaged_results_are_refused(tmp_path: Path, line: bytes | None, message: str) -> None:
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        store.append(record("a"))
+    path = tmp_path / RESULTS
+    path.write_bytes(path.read_bytes() + (path.read_bytes() if line is None else line))
+    for opener in (read_job, lambda folder: ResultStore.open(folder, SETTINGS)):
+        with pytest.raises(ConfigError, match=message):
+            opener(tmp_path)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no results of a job"):
+        read_job(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        ResultStore.open(tmp_path / "file", SETTINGS)
+    (tmp_path / RESULTS).touch()
+    with pytest.raises(ConfigError, match=r"no job\.json that says of which settings"):
+        ResultStore.open(tmp_path, SETTINGS)
+    (tmp_path / "job.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is no job's header"):
+        ResultStore.open(tmp_path, SETTINGS)
+    header = {"format": 2, "hash": "", "settings": {}}
+    (tmp_path / "job.json").write_text(json.dumps(header))
+    with pytest.raises(ConfigError, match="format 2; this version knows 1"):
+        read_job(tmp_path)
+    (tmp_path / "job.json").write_text(json.dumps(header | {"format": 1}))
+    with pytest.raises(ConfigError, match="changed by hand"):
+        read_job(tmp_path)
