@@ -10,8 +10,9 @@ from typing import Any
 
 from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError, HeadMapError
-from razor_dist.evals.grid import FULL, FULL_METHOD, Cell, Method, Score, markdown
-from razor_dist.evals.head_budgets import local_settings, streaming
+from razor_dist.evals.grid import FULL, FULL_METHOD, Method, local_settings
+from razor_dist.evals.grid_results import Cell, Score, markdown
+from razor_dist.evals.head_budgets import streaming
 from razor_dist.heads.head_map import Flags, HeadMap, decide, flags
 
 INDUCTION = (5.0, 8.0, 11.0, 14.0)

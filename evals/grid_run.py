@@ -29,10 +29,10 @@ from razor_dist.engine.build import (
     torch_dtype,
 )
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.prompts import load_tokenizer
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.evals.grid import ANSWER_TOKENS, Cell, Method, Place, Prompter, Results
+from razor_dist.evals.grid import ANSWER_TOKENS, Method, Place, Prompter
 from razor_dist.evals.grid import FULL_METHOD as FULL
+from razor_dist.evals.grid_results import Cell, Results
 from razor_dist.evals.haystack import Document
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.registry import resolve_model
@@ -128,7 +128,7 @@ class GridModel:
         device = torch_device(config, 0)
         trust = config.trust_remote_code
         path = resolve_model(config.model, trust_remote_code=trust)
-        self.prompter = Prompter(load_tokenizer(path, trust_remote_code=trust))
+        self.prompter = Prompter.of_model(path, trust_remote_code=trust)
         torch.set_num_threads(config.threads_per_rank(1))
         model = load_model(
             path, device=device, dtype=torch_dtype(config, device), trust_remote_code=trust

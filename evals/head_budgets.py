@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError
-from razor_dist.evals.grid import FULL, FULL_METHOD, Cell, Method, Score, markdown, score_heads
+from razor_dist.evals.grid import FULL, FULL_METHOD, Method, local_settings
+from razor_dist.evals.grid_results import Cell, Score, markdown, score_heads
 from razor_dist.heads.budget import Choice, choose, kv_budget
 from razor_dist.heads.compare import Overlap
 from razor_dist.heads.head_map import HeadMap
@@ -22,20 +23,6 @@ from razor_dist.heads.head_map import HeadMap
 PERCENTS = (10.0, 15.0, 25.0, 50.0)
 """Of KV heads kept."""
 PREFILLS = ("exact", "local")
-
-_WINDOW = (
-    "window_min",
-    "window_ratio",
-    "window_max",
-    "sink_tokens",
-    "block",
-    "compensation",
-)
-
-
-def local_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
-    """What a local head sees, as a method's own settings."""
-    return {"prefill": prefill} | {name: getattr(config, name) for name in _WINDOW}
 
 
 def streaming(config: EngineConfig, prefill: str) -> Method:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config import EngineConfig
-from razor_dist.evals.grid import FULL, NEEDLES, GridSettings, Method, Results, table
+from razor_dist.evals.grid import FULL, NEEDLES, GridSettings, Method
+from razor_dist.evals.grid_results import Results, table
 from razor_dist.evals.grid_run import GridModel
 from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.head_map import HeadMap, shipped_head_map

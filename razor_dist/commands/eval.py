@@ -155,7 +155,7 @@ def _run(
     file: Path,
 ) -> None:
     """Run what the file lacks, and write tables and picture beside it."""
-    from razor_dist.evals.grid import Results
+    from razor_dist.evals.grid_results import Results
     from razor_dist.evals.grid_run import GridModel
     from razor_dist.evals.haystack import open_haystack
     from razor_dist.evals.head_budgets import Contest

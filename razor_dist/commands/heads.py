@@ -124,6 +124,8 @@ def show(
         chosen = round(summary.selected * query_heads)
         typer.echo(f"selected {chosen} of {query_heads} query heads ({summary.selected:.1%})")
     typer.echo(_kept(summary))
+    if found.verification is not None:
+        typer.echo(f"verified on {found.verification}")
     typer.echo("layer by KV head: ■ keeps the whole context, · is local")
     for row in drawn_rows(found):
         typer.echo(row)

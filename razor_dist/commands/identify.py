@@ -90,8 +90,8 @@ def identify(
     haystack: Annotated[
         Path | None,
         typer.Option(
-            help="duo, onthefly: folder of .txt files to hide passkeys in. [default: Python's "
-            "language reference]"
+            help="duo, onthefly, --verify: folder of .txt files to hide passkeys and needles in. "
+            "[default: Python's language reference; for needles, essays if they are installed]"
         ),
     ] = None,
     samples: Annotated[
@@ -121,6 +121,25 @@ def identify(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random tokens and passkeys.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Picture to write as well (PNG).")] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then ask for needles in documents, with full attention and with the new map, and "
+            "record what it loses.",
+        ),
+    ] = False,
+    verify_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Of each of the 5 documents. [default: twice the least window, 2500 or more, as "
+            "the model's context allows]"
+        ),
+    ] = None,
+    verify_window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Least window of a local head. [default: the model's]"),
+    ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
     ] = "auto",
@@ -132,15 +151,18 @@ def identify(
     ] = False,
 ) -> None:
     """Find the retrieval heads of MODEL and write its head map."""
-    _refuse_strangers(context, method)
+    _refuse_strangers(context, method, verify)
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: there is no folder {file.absolute().parent}")
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
 
+    if not verify and (verify_tokens is not None or verify_window is not None):
+        raise ConfigError("--verify-tokens and --verify-window are options of --verify")
+
     # Imported here, so that --help does not wait for torch.
-    from razor_dist.commands.identify_job import Job, Run
+    from razor_dist.commands.identify_job import Job, Run, verification_plan, verified
     from razor_dist.config import EngineConfig
     from razor_dist.engine.build import torch_device, torch_dtype
     from razor_dist.heads.duo import DuoSettings
@@ -154,6 +176,11 @@ def identify(
     path = resolve_model(model, trust_remote_code=trust_remote_code)
     name = display_name(model)
     job = Job(name, path, where, precision, trust_remote_code)
+    check = None
+    if verify:
+        check = verification_plan(
+            config, verify_tokens, verify_window, haystack, seed, trust_remote_code
+        )
     found: HeadMap | None
     if method == "razor":
         found = job.razor(induction, echo, tokens, repeats, seed)
@@ -180,7 +207,10 @@ def identify(
             found = job.duo(settings, hidden, haystack, run)
     if found is None:  # another rank writes
         return
-    found.save(out)
+    found.save(out)  # before minutes of verification
+    if check is not None:
+        found = verified(found, check)
+        found.save(out)
     if plot is not None:
         from razor_dist.heads.plot import plot_head_map
 
@@ -188,14 +218,17 @@ def identify(
     typer.echo(f"wrote {out}" + (f" and {plot}" if plot is not None else ""))
 
 
-def _refuse_strangers(context: typer.Context, method: str) -> None:
+def _refuse_strangers(context: typer.Context, method: str, verify: bool) -> None:
     """Options of other methods are mistakes: ignored in silence, they would seem to have acted."""
     for name, methods in _BELONGS.items():
         source = context.get_parameter_source(name)
+        if name == "haystack" and verify:
+            continue
         if method not in methods and source is not None and source.name != "DEFAULT":
+            verifies = ", or to --verify" if name == "haystack" else ""
             raise ConfigError(
-                f"--{name.replace('_', '-')} belongs to --method {' and '.join(methods)}, not to "
-                f"{method}"
+                f"--{name.replace('_', '-')} belongs to --method {' and '.join(methods)}"
+                f"{verifies}, not to {method}"
             )
 
 

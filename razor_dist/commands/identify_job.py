@@ -5,6 +5,7 @@ Imports torch and transformers; `identify`, which reads the options, imports it 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
+from razor_dist.config import EngineConfig
+from razor_dist.config_sources import build_config
 from razor_dist.engine.prompts import load_tokenizer
+from razor_dist.evals.verify import Check
 from razor_dist.heads import duo, duo_engine, onthefly, razor
 from razor_dist.heads.duo_checkpoint import TrainingState, state_file
 from razor_dist.heads.head_map import HeadMap
@@ -196,6 +200,35 @@ class Job:
         )
         _report_kept(found)
         return found
+
+
+def verification_plan(
+    config: EngineConfig,
+    tokens: int | None,
+    window: int | None,
+    haystack: Path | None,
+    seed: int,
+    trust_remote_code: bool,
+) -> Check:
+    """How a map will be verified, see `Check.plan`: with the settings it would be served with."""
+    own = {} if window is None else {"window_min": window}
+    served = build_config(
+        EngineConfig,
+        model=config.model,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=trust_remote_code,
+        threads=torch.get_num_threads(),
+        **own,
+    )
+    return Check.plan(served, tokens, "auto" if haystack is None else str(haystack), seed)
+
+
+def verified(found: HeadMap, check: Check) -> HeadMap:
+    """A map with what it was found to lose."""
+    result = check.run(found, lambda line: typer.echo(line, err=True))
+    typer.echo(f"verified on {result}")
+    return dataclasses.replace(found, verification=result)
 
 
 def _progress(silent: bool = False) -> Progress:

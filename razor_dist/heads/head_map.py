@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.heads.verification import Verification
 
 if TYPE_CHECKING:
     # Its module imports transformers, which a reader of head maps need not wait for.
@@ -67,6 +68,8 @@ class HeadMap:
         For each kind of score of query heads, ``[layers][query heads]``.
     kv_scores : dict
         For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
+    verification : Verification, optional
+        What the map was found to lose. A file may leave it out.
     format_version : int
     """
 
@@ -80,6 +83,7 @@ class HeadMap:
     selected: dict[str, Pairs]
     scores: dict[str, Scores]
     kv_scores: dict[str, Scores] = Field(default_factory=dict)
+    verification: Verification | None = None
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> HeadMap:
@@ -323,12 +327,16 @@ def _readable_json(fields: dict[str, Any]) -> str:
     """JSON with a layer's row on one line, which json's own indentation cannot do."""
     parts = {key: json.dumps(value) for key, value in fields.items()}
     parts["settings"] = _braced({k: json.dumps(v) for k, v in fields["settings"].items()}, "  ")
+    verified = fields["verification"] or {}
+    parts["verification"] = _braced({k: json.dumps(v) for k, v in verified.items()}, "  ")
     parts["retrieval"] = _rows(fields["retrieval"], "  ")
     parts["selected"] = _braced({k: _pairs(v, "    ") for k, v in fields["selected"].items()}, "  ")
     for name in ("scores", "kv_scores"):
         parts[name] = _braced({k: _rows(v, "    ") for k, v in fields[name].items()}, "  ")
     if not fields["kv_scores"]:
         del parts["kv_scores"]  # as in files from before there were any
+    if fields["verification"] is None:
+        del parts["verification"]
     return _braced(parts, "") + "\n"
 
 

@@ -12,7 +12,8 @@ import torch
 from razor_dist.config import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.errors import ModelError
-from razor_dist.evals.grid import FULL_METHOD, GridSettings, Method, Prompter, Results
+from razor_dist.evals.grid import FULL_METHOD, GridSettings, Method, Prompter
+from razor_dist.evals.grid_results import Results
 from razor_dist.evals.grid_run import GridModel, kept_layers, prefill, run_core
 from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.head_map import Flags

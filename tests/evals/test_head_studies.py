@@ -13,7 +13,8 @@ from razor_dist import cli
 from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.evals.ablations import Ablations
-from razor_dist.evals.grid import FULL, Cell
+from razor_dist.evals.grid import FULL
+from razor_dist.evals.grid_results import Cell
 from razor_dist.evals.head_budgets import Contest, read_maps
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.loader import model_fingerprint, read_config

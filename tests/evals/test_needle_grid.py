@@ -10,7 +10,8 @@ import pytest
 
 from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError
-from razor_dist.evals.grid import NEEDLES, Cell, Results, make_document, table
+from razor_dist.evals.grid import NEEDLES, make_document
+from razor_dist.evals.grid_results import Cell, Results, table
 from razor_dist.evals.haystack import Haystack, Needle, draw_needle, open_haystack
 from razor_dist.evals.needle_grid import DEPTHS, LENGTHS, METHODS, method
 

@@ -11,6 +11,7 @@ import pytest
 
 from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.heads.head_map import HeadMap, Scores, decide, rounded, shipped_head_map
+from razor_dist.heads.verification import Verification
 from razor_dist.models.shape import ModelShape
 
 SHAPE = ModelShape(layers=3, query_heads=4, kv_heads=2, head_dim=8, vocab_size=32, max_positions=64)
@@ -68,6 +69,41 @@ def test_full_and_streaming() -> None:
     assert HeadMap.full(SHAPE).retrieval == ((True, True),) * 3
     assert HeadMap.streaming(SHAPE).kv_fraction == 0.0
     HeadMap.full(SHAPE).validate(SHAPE, "sha256:whatever")
+
+
+VERIFIED = Verification(
+    documents=5,
+    tokens=2500,
+    haystack="essays",
+    haystack_fingerprint="0",
+    seed=0,
+    dtype="float32",
+    settings={"prefill": "local", "window_min": 512, "window_max": None},
+    found_full=5,
+    found=4,
+    lost=1,
+    gained=0,
+    kv_bytes_full=100 << 20,
+    kv_bytes=43 << 20,
+)
+
+
+def test_a_verification_is_kept_and_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    make().save(path)
+    assert "verification" not in path.read_text()  # as in files from before there were any
+    assert HeadMap.load(path).verification is None
+    checked = dataclasses.replace(make(), verification=VERIFIED)
+    checked.save(path)
+    assert HeadMap.load(path) == checked
+    assert str(VERIFIED).splitlines() == [
+        "5 documents of 2500 tokens (essays), local prefill, window of at least 512: "
+        "full attention finds 5, this map 4; 1 lost, 0 gained",
+        "KV of a document: 43.0 MiB instead of 100.0 (43%)",
+    ]
+    path.write_text(path.read_text().replace('"lost": 1', '"lost": "one"'))
+    with pytest.raises(HeadMapError, match=r"verification\.lost"):
+        HeadMap.load(path)
 
 
 def test_round_trip_is_stable_and_readable(tmp_path: Path) -> None:

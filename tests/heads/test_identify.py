@@ -9,13 +9,15 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
+from razor_dist import cli
 from razor_dist.commands.identify import identify
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
+from tests.tokenizer import write_letters
 
 app = typer.Typer()
 app.command()(identify)
@@ -68,6 +70,62 @@ def test_a_seed_decides_everything(model: Path, tmp_path: Path) -> None:
 def test_missing_folder_is_noticed_before_the_work(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         _identify(model, tmp_path / "no" / "map.json")
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, which knows letters."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "talker")
+    write_letters(folder)
+    return folder
+
+
+def test_verify_records_what_the_map_loses(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, prose = tmp_path / "map.json", "A sentence of some length is what a haystack is made of. "
+    (tmp_path / "prose.txt").write_text(prose * 10)
+    options = ["--verify", "--verify-tokens", "400", "--verify-window", "150", "--seed", "1"]
+    options += ["--haystack", str(tmp_path)]
+    text = _identify(talker, out, *options)
+    found = HeadMap.load(out).verification
+    assert found is not None
+    assert (found.documents, found.tokens, found.seed, found.dtype) == (5, 400, 1, "float32")
+    assert found.haystack == str(tmp_path)
+    assert found.settings["window_min"] == 150 and found.settings["prefill"] == "local"
+    assert found.found - found.gained == found.found_full - found.lost  # found by both
+    kept = HeadMap.load(out).kv_fraction
+    assert kept < found.kv_bytes / found.kv_bytes_full < 1
+    assert f"verified on {found}" in text
+    assert f"full attention finds {found.found_full}, this map {found.found}; " in text
+    assert cli.main(["heads", "show", str(out)]) == 0
+    assert f"verified on {found}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verify-tokens", "400"], "are options of --verify"),
+        (["--haystack", "."], "--haystack belongs to --method duo and onthefly, or to --verify"),
+        (["--verify", "--verify-tokens", "4000"], "holds documents of 1 to 3964"),
+        (["--verify"], "would test nothing: a local head's window of at least 4000"),
+        (
+            ["--verify", "--verify-tokens", "100", "--verify-window", "50"],
+            "more --verify-tokens, up to 3964",
+        ),
+    ],
+)
+def test_a_verification_that_cannot_be_is_refused_before_the_work(
+    options: list[str], message: str, talker: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _identify(talker, tmp_path / "map.json", *options)
+    assert not (tmp_path / "map.json").exists()
+
+
+def test_without_a_tokenizer_nothing_is_verified(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer, so it can be asked for no needles"):
+        _identify(model, tmp_path / "map.json", "--verify", "--verify-window", "100")
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
