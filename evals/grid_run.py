@@ -102,10 +102,11 @@ class Replay:
         v: Tensor,
         earlier: Earlier,
         scale: float,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """`ring_attention`, left out in a replay."""
         if self._layers is None:
-            return ring_attention(comm, wave, q, k, v, earlier, scale)
+            return ring_attention(comm, wave, q, k, v, earlier, scale, slopes)
         return q
 
 

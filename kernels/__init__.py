@@ -5,15 +5,27 @@ This is the one place where a backend is chosen.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
 from torch import Tensor
 
+from razor_dist.kernels.alibi import Alibi, attend_alibi, distance_bias
 from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
 from razor_dist.kernels.split import hidden_finitely
 
-__all__ = ["BACKENDS", "Partial", "attend", "compensate", "empty_partial", "merge", "merge_stacked"]
+__all__ = [
+    "BACKENDS",
+    "Alibi",
+    "Partial",
+    "attend",
+    "compensate",
+    "distance_bias",
+    "empty_partial",
+    "merge",
+    "merge_stacked",
+]
 
 # Keys of another dtype than the queries are converted so many at a time: a shard of a long context
 # would else be in memory twice.
@@ -35,6 +47,7 @@ def attend(
     scale: float,
     causal: bool = False,
     bias: Tensor | None = None,
+    alibi: Alibi | None = None,
     backend: str | None = None,
 ) -> Partial:
     """Softmax attention of grouped queries over one segment of keys.
@@ -51,8 +64,10 @@ def attend(
     causal : bool
         Query t sees keys 0..t; requires ``T == S``, so that no alignment convention matters.
     bias : Tensor, optional
-        float32 ``[S]`` or ``[T, S]``, added to the scaled scores; ``-inf`` hides a key.
-        Every query must be left with a visible key.
+        float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, added to the scaled scores; ``-inf`` hides a
+        key. Every query must be left with a visible key.
+    alibi : Alibi, optional
+        Adds ``slope * (j - i)`` to the scores, i and j being positions; not with ``bias``.
     backend : str, optional
         One of `BACKENDS`; by default the first that supports the input.
 
@@ -64,13 +79,18 @@ def attend(
     Raises
     ------
     ValueError
-        If ``causal`` and ``T != S``, or an unknown backend.
+        If ``causal`` and ``T != S``, both ``bias`` and ``alibi``, or an unknown backend.
     """
     if causal and q.shape[2] != k.shape[1]:
         raise ValueError(f"causal needs as many queries as keys, got {q.shape[2]} and {k.shape[1]}")
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
+    if alibi is not None:
+        if bias is not None:
+            raise ValueError("give bias or alibi, not both: a bias can hold the distance itself")
+        plain = functools.partial(attend, backend=backend)
+        return attend_alibi(plain, q, k, v, scale=scale, causal=causal, alibi=alibi)
     if k.dtype != q.dtype:
         return _attend_converted(q, k, v, scale, causal, bias, backend)
     if backend is not None:

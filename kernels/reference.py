@@ -14,7 +14,7 @@ def attend(
     """See `razor_dist.kernels.attend`; materialises the scores in float32."""
     scores = torch.einsum("kgtd,ksd->kgts", q.float(), k.float()) * scale
     if bias is not None:
-        scores = scores + bias.float()
+        scores = scores + (bias.unsqueeze(2) if bias.dim() == 3 else bias).float()
     if causal:
         t = q.shape[2]
         future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)

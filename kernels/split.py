@@ -26,8 +26,15 @@ LEAST_KEYS = 256
 
 
 def foldable(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Whether all rows of a group see the same keys, and are few."""
-    return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() == 1)
+    """Whether the rows of a head see the same keys, and are few."""
+    return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() != 2)
+
+
+def per_head(bias: Tensor) -> Tensor:
+    """A bias ``[S]``, ``[T, S]`` or ``[K, G, S]`` in the order of the ops, for any queries."""
+    if bias.dim() == 3:
+        return bias.unsqueeze(2)
+    return bias.view(1, 1, -1, bias.shape[-1])
 
 
 def hidden_finitely(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,7 +59,7 @@ def attend_folded(
     k, v : Tensor
         ``[K, S, D]``.
     bias : Tensor or None
-        float32 ``[S]``.
+        float32 ``[S]`` or ``[K, G, S]``.
     parts : int
         How many parts of equal length are wanted, of `LEAST_KEYS` keys at least.
     align : int
@@ -62,28 +69,34 @@ def attend_folded(
     rows, keys = group * queries, k.shape[1]
     folded = q.reshape(heads, 1, rows, dim)
     parts = min(parts, keys // max(LEAST_KEYS, align))
+    mask = None
+    if bias is not None and bias.dim() == 1:
+        mask = bias.view(1, 1, 1, keys)
+    elif bias is not None:
+        every_query = bias.unsqueeze(2).expand(heads, group, queries, keys)
+        mask = every_query.reshape(heads, 1, rows, keys)
     if parts <= 1:
-        mask = None if bias is None else bias.view(1, 1, 1, keys)
         out, lse = op(folded, k.unsqueeze(1), v.unsqueeze(1), mask)
     else:
-        out, lse = _attend_parts(op, folded, k, v, bias, parts, keys // parts // align * align)
+        out, lse = _attend_parts(op, folded, k, v, mask, parts, keys // parts // align * align)
     return Partial(out.reshape(heads, group, queries, dim), lse.reshape(heads, group, queries))
 
 
 def _attend_parts(
-    op: Op, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, parts: int, length: int
+    op: Op, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: int, length: int
 ) -> tuple[Tensor, Tensor]:
     heads, _, rows, dim = q.shape
     keys, main = k.shape[1], length * parts
-    mask = rest = None
-    if bias is not None:
-        bias = hidden_finitely(bias, q.dtype)
-        mask, rest = bias[:main].view(1, parts, 1, length), bias[main:].view(1, 1, 1, keys - main)
+    own = rest = None
+    if mask is not None:
+        mask = hidden_finitely(mask, q.dtype)
+        own = mask[:, 0, :, :main].unflatten(-1, (parts, length)).transpose(1, 2)
+        rest = mask[..., main:]
     out, lse = op(
         q.expand(heads, parts, rows, dim),
         k[:, :main].unflatten(1, (parts, length)),
         v[:, :main].unflatten(1, (parts, length)),
-        mask,
+        own,
     )
     if main < keys:
         last = op(q, k[:, None, main:], v[:, None, main:], rest)

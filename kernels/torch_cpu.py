@@ -2,7 +2,7 @@
 
 ``aten::_scaled_dot_product_flash_attention_for_cpu`` is private API; pyproject.toml pins torch and
 ``tests/test_kernels.py`` checks what we rely on: natural-log lse, an upper-left aligned causal
-mask, broadcast key heads (stride 0) and an additive mask.
+mask, broadcast key heads (stride 0) and an additive mask, float32 whatever the queries are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
-from razor_dist.kernels.split import attend_folded, foldable
+from razor_dist.kernels.split import attend_folded, foldable, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -29,7 +29,6 @@ def attend(
     """See `razor_dist.kernels.attend`."""
 
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        mask = None if mask is None else mask.to(q.dtype)
         return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
     heads, group, _, dim = q.shape
@@ -39,4 +38,4 @@ def attend(
         return attend_folded(op, q, k, v, bias, threads // math.gcd(heads, threads))
     k4 = k.unsqueeze(1).expand(heads, group, k.shape[1], dim)
     v4 = v.unsqueeze(1).expand(heads, group, k.shape[1], dim)
-    return Partial(*op(q, k4, v4, None if bias is None else bias.view(1, 1, -1, k.shape[1])))
+    return Partial(*op(q, k4, v4, None if bias is None else per_head(bias)))

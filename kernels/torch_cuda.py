@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
-from razor_dist.kernels.split import attend_folded, foldable
+from razor_dist.kernels.split import attend_folded, foldable, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -42,7 +42,7 @@ def attend(
         return attend_folded(op, q, k, v, bias, parts, _ALIGN)
     k4 = k.unsqueeze(1).expand(heads, group, k.shape[1], dim)
     v4 = v.unsqueeze(1).expand(heads, group, k.shape[1], dim)
-    return Partial(*op(q, k4, v4, None if bias is None else bias.view(1, 1, -1, k.shape[1])))
+    return Partial(*op(q, k4, v4, None if bias is None else per_head(bias)))
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -56,7 +56,8 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
     keys = k.shape[2]
     width = -(-keys // _ALIGN) * _ALIGN
     mask = mask.to(q.dtype)
-    if width > keys or mask.storage_offset() % _ALIGN:
+    steps = [step for step, n in zip(mask.stride()[:3], mask.shape, strict=False) if n > 1]
+    if width > keys or any(number % _ALIGN for number in (mask.storage_offset(), *steps)):
         padded = mask.new_zeros(*mask.shape[:-1], width)
         padded[..., :keys] = mask
         mask = padded[..., :keys]

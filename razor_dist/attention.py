@@ -61,6 +61,30 @@ class AttentionContext(Protocol):
         ...
 
 
+class AlibiContext(Protocol):
+    """An `AttentionContext` that can bias heads by distance."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Parameters
+        ----------
+        layer, q, k, v, scale
+            As of `AttentionContext`.
+        slopes : Tensor, optional
+            float32 ``[Hq]``: a key's score is lowered by its head's slope times its distance.
+        """
+        ...
+
+
 def _forward(
     module: nn.Module,
     query: Tensor,

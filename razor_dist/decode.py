@@ -17,8 +17,15 @@ from torch import Tensor
 
 from razor_dist.cache.local import LocalSlot
 from razor_dist.cache.sequence import Sequence, owner_of
-from razor_dist.heads.layout import LayerHeads
-from razor_dist.kernels import Partial, attend, empty_partial, merge, merge_stacked
+from razor_dist.heads.layout import LayerHeads, LocalGroup
+from razor_dist.kernels import (
+    Partial,
+    attend,
+    distance_bias,
+    empty_partial,
+    merge,
+    merge_stacked,
+)
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefill import Caches
 
@@ -33,9 +40,8 @@ class Reach:
 
     Attributes
     ----------
-    slot : LocalSlot
-    width : int
-        How much of the local slot is read.
+    local : tuple of (LocalSlot, int)
+        For each local cache, the slot and how much of it is read.
     segments : tuple of (int, int)
         Extents of the page pool that are read.
     exact : bool
@@ -45,11 +51,17 @@ class Reach:
         Whether this rank writes the new token's retrieval keys and values.
     """
 
-    slot: LocalSlot
-    width: int
+    local: tuple[tuple[LocalSlot, int], ...]
     segments: tuple[tuple[int, int], ...]
     exact: bool
     writes: bool
+
+
+def local_widths(caches: Caches, sequence: Sequence, tokens: int) -> tuple[int, ...]:
+    """How much of its slot in each local cache ``tokens`` tokens of a sequence can have touched."""
+    return tuple(
+        cache.width(slot, tokens) for cache, slot in zip(caches.local, sequence.local, strict=True)
+    )
 
 
 def exact_reach(comm: Communicator, caches: Caches, sequence: Sequence) -> Reach:
@@ -57,23 +69,24 @@ def exact_reach(comm: Communicator, caches: Caches, sequence: Sequence) -> Reach
     table = sequence.table
     own = owner_of(sequence.length, comm.size) == comm.rank
     return Reach(
-        slot=sequence.local,
-        width=caches.local.width(sequence.local, sequence.length + 1),
+        local=tuple(
+            zip(sequence.local, local_widths(caches, sequence, sequence.length + 1), strict=True)
+        ),
         segments=tuple(caches.pages.extents(table, 0, table.tokens + own)),
         exact=True,
         writes=own,
     )
 
 
-def padded_reach(caches: Caches, sequence: Sequence, width: int, stored: int) -> Reach:
-    """What every step needs until the sequence outgrows ``width`` and ``stored``.
+def padded_reach(caches: Caches, sequence: Sequence, widths: tuple[int, ...], stored: int) -> Reach:
+    """What every step needs until the sequence outgrows ``widths`` and ``stored``.
 
     Parameters
     ----------
     caches : Caches
     sequence : Sequence
-    width : int
-        Of the local slot.
+    widths : tuple of int
+        Of its slot in each local cache.
     stored : int
         Tokens of the shard. The sequence's own pages bound it too: what lies beyond them is
         another's, and may change and hold anything.
@@ -81,8 +94,7 @@ def padded_reach(caches: Caches, sequence: Sequence, width: int, stored: int) ->
     table, pages = sequence.table, caches.pages
     within = min(stored, len(table.pages) * pages.page_size)
     return Reach(
-        slot=sequence.local,
-        width=width,
+        local=tuple(zip(sequence.local, widths, strict=True)),
         segments=tuple(pages.extents(table, 0, within)),
         exact=False,
         writes=True,
@@ -90,39 +102,44 @@ def padded_reach(caches: Caches, sequence: Sequence, width: int, stored: int) ->
 
 
 class StepInputs(NamedTuple):
-    """What changes from one step to the next; each int64 ``[n]``, a number per sequence.
+    """What changes from one step to the next; int64, a number per sequence: ``[n]``.
 
     Attributes
     ----------
     token, position : Tensor
         The new token's id and place.
-    start : Tensor
-        ``s`` of its query (`razor_dist.policy`).
     at : Tensor
         Slot of the page pool for its retrieval keys and values; the pool's spare slot on ranks
         that do not keep them.
     stored : Tensor
         Tokens of this rank's shard, the new one included where it is kept.
+    start : Tensor
+        ``[windows, n]``: ``s`` of its query (`razor_dist.policy`), for each local cache.
     """
 
     token: Tensor
     position: Tensor
-    start: Tensor
     at: Tensor
     stored: Tensor
+    start: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> StepInputs:
+        """The fields in `step_inputs`."""
+        return cls(rows[0], rows[1], rows[2], rows[3], rows[4:])
 
 
 def step_inputs(
     comm: Communicator, caches: Caches, sequences: Seq[Sequence], tokens: Seq[int]
 ) -> Tensor:
-    """The fields of `StepInputs` as rows of one tensor ``[5, n]``, in the host's memory."""
+    """`StepInputs` as rows of one tensor ``[4 + windows, n]``, in the host's memory."""
     columns = []
     for sequence, token in zip(sequences, tokens, strict=True):
         position, table = sequence.length, sequence.table
         own = owner_of(position, comm.size) == comm.rank
         at = caches.pages.slot(table, table.tokens) if own else caches.pages.spare
-        start = caches.local.policy.start(position)
-        columns.append((token, position, start, at, table.tokens + own))
+        starts = [cache.policy.start(position) for cache in caches.local]
+        columns.append((token, position, at, table.tokens + own, *starts))
     return torch.tensor(columns, dtype=torch.int64).T.contiguous()
 
 
@@ -132,12 +149,12 @@ def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:
     For all layers at once, and before the new token takes the place of a dropped one. It happens
     once in ``block`` steps, so it is never part of a CUDA graph.
     """
-    policy, local = caches.local.policy, caches.local
     for sequence in sequences:
-        start = max(policy.sinks, policy.start(sequence.length))
-        if start > sequence.local.start:
-            local.drop(local.rows, sequence.local, sequence.local.start, start)
-            sequence.local.start = start
+        for cache, slot in zip(caches.local, sequence.local, strict=True):
+            start = max(cache.policy.sinks, cache.policy.start(sequence.length))
+            if start > slot.start:
+                cache.drop(cache.rows, slot, slot.start, start)
+                slot.start = start
 
 
 def account(comm: Communicator, sequences: Seq[Sequence]) -> None:
@@ -172,68 +189,144 @@ class DecodeContext:
         self, comm: Communicator, caches: Caches, reaches: Seq[Reach], inputs: StepInputs
     ) -> None:
         self.comm, self.caches, self._reaches = comm, caches, reaches
-        local = caches.local
-        self._biases, self._places, self._at = [], [], []
+        self._inputs = inputs
+        # For each token, for each local cache: what is seen of its slot, and where it is written.
+        self._biases: list[list[Tensor]] = []
+        self._places: list[list[Tensor]] = []
         self._segments: list[list[tuple[int, int, Tensor | None]]] = []
         for t, reach in enumerate(reaches):
             position = inputs.position[t]
+            views = list(zip(caches.local, reach.local, inputs.start[:, t], strict=True))
             self._biases.append(
-                local.visibility(reach.slot, reach.width, position, inputs.start[t])
+                [
+                    cache.visibility(slot, width, position, start)
+                    for cache, (slot, width), start in views
+                ]
             )
-            self._places.append(local.places(reach.slot, inputs.position[t : t + 1]))
-            self._at.append(inputs.at[t : t + 1])
+            self._places.append(
+                [cache.places(slot, inputs.position[t : t + 1]) for cache, (slot, _), _ in views]
+            )
             self._segments.append(_with_bias(reach, inputs.stored[t]))
+        self._distances: _Distances | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
         q = q.unflatten(0, (k.shape[0], -1))
-        if heads.num_local == 0:
-            out_KGTD = self._retrieval(heads, q, k, v, scale)
-        elif heads.num_retrieval == 0:
-            out_KGTD = self._local(heads, q, k, v, scale)
+        if slopes is not None:
+            slopes = slopes.unflatten(0, (k.shape[0], -1))
+            if self._distances is None:
+                self._distances = self._measure()
+        parts = [
+            compute(heads, of(q), of(k), of(v), scale, None if slopes is None else of(slopes))
+            for count, of, compute in (
+                (heads.num_retrieval, heads.of_retrieval, self._retrieval),
+                (heads.num_local, heads.of_local, self._local),
+            )
+            if count
+        ]
+        if len(parts) == 1 and len(heads.groups) <= 1:
+            (out_KGTD,) = parts
         else:
-            parts = [
-                compute(heads, q[index], k[index], v[index], scale)
-                for index, compute in (
-                    (heads.retrieval, self._retrieval),
-                    (heads.local, self._local),
-                )
-            ]
             out_KGTD = torch.cat(parts)[heads.inverse]
         return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
-    def _local(self, heads: LayerHeads, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        local, rows = self.caches.local, heads.local_rows
-        outs = []
+    def _measure(self) -> _Distances:
+        """How far what is read is from the new tokens; notes where the new tokens stand."""
+        pages, inputs = self.caches.pages, self._inputs
+        distances = _Distances([], [])
         for t, reach in enumerate(self._reaches):
-            slot, seen = reach.slot, slice(0, reach.width)
-            local.write(rows, slot, self._places[t], k[:, t : t + 1], v[:, t : t + 1])
-            outs.append(
-                attend(
-                    q[:, :, t : t + 1],
-                    local.k[rows, slot.index, seen],
-                    local.v[rows, slot.index, seen],
-                    scale=scale,
-                    bias=self._biases[t],
-                ).out.float()
+            position = inputs.position[t]
+            if reach.writes:
+                pages.positions.index_copy_(0, inputs.at[t : t + 1], inputs.position[t : t + 1])
+            distances.local.append(
+                [
+                    cache.distance(slot, width, position, start)
+                    for cache, (slot, width), start in zip(
+                        self.caches.local, reach.local, inputs.start[:, t], strict=True
+                    )
+                ]
             )
+            distances.segments.append(
+                [(pages.positions[a:b] - position).float() for a, b in reach.segments]
+            )
+        return distances
+
+    def _local(
+        self,
+        heads: LayerHeads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        outs = []
+        for t in range(len(self._reaches)):
+            groups = [self._local_group(t, group, q, k, v, scale, slopes) for group in heads.groups]
+            outs.append(groups[0] if len(groups) == 1 else torch.cat(groups))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
+    def _local_group(
+        self,
+        t: int,
+        group: LocalGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        """One token's attention by the local heads of one window: ``[K, G, 1, D]`` float32."""
+        cache, (slot, width) = self.caches.local[group.index], self._reaches[t].local[group.index]
+        part, seen, new = group.part, slice(0, width), slice(t, t + 1)
+        cache.write(group.rows, slot, self._places[t][group.index], k[part, new], v[part, new])
+        bias = self._biases[t][group.index]
+        if slopes is not None:
+            assert self._distances is not None
+            bias = bias + distance_bias(slopes[part], self._distances.local[t][group.index])
+        return attend(
+            q[part, :, new],
+            cache.k[group.rows, slot.index, seen],
+            cache.v[group.rows, slot.index, seen],
+            scale=scale,
+            bias=bias,
+        ).out.float()
+
     def _retrieval(
-        self, heads: LayerHeads, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self,
+        heads: LayerHeads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
     ) -> Tensor:
         pages, rows = self.caches.pages, heads.retrieval_rows
         partials: list[Partial] = []
         for t, reach in enumerate(self._reaches):
             if reach.writes:
-                pages.put(rows, self._at[t], k[:, t : t + 1], v[:, t : t + 1])
+                at = self._inputs.at[t : t + 1]
+                pages.put(rows, at, k[:, t : t + 1], v[:, t : t + 1])
             q_t = q[:, :, t : t + 1]
-            parts = [
-                attend(q_t, pages.k[rows, a:b], pages.v[rows, a:b], scale=scale, bias=bias)
-                for a, b, bias in self._segments[t]
-            ]
+            parts = []
+            for index, (a, b, bias) in enumerate(self._segments[t]):
+                if slopes is not None:
+                    assert self._distances is not None
+                    away = distance_bias(slopes, self._distances.segments[t][index])
+                    bias = away if bias is None else away + bias
+                parts.append(
+                    attend(q_t, pages.k[rows, a:b], pages.v[rows, a:b], scale=scale, bias=bias)
+                )
             partials.append(merge(parts) if parts else empty_partial(q_t))
         out = torch.cat([p.out for p in partials], dim=2)
         if self.comm.size == 1:
@@ -242,6 +335,21 @@ class DecodeContext:
         packed = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
         gathered = self.comm.all_gather(packed, "merge")
         return merge_stacked(gathered[..., :-1], gathered[..., -1]).out
+
+
+class _Distances(NamedTuple):
+    """``j - i`` of what a step reads, float32, for each of its tokens.
+
+    Attributes
+    ----------
+    local : list of list of Tensor
+        By local cache: of the places of its slot that are read.
+    segments : list of list of Tensor
+        Of the extents of the page pool that are read.
+    """
+
+    local: list[list[Tensor]]
+    segments: list[list[Tensor]]
 
 
 def _with_bias(reach: Reach, stored: Tensor) -> list[tuple[int, int, Tensor | None]]:

@@ -13,7 +13,7 @@ A local head attends to the sinks ``[0, N0)``, to the window ``[s(i), i]`` and, 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,29 @@ class LocalPolicy:
             raise ConfigError(
                 f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
             )
+
+    def with_window(self, tokens: int | None) -> LocalPolicy:
+        """What a head with a window of its own sees.
+
+        Such a window comes from the head's scope (`razor_dist.heads.scope`), beyond which no key
+        has a weight of note: neither the first tokens nor the mean of the dropped ones are missed,
+        so it has no sinks and no compensation token. ``block`` is the settings'.
+
+        Parameters
+        ----------
+        tokens : int or None
+            The window, whatever the length of the context; None gives this policy itself.
+        """
+        if tokens is None:
+            return self
+        return replace(
+            self,
+            window_min=tokens,
+            window_ratio=None,
+            window_max=None,
+            sinks=0,
+            compensation=False,
+        )
 
     def window(self, position: int) -> int:
         """L(i): the length in tokens that the window of query ``position`` must cover."""

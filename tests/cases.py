@@ -38,6 +38,8 @@ class Case:
         Where the ranks compute, in float32; ranks on CUDA share its one device.
     kv_dtype : torch.dtype
         Of stored keys and values.
+    windows : tuple of tuple of (int or None), optional
+        Per layer and KV head, a local head's own window.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Case:
     page_size: int = 16
     device: str = "cpu"
     kv_dtype: torch.dtype = torch.float32
+    windows: tuple[tuple[int | None, ...], ...] | None = None
 
 
 @functools.cache
@@ -76,7 +79,7 @@ def make_runner(
         pages if case.exact else 0,
         case.kv_dtype,
     )
-    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device))
+    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device), case.windows)
     return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)
 
 

@@ -15,8 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 NAME = "literal_razor"
 
 
-def literal_head(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: dict[str, Any]) -> Tensor:
-    """Local attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time."""
+def literal_head(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, settings: dict[str, Any], slope: float = 0.0
+) -> Tensor:
+    """Local attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time.
+
+    ``slope`` is ALiBi's: a score is lowered by that times the distance.
+    """
+    place = torch.arange(q.shape[0], dtype=q.dtype)
     out = torch.empty_like(q)
     n0, block, ratio = settings["sinks"], settings["block"], settings["ratio"]
     for i in range(q.shape[0]):
@@ -27,16 +33,17 @@ def literal_head(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: dict[s
             length = min(length, settings["maximum"])
         start = block * math.floor((i + 1 - length) / block)
         if start <= n0:
-            weights = torch.exp(scale * (k[: i + 1] @ q[i]))
+            weights = torch.exp(scale * (k[: i + 1] @ q[i]) + slope * (place[: i + 1] - i))
             out[i] = weights @ v[: i + 1] / weights.sum()
             continue
         kept = [*range(n0), *range(start, i + 1)]
-        weights = torch.exp(scale * (k[kept] @ q[i]))
+        weights = torch.exp(scale * (k[kept] @ q[i]) + slope * (place[kept] - i))
         numerator, denominator = weights @ v[kept], weights.sum()
         if settings["compensation"]:
             dropped = start - n0
             k_hat, v_hat = k[n0:start].mean(0), v[n0:start].mean(0)
-            weight = dropped * torch.exp(scale * (q[i] @ k_hat))
+            away = place[n0:start].mean() - i
+            weight = dropped * torch.exp(scale * (q[i] @ k_hat) + slope * away)
             numerator, denominator = numerator + weight * v_hat, denominator + weight
         out[i] = numerator / denominator
     return out

@@ -1,7 +1,7 @@
-"""The small replicated cache of the local heads.
+"""The small replicated cache of the local heads that share a window.
 
-A slot holds, for every local KV head of every layer, ``1 + N0 + capacity`` keys and values, where
-``capacity`` covers the longest window that the sequence can come to have::
+A slot holds, for each of these KV heads, of every layer, ``1 + N0 + capacity`` keys and values,
+where ``capacity`` covers the longest window that the sequence can come to have::
 
     [ compensation token | sinks 0..N0-1 | ring of the window ]
 
@@ -42,12 +42,12 @@ class LocalSlot:
 
 
 class LocalCache:
-    """Slots for sinks, window and compensation sums of every local KV head.
+    """Slots for sinks, window and compensation sums of the local KV heads of one window.
 
     Parameters
     ----------
     rows : int
-        Local KV heads of all layers together; layer by layer.
+        These KV heads of all layers together; layer by layer.
     slots : int
         Sequences held at once.
     max_tokens : int
@@ -167,9 +167,9 @@ class LocalCache:
         )
 
     def drop(self, rows: slice, slot: LocalSlot, begin: int, end: int) -> None:
-        """Move the window's positions ``[begin, end)`` into the compensation sums."""
+        """Move the window's positions ``[begin, end)`` into the compensation sums, if kept."""
         begin = max(begin, self.policy.sinks)
-        if begin < end:
+        if begin < end and self.policy.compensation:
             k, v = self.read(rows, slot, begin, end)
             self.sums[0, rows, slot.index] += k.float().sum(1)
             self.sums[1, rows, slot.index] += v.float().sum(1)
@@ -196,12 +196,27 @@ class LocalCache:
         """
         sinks = self.policy.sinks
         first = start.clamp(min=sinks)
-        ring = torch.arange(width - 1 - sinks, device=self.device)
-        # A place of the ring holds the newest position of its remainder.
-        held = position - (position - ring) % slot.capacity
         bias = torch.full((width,), -math.inf, device=self.device)
         if self.policy.compensation:
             bias[0] = torch.log(first - sinks)  # -inf for no dropped token
         bias[1 : 1 + sinks].masked_fill_(torch.arange(sinks, device=self.device) <= position, 0.0)
-        bias[1 + sinks :].masked_fill_(held >= first, 0.0)
+        bias[1 + sinks :].masked_fill_(self._in_ring(slot, width, position) >= first, 0.0)
         return bias
+
+    def distance(self, slot: LocalSlot, width: int, position: Tensor, start: Tensor) -> Tensor:
+        """How far the slot's first places are from one query: ``j - i``, float32 ``[width]``.
+
+        The compensation token stands where the dropped tokens do on average, as its key and value
+        are theirs on average. The parameters are those of `visibility`, whose hidden places have
+        any finite distance here.
+        """
+        sinks = self.policy.sinks
+        middle = (start.clamp(min=sinks) + sinks - 1) / 2
+        first = torch.arange(sinks, device=self.device)
+        held = self._in_ring(slot, width, position)
+        return torch.cat([(middle - position).view(1), first - position, held - position]).float()
+
+    def _in_ring(self, slot: LocalSlot, width: int, position: Tensor) -> Tensor:
+        """The position that each place of the ring holds: the newest one of its remainder."""
+        ring = torch.arange(width - 1 - self.policy.sinks, device=self.device)
+        return position - (position - ring) % slot.capacity

@@ -51,6 +51,8 @@ class PagePool:
     ----------
     k, v : Tensor
         ``[rows, (num_pages + 1) * page_size, D]``: one page more than is lent.
+    positions : Tensor
+        int64 ``[(num_pages + 1) * page_size]``: where in its sequence each slot's token stands.
     spare : int
         First slot of that page, where a step of fixed shape writes what this rank does not keep.
     """
@@ -74,6 +76,7 @@ class PagePool:
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self._references = [0] * num_pages
         self._free = num_pages
 
@@ -156,6 +159,7 @@ class PagePool:
             source, target = table.pages[shared] * self.page_size, own[0] * self.page_size
             for store in (self.k, self.v):
                 store[:, target : target + rest] = store[:, source : source + rest]
+            self.positions[target : target + rest] = self.positions[source : source + rest]
         return PageTable(table.pages[:shared] + own, table.tokens)
 
     def extents(self, table: PageTable, begin: int, end: int) -> list[tuple[int, int]]:
@@ -188,6 +192,11 @@ class PagePool:
             self.k[rows, a:b] = k[:, done : done + b - a]
             self.v[rows, a:b] = v[:, done : done + b - a]
             done += b - a
+
+    def place(self, extents: list[tuple[int, int]], positions: Tensor) -> None:
+        """Note the ``positions`` (int64 ``[n]``) of the tokens in the slots of ``extents``."""
+        for (a, b), part in zip(extents, positions.split([b - a for a, b in extents]), strict=True):
+            self.positions[a:b] = part
 
     def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` and ``v`` ``[K, n, D]`` in the slots ``at`` (int64 ``[n]``)."""

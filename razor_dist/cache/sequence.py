@@ -22,13 +22,14 @@ class Sequence:
         This rank's shard of the retrieval heads' keys and values.
     shard_tokens : list of int
         Length of every rank's shard.
-    local : LocalSlot
-        The local heads' cache, the same on every rank once a prompt is prefilled.
+    local : tuple of LocalSlot
+        The local heads' caches, one for each window (`razor_dist.heads.layout.HeadLayout.windows`),
+        the same on every rank once a prompt is prefilled.
     scratch : PageTable or None
         With exact prefill, the local heads' full keys and values until the prompt ends.
-    window : list of list of Piece, or None
-        Between two waves: per layer, this rank's own part of the local heads' window.
-        ``None`` when the window is replicated in ``local``.
+    window : list of dict, or None
+        Between two waves: for each cache of ``local``, by layer, this rank's own part of the
+        window. ``None`` when the window is replicated in ``local``.
     done : list of Wave
         Waves of the prompt that is being prefilled.
     length : int
@@ -41,9 +42,9 @@ class Sequence:
     total: int
     table: PageTable
     shard_tokens: list[int]
-    local: LocalSlot
+    local: tuple[LocalSlot, ...]
     scratch: PageTable | None = None
-    window: list[list[Piece]] | None = None
+    window: list[dict[int, list[Piece]]] | None = None
     done: list[Wave] = field(default_factory=list)
     length: int = 0
     layout: tuple[int, ...] | None = None

@@ -177,7 +177,15 @@ def cache_config(
 class _NoAttention:
     """An `AttentionContext` that attends to nothing."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         return torch.zeros_like(q).transpose(0, 1)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from razor_dist.cache.sequence import Sequence, owner_of
-from razor_dist.decode import Reach, StepInputs, exact_reach, padded_reach
+from razor_dist.decode import Reach, StepInputs, exact_reach, local_widths, padded_reach
 from razor_dist.parallel.comm import Communicator, Purpose
 from razor_dist.prefill import Caches
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Step = Callable[[], Tensor]
 Forward = Callable[[Seq[Reach], StepInputs], Tensor]
-Key = tuple[tuple[tuple[int, ...], int, int], ...]
+Key = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 # Lengths are padded to a multiple of this at least: 1024 tokens more cost next to nothing.
 _PAD = 1024
@@ -197,14 +197,14 @@ class DecodeGraphs:
     def key(self, sequences: Seq[Sequence]) -> Key:
         """What a recording for these sequences fixes; the same on every rank."""
         return tuple(
-            (self._layout(s), self._width(s), padded_length(self._stored(s), self._pad))
+            (self._layout(s), self._widths(s), padded_length(self._stored(s), self._pad))
             for s in sequences
         )
 
-    def _width(self, sequence: Sequence) -> int:
-        """How much of the local slot a recording reads."""
+    def _widths(self, sequence: Sequence) -> tuple[int, ...]:
+        """How much of the local slots a recording reads."""
         tokens = padded_length(sequence.length + 1, self._pad)
-        return self._caches.local.width(sequence.local, tokens)
+        return local_widths(self._caches, sequence, tokens)
 
     def _stored(self, sequence: Sequence) -> int:
         """Tokens of the longest shard, once the new token is stored."""
@@ -217,7 +217,8 @@ class DecodeGraphs:
         The ranks tell each other once per sequence: their page tables differ.
         """
         if sequence.layout is None:
-            own = (sequence.local.index, sequence.local.capacity, *sequence.table.pages)
+            slots = [(slot.index, slot.capacity) for slot in sequence.local]
+            own = (*slots, *sequence.table.pages)
             digest = hashlib.sha256(repr(own).encode()).digest()
             number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
             numbers = self._comm.all_gather(number.to(self._caches.pages.k.device), "control")
@@ -226,7 +227,7 @@ class DecodeGraphs:
 
     def _eager(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
         reaches = [exact_reach(self._comm, self._caches, s) for s in sequences]
-        return self._forward(reaches, StepInputs(*inputs.to(self._caches.pages.k.device)))
+        return self._forward(reaches, StepInputs.of(inputs.to(self._caches.pages.k.device)))
 
     def _replay(self, recording: _Recording, inputs: Tensor) -> Tensor:
         assert recording.inputs is not None and recording.replay is not None
@@ -260,11 +261,11 @@ class DecodeGraphs:
     ) -> str | None:
         caches = self._caches
         reaches = [
-            padded_reach(caches, s, width, stored)
-            for s, (_, width, stored) in zip(sequences, key, strict=True)
+            padded_reach(caches, s, widths, stored)
+            for s, (_, widths, stored) in zip(sequences, key, strict=True)
         ]
         recording.inputs = inputs.to(caches.pages.k.device, copy=True)
-        fields = StepInputs(*recording.inputs)
+        fields = StepInputs.of(recording.inputs)
 
         def step() -> Tensor:
             return self._forward(reaches, fields)

@@ -129,14 +129,17 @@ class ModelRunner:
                 device=self.device,
                 clear=recorder is not None,
             ),
-            LocalCache(
-                layout.local_rows,
-                cache.max_sequences,
-                cache.max_tokens,
-                cache.policy,
-                dim,
-                dtype=dtype,
-                device=self.device,
+            tuple(
+                LocalCache(
+                    rows,
+                    cache.max_sequences,
+                    cache.max_tokens,
+                    cache.policy.with_window(window),
+                    dim,
+                    dtype=dtype,
+                    device=self.device,
+                )
+                for window, rows in zip(layout.windows, layout.rows, strict=True)
             ),
             scratch,
         )
@@ -185,7 +188,7 @@ class ModelRunner:
             total=plan.total,
             table=self.caches.pages.allocate(sizes[self.comm.rank]),
             shard_tokens=[0] * self.comm.size,
-            local=self.caches.local.allocate(plan.total),
+            local=tuple(cache.allocate(plan.total) for cache in self.caches.local),
             scratch=scratch,
         )
         self._note_peak()
@@ -200,7 +203,10 @@ class ModelRunner:
             total=plan.total,
             table=table,
             shard_tokens=list(source.shard_tokens),
-            local=self.caches.local.fork(source.local, source.length, plan.total),
+            local=tuple(
+                cache.fork(slot, source.length, plan.total)
+                for cache, slot in zip(self.caches.local, source.local, strict=True)
+            ),
             length=source.length,
         )
         self._note_peak()
@@ -208,7 +214,8 @@ class ModelRunner:
     def _close(self, key: int) -> None:
         sequence = self.sequences.pop(key)
         self.caches.pages.release(sequence.table)
-        self.caches.local.release(sequence.local)
+        for cache, slot in zip(self.caches.local, sequence.local, strict=True):
+            cache.release(slot)
         if sequence.scratch is not None:
             assert self.caches.scratch is not None
             self.caches.scratch.release(sequence.scratch)
@@ -300,7 +307,7 @@ class ModelRunner:
             logits = self.graphs.run(sequences, inputs)
         else:
             reaches = [exact_reach(self.comm, self.caches, s) for s in sequences]
-            logits = self.decode_logits(reaches, StepInputs(*inputs.to(self.device)))
+            logits = self.decode_logits(reaches, StepInputs.of(inputs.to(self.device)))
         account(self.comm, sequences)
         return logits if self.comm.rank == 0 else None
 
@@ -314,16 +321,17 @@ class ModelRunner:
     def reserved_bytes(self) -> int:
         """Bytes set aside for keys and values on this rank."""
         caches = self.caches
-        total = caches.pages.reserved_bytes + caches.local.reserved_bytes
+        total = caches.pages.reserved_bytes + sum(c.reserved_bytes for c in caches.local)
         return total if caches.scratch is None else total + caches.scratch.reserved_bytes
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that sequences hold on this rank now."""
-        held = self.caches.pages.used_bytes + self.caches.local.used_bytes
+        held = self.caches.pages.used_bytes + sum(c.used_bytes for c in self.caches.local)
         for sequence in self.sequences.values():
-            for pieces in sequence.window or ():
-                held += sum(p.k.nbytes + p.v.nbytes for p in pieces)
+            for by_layer in sequence.window or ():
+                for pieces in by_layer.values():
+                    held += sum(p.k.nbytes + p.v.nbytes for p in pieces)
         if self.caches.scratch is not None:
             held += self.caches.scratch.used_bytes
         return held

@@ -8,6 +8,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Windows = Sequence[Sequence[int | None]]
+"""``[layers][KV heads]``: windows of their own that local heads have, in tokens."""
+
+
+@dataclass(frozen=True)
+class LocalGroup:
+    """Local heads of one layer that share a window, and so a cache.
+
+    Attributes
+    ----------
+    index : int
+        Which of `HeadLayout.windows`.
+    part : slice
+        Which of `LayerHeads.local`.
+    rows : slice
+        Their rows in that window's cache.
+    """
+
+    index: int
+    part: slice
+    rows: slice
+
 
 @dataclass(frozen=True)
 class LayerHeads:
@@ -16,15 +38,20 @@ class LayerHeads:
     Attributes
     ----------
     retrieval, local : Tensor
-        int64 indices of the layer's KV heads of each kind, ascending.
+        int64 indices of the layer's KV heads of each kind: ascending; local ones group by group.
+    groups : tuple of LocalGroup
+        The local heads, by window.
     inverse : Tensor
         int64; the model's order of what is computed in the order ``[*retrieval, *local]``.
-    retrieval_rows, local_rows : slice
-        Their rows in the page pool and in the local cache.
+    retrieval_rows : slice
+        Rows in the page pool.
+    local_rows : slice
+        The local heads' rows among those of all layers and windows (the scratch pool's).
     """
 
     retrieval: Tensor
     local: Tensor
+    groups: tuple[LocalGroup, ...]
     inverse: Tensor
     retrieval_rows: slice
     local_rows: slice
@@ -39,12 +66,31 @@ class LayerHeads:
         """Local KV heads of the layer."""
         return self.local_rows.stop - self.local_rows.start
 
+    def of_retrieval(self, x: Tensor) -> Tensor:
+        """The retrieval heads of ``x`` along its first dimension; ``x`` if those are all."""
+        return x if self.num_local == 0 else x[self.retrieval]
+
+    def of_local(self, x: Tensor) -> Tensor:
+        """The local heads of ``x``, group by group; ``x`` if those are all, and of one window."""
+        return x if self.num_retrieval == 0 and len(self.groups) == 1 else x[self.local]
+
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The split of every layer's KV heads, and the row counts of the two caches."""
+    """The split of every layer's KV heads, and the row counts of the caches.
+
+    Attributes
+    ----------
+    layers : tuple of LayerHeads
+    windows : tuple of (int or None)
+        The local heads' windows, each once, ascending; None, the last, is what the settings say.
+    rows : tuple of int
+        For each of them, its heads in all layers together.
+    """
 
     layers: tuple[LayerHeads, ...]
+    windows: tuple[int | None, ...]
+    rows: tuple[int, ...]
 
     @property
     def retrieval_rows(self) -> int:
@@ -57,7 +103,12 @@ class HeadLayout:
         return self.layers[-1].local_rows.stop
 
     @classmethod
-    def from_decision(cls, retrieval: Sequence[Sequence[bool]], device: torch.device) -> HeadLayout:
+    def from_decision(
+        cls,
+        retrieval: Sequence[Sequence[bool]],
+        device: torch.device,
+        windows: Windows | None = None,
+    ) -> HeadLayout:
         """Build the layout.
 
         Parameters
@@ -66,19 +117,42 @@ class HeadLayout:
             For each layer and KV head, whether it is a retrieval head.
         device : torch.device
             Where the index tensors live.
+        windows : sequence of sequence of (int or None), optional
+            For each layer and KV head, a window of its own; without one, or where it is None, a
+            local head has the window of the settings.
         """
+        if windows is None:
+            windows = [[None] * len(decision) for decision in retrieval]
+        kinds = {
+            window
+            for decision, row in zip(retrieval, windows, strict=True)
+            for yes, window in zip(decision, row, strict=True)
+            if not yes
+        }
+        ordered = sorted(kinds, key=lambda window: (window is None, window))
+        rows = dict.fromkeys(ordered, 0)
         layers, r_row, l_row = [], 0, 0
-        for decision in retrieval:
+        for decision, row in zip(retrieval, windows, strict=True):
             chosen = [h for h, yes in enumerate(decision) if yes]
-            rest = [h for h, yes in enumerate(decision) if not yes]
+            rest: list[int] = []
+            groups = []
+            for index, window in enumerate(ordered):
+                heads = [h for h, yes in enumerate(decision) if not yes and row[h] == window]
+                if heads:
+                    part = slice(len(rest), len(rest) + len(heads))
+                    first = rows[window]
+                    rows[window] += len(heads)
+                    groups.append(LocalGroup(index, part, slice(first, rows[window])))
+                    rest += heads
             layers.append(
                 LayerHeads(
                     torch.tensor(chosen, dtype=torch.int64, device=device),
                     torch.tensor(rest, dtype=torch.int64, device=device),
+                    tuple(groups),
                     torch.tensor(chosen + rest, dtype=torch.int64, device=device).argsort(),
                     slice(r_row, r_row + len(chosen)),
                     slice(l_row, l_row + len(rest)),
                 )
             )
             r_row, l_row = r_row + len(chosen), l_row + len(rest)
-        return cls(tuple(layers))
+        return cls(tuple(layers), tuple(ordered), tuple(rows.values()))

@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from razor_dist.attention import NAME as RAZOR_ATTENTION
 from razor_dist.errors import ModelError
+from razor_dist.models.alibi import adapter, is_alibi, register_configs
+from razor_dist.models.shape import max_positions
 from razor_dist.models.support import check_class, check_supported, without_idle_window
 
 __all__ = [
@@ -38,6 +40,7 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
     ModelError
         If there is none, it cannot be understood, or `check_supported` refuses the model.
     """
+    register_configs()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -87,7 +90,8 @@ def load_model(
         raise ModelError(f"dtype must be one of {names}, got {str(dtype).removeprefix('torch.')}")
     config = read_config(path, trust_remote_code=trust_remote_code)
     # Typed as returning a model alone, which output_loading_info makes untrue.
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    model_class = adapter(config)
+    from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
     try:
         with no_progress_bars():
             model, report = from_pretrained(
@@ -107,6 +111,13 @@ def load_model(
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ModelError(f"the weights in {path} lack {len(report['missing_keys'])}: {missing}")
+    # What an adapter does not know of may be a kind of model that its configuration does not tell.
+    if model_class is not None and report["unexpected_keys"]:
+        extra = ", ".join(sorted(report["unexpected_keys"])[:3])
+        raise ModelError(
+            f"the weights in {path} have {len(report['unexpected_keys'])} that a model of type "
+            f"{config.model_type!r} does not use: {extra}"
+        )
     model.config.use_cache = False
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
@@ -166,10 +177,12 @@ def model_fingerprint(config: PretrainedConfig) -> str:
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(c, "num_key_value_heads", None) or heads,
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
-        "max_position_embeddings": c.max_position_embeddings,
+        "max_position_embeddings": max_positions(config),
         "attention_bias": bool(getattr(c, "attention_bias", False)),
         "rope": _rope_fields(c),
     }
+    if is_alibi(config):
+        fields["alibi"] = _alibi_fields(c)
     canonical = json.dumps(_plain(fields), sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -184,6 +197,13 @@ def _rope_fields(config: Any) -> dict[str, Any]:
         rope["partial_rotary_factor"] = 1.0
     rope.pop("type", None)  # the old name of rope_type, kept beside it by some files
     return rope
+
+
+def _alibi_fields(config: Any) -> dict[str, Any]:
+    """What changes the scores of a model that is biased by distance (MPT's settings)."""
+    attention = getattr(config, "attn_config", None)
+    names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
+    return {name: getattr(attention, name, None) for name in names}
 
 
 def _plain(value: Any) -> Any:

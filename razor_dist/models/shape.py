@@ -7,6 +7,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from razor_dist.models.alibi import is_alibi
+
+_BLOOM_TRAINED = 2048
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -18,6 +22,8 @@ class ModelShape:
         As the names say; heads are per layer.
     max_positions : int
         Longest context, in tokens, that the model was made for.
+    alibi : bool
+        Whether its heads are biased by distance, which has no last position.
     """
 
     layers: int
@@ -26,6 +32,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         assert self.query_heads % self.kv_heads == 0
@@ -46,5 +53,20 @@ class ModelShape:
             kv_heads=getattr(c, "num_key_value_heads", None) or query_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // query_heads,
             vocab_size=c.vocab_size,
-            max_positions=c.max_position_embeddings,
+            max_positions=max_positions(config),
+            alibi=is_alibi(config),
         )
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """The longest context, in tokens, that a model was made for.
+
+    ALiBi models have no table of positions, and name the length they were trained with in their
+    own ways; BLOOM's files do not always name it.
+    """
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if value is not None:
+            return int(value)
+    assert config.model_type == "bloom", "every other model names its context"
+    return _BLOOM_TRAINED

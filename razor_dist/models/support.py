@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from razor_dist.errors import ModelError
+from razor_dist.models.alibi import adapter, adapter_reason, is_alibi
 
 # Frequencies that depend on the length of the sequence at hand would differ from one rank's
 # slice, or from one decode step, to the next.
@@ -67,7 +68,7 @@ def check_class(model_class: Any) -> None:
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
             f"{model_class.__name__} does not use transformers' attention interface, so its "
-            "attention cannot be replaced (true of BLOOM, MPT, Falcon and of hybrid models)"
+            "attention cannot be replaced (true of Falcon and of hybrid models)"
         )
 
 
@@ -109,6 +110,11 @@ def _kind_reason(config: PretrainedConfig) -> str | None:
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if masked_lm and not getattr(config, "is_decoder", False):
         return "its attention is bidirectional"
+    if is_alibi(config):
+        check_class(adapter(config))
+        return adapter_reason(config)
+    if getattr(config, "alibi", False):
+        return "its attention is biased by distance (alibi), as is known for BLOOM, MPT, Baichuan"
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     elif not getattr(config, "auto_map", None):
@@ -121,8 +127,6 @@ def _softmax_reason(config: PretrainedConfig) -> str | None:
         return "its attention scores are soft-capped (attn_logit_softcapping)"
     if getattr(config, "index_topk", None) is not None:
         return "its attention chooses keys by an indexer (index_topk)"
-    if getattr(config, "alibi", False):
-        return "its attention is biased by distance (alibi)"
     return None
 
 

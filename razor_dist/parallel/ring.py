@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Partial, attend, empty_partial, merge
+from razor_dist.kernels import Alibi, Partial, attend, empty_partial, merge
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.zigzag import Wave
 
 Segments = Sequence[tuple[Tensor, Tensor]]
 RingAttention = Callable[
-    [Communicator, Wave, Tensor, Tensor, Tensor, "Earlier", float], Tensor
+    [Communicator, Wave, Tensor, Tensor, Tensor, "Earlier", float, Tensor | None], Tensor
 ]  # the signature of `ring_attention`
 
 
@@ -40,10 +40,13 @@ class Earlier:
         This rank's shard, each ``[K, n, D]``.
     tokens : sequence of int
         Length of every rank's shard.
+    positions : sequence of Tensor
+        int64, positions of every rank's shard in its order; empty where nothing depends on them.
     """
 
     segments: Segments
     tokens: Sequence[int]
+    positions: Sequence[Tensor] = ()
 
     @property
     def total(self) -> int:
@@ -72,7 +75,14 @@ def queries_travel(
 
 
 def ring_attention(
-    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+    comm: Communicator,
+    wave: Wave,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    earlier: Earlier,
+    scale: float,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a wave's queries to the wave's keys and to all earlier ones.
 
@@ -86,6 +96,8 @@ def ring_attention(
         ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
     earlier : Earlier
     scale : float
+    slopes : Tensor, optional
+        float32 ``[K, G]``, of heads biased by distance.
 
     Returns
     -------
@@ -93,32 +105,110 @@ def ring_attention(
         ``[K, G, T, D]`` float32.
     """
     kv_heads, group, _, dim = q.shape
+    see = _Sight(wave, scale, slopes, earlier.positions)
     if comm.size == 1:
-        partials = [attend(q, *segment, scale=scale) for segment in earlier.segments]
-        return merge([attend(q, k, v, scale=scale, causal=True), *partials]).out
+        own = see(q, see.queries(0), k, v, see.wave_keys(0, k.device), causal=True)
+        return merge([own, *see.earlier(q, see.queries(0), earlier.segments, 0)]).out
     if earlier.total and queries_travel(
         wave, earlier.total, kv_heads, group, dim, q.element_size(), k.element_size()
     ):
-        returning = _start_pass_q(comm, wave, q, earlier, scale)
-        own = _pass_kv(comm, wave, q, k, v, Earlier((), [0] * comm.size), scale)
+        returning = _start_pass_q(comm, wave, q, earlier, see)
+        nothing = Earlier((), [0] * comm.size)
+        see_wave = _Sight(wave, scale, slopes, ())
+        own = _pass_kv(comm, wave, q, k, v, nothing, see_wave)
         return merge([own, *returning.finish()]).out
-    return _pass_kv(comm, wave, q, k, v, earlier, scale).out
+    return _pass_kv(comm, wave, q, k, v, earlier, see).out
 
 
-def _attend_all(q: Tensor, segments: Segments, scale: float) -> Partial:
-    partials = [attend(q, k, v, scale=scale) for k, v in segments]
+@dataclass(frozen=True)
+class _Sight:
+    """`attend`, told of positions where heads are biased by distance."""
+
+    wave: Wave
+    scale: float
+    slopes: Tensor | None
+    positions: Sequence[Tensor]
+
+    def __call__(
+        self,
+        q: Tensor,
+        queries: Sequence[range],
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor | None,
+        *,
+        causal: bool = False,
+    ) -> Partial:
+        alibi = None
+        if self.slopes is not None:
+            assert keys is not None
+            alibi = Alibi(self.slopes, queries, keys)
+        return attend(q, k, v, scale=self.scale, causal=causal, alibi=alibi)
+
+    def part(
+        self,
+        q: Tensor,
+        queries: Sequence[range],
+        block: Tensor,
+        places: Tensor | None,
+        at: slice,
+        *,
+        causal: bool = False,
+    ) -> Partial:
+        """Attention to the tokens ``at`` of a block ``[2, K, n, D]`` whose positions are given."""
+        keys = None if places is None else places[at]
+        return self(q, queries, block[0, :, at], block[1, :, at], keys, causal=causal)
+
+    def queries(self, rank: int) -> list[range]:
+        """Positions of a rank's tokens of the wave: the early chunk's, the late chunk's."""
+        return [range(chunk.begin, chunk.end) for chunk in self.wave.owned(rank)]
+
+    def wave_keys(self, rank: int, device: torch.device) -> Tensor | None:
+        """The same positions, where they matter."""
+        if self.slopes is None:
+            return None
+        return torch.cat([torch.arange(r.start, r.stop, device=device) for r in self.queries(rank)])
+
+    def block_keys(self, rank: int, device: torch.device) -> Tensor | None:
+        """Positions of a rank's block: its shard of earlier waves, then its tokens of this one."""
+        keys = self.wave_keys(rank, device)
+        if keys is None or not self.positions:
+            return keys
+        return torch.cat([self.positions[rank], keys])
+
+    def earlier(
+        self, q: Tensor, queries: Sequence[range], segments: Segments, rank: int
+    ) -> list[Partial]:
+        """Attention to each segment of a rank's shard."""
+        partials, done = [], 0
+        for k, v in segments:
+            here = slice(done, done + k.shape[1])
+            keys = self.positions[rank][here] if self.slopes is not None else None
+            partials.append(self(q, queries, k, v, keys))
+            done = here.stop
+        return partials
+
+
+def _merged(partials: Sequence[Partial], q: Tensor) -> Partial:
     return merge(partials) if partials else empty_partial(q)
 
 
 def _pass_kv(
-    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+    comm: Communicator,
+    wave: Wave,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    earlier: Earlier,
+    see: _Sight,
 ) -> Partial:
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
     keys = torch.cat([*(s[0] for s in earlier.segments), k], dim=1)
     values = torch.cat([*(s[1] for s in earlier.segments), v], dim=1)
     block = torch.stack([keys, values])
-    split = len(wave.owned(rank)[0])
+    queries = see.queries(rank)
+    split = len(queries[0])
     q_early, q_late = q[:, :, :split], q[:, :, split:]
 
     pending: Pending | None = None
@@ -134,21 +224,23 @@ def _pass_kv(
             buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
             pending = comm.shift(block, buffer, 1, "ring")
         before = earlier.tokens[owner]
+        places = see.block_keys(owner, k.device)
         if owner == rank:
-            own = attend(q, block[0, :, before:], block[1, :, before:], scale=scale, causal=True)
-            old = _attend_all(q, earlier.segments, scale)
+            own = see.part(q, queries, block, places, slice(before, None), causal=True)
+            old = _merged(see.earlier(q, queries, earlier.segments, rank), q)
             partial = merge([own, old]) if before else merge([own])
             early, late = _split(partial, split)
         elif owner < rank:
             seen = before + len(wave.owned(owner)[0])
-            got = attend(q, block[0, :, :seen], block[1, :, :seen], scale=scale)
+            got = see.part(q, queries, block, places, slice(0, seen))
             got_early, got_late = _split(got, split)
             early, late = merge([early, got_early]), merge([late, got_late])
         else:
-            late = merge([late, attend(q_late, block[0], block[1], scale=scale)])
+            got = see.part(q_late, queries[1:], block, places, slice(None))
+            late = merge([late, got])
             if before:
-                old = attend(q_early, block[0, :, :before], block[1, :, :before], scale=scale)
-                early = merge([early, old])
+                got = see.part(q_early, queries[:1], block, places, slice(0, before))
+                early = merge([early, got])
     return Partial(torch.cat([early.out, late.out], 2), torch.cat([early.lse, late.lse], 2))
 
 
@@ -175,7 +267,7 @@ class _Returning:
 
 
 def _start_pass_q(
-    comm: Communicator, wave: Wave, q: Tensor, earlier: Earlier, scale: float
+    comm: Communicator, wave: Wave, q: Tensor, earlier: Earlier, see: _Sight
 ) -> _Returning:
     rank, size = comm.rank, comm.size
     heads, group, tokens, dim = q.shape
@@ -186,14 +278,14 @@ def _start_pass_q(
         return comm.shift(block, torch.empty(shape, dtype=q.dtype, device=q.device), 1, "ring")
 
     arriving = receive_next(rank)
-    own = _attend_all(q, earlier.segments, scale)
+    own = _merged(see.earlier(q, see.queries(rank), earlier.segments, rank), q)
     returning: list[Pending] = []
     for step in range(1, size):
         owner, holder = (rank - step) % size, (rank + step) % size
         (block,) = arriving.wait()
         if step + 1 < size:
             arriving = receive_next(owner)
-        partial = _attend_all(block, earlier.segments, scale)
+        partial = _merged(see.earlier(block, see.queries(owner), earlier.segments, rank), block)
         packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
         buffer = torch.empty(heads, group, tokens, dim + 1, dtype=torch.float32, device=q.device)
         sends = [(owner, packed)] if packed.numel() else []

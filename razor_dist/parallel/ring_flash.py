@@ -1,8 +1,8 @@
 """The package ring-flash-attn behind our ring's interface: ``ring: ring_flash_attn``.
 
 Its zigzag ring wants equal chunks and knows no earlier keys, so it serves the waves that are a
-prompt's first and divide into 2P; the others take our own ring. It is made for CUDA, and is an
-independent check of ours wherever flash-attn's forward has a stand-in.
+prompt's first and divide into 2P; the others, and heads biased by distance, take our own ring. It
+is made for CUDA, and is an independent check of ours wherever flash-attn's forward has a stand-in.
 """
 
 from __future__ import annotations
@@ -55,11 +55,18 @@ def serves(comm: Communicator, wave: Wave, earlier: Earlier) -> bool:
 
 
 def ring_flash_attention(
-    comm: Communicator, wave: Wave, q: Tensor, k: Tensor, v: Tensor, earlier: Earlier, scale: float
+    comm: Communicator,
+    wave: Wave,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    earlier: Earlier,
+    scale: float,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
-    if not serves(comm, wave, earlier):
-        return ring_attention(comm, wave, q, k, v, earlier, scale)
+    if slopes is not None or not serves(comm, wave, earlier):
+        return ring_attention(comm, wave, q, k, v, earlier, scale, slopes)
     heads, group, tokens, dim = q.shape
     # [batch, tokens, heads, dim], contiguous for the package's sends.
     out, _ = load_zigzag().zigzag_ring_flash_attn_forward(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import attend, compensate, merge
+from razor_dist.kernels import Alibi, Partial, attend, compensate, distance_bias, merge
 from razor_dist.parallel.halo import Exchange, Piece
 from razor_dist.parallel.zigzag import Interval, Wave
 from razor_dist.policy import LocalPolicy, Run
@@ -201,6 +201,7 @@ def window_attention(
     sums: Tensor,
     policy: LocalPolicy,
     scale: float,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of local heads for the queries of ``span``, at positions ``at = span.at``.
 
@@ -219,6 +220,8 @@ def window_attention(
         float32 ``[2, K, D]``: sums of keys and values over ``[N0, first)``.
     policy : LocalPolicy
     scale : float
+    slopes : Tensor, optional
+        float32 ``[K, G]``, of heads biased by distance.
 
     Returns
     -------
@@ -226,15 +229,27 @@ def window_attention(
         ``[K, G, n, D]`` float32.
     """
     outs, at, sinks = [], span.at, policy.sinks
+
+    def see(
+        queries: range, k: Tensor, v: Tensor, first_key: int, *, causal: bool = False
+    ) -> Partial:
+        """Attention of the queries at these positions to keys from ``first_key`` on."""
+        alibi = None
+        if slopes is not None:
+            keys = torch.arange(first_key, first_key + k.shape[1], device=k.device)
+            alibi = Alibi(slopes, [queries], keys)
+        q_here = q[:, :, queries.start - at.begin : queries.stop - at.begin]
+        return attend(q_here, k, v, scale=scale, causal=causal, alibi=alibi)
+
     inside = at & Interval(0, sinks)
     if len(inside):  # queries among the sinks themselves: plain causal attention
-        q_in = q[:, :, : len(inside)]
+        queries = range(inside.begin, inside.end)
         before, own = slice(0, inside.begin), slice(inside.begin, inside.end)
         outs.append(
             merge(
                 [
-                    attend(q_in, sink_k[:, before], sink_v[:, before], scale=scale),
-                    attend(q_in, sink_k[:, own], sink_v[:, own], scale=scale, causal=True),
+                    see(queries, sink_k[:, before], sink_v[:, before], 0),
+                    see(queries, sink_k[:, own], sink_v[:, own], inside.begin, causal=True),
                 ]
             ).out
         )
@@ -245,18 +260,25 @@ def window_attention(
             moved = slice(summed_to - first, start - first)
             sums = sums + torch.stack([k[:, moved].float().sum(1), v[:, moved].float().sum(1)])
             summed_to = start
-        q_run = q[:, :, run.begin - at.begin : run.end - at.begin]
+        queries = range(run.begin, run.end)
         past, own = (
             slice(start - first, run.begin - first),
             slice(run.begin - first, run.end - first),
         )
         partials = [
-            attend(q_run, k[:, own], v[:, own], scale=scale, causal=True),
-            attend(q_run, k[:, past], v[:, past], scale=scale),
-            attend(q_run, sink_k, sink_v, scale=scale),
+            see(queries, k[:, own], v[:, own], run.begin, causal=True),
+            see(queries, k[:, past], v[:, past], start),
+            see(queries, sink_k, sink_v, 0),
         ]
         if policy.compensation and start > sinks:
             count = start - sinks
-            partials.append(compensate(q_run, sums[0] / count, sums[1] / count, count, scale=scale))
+            q_run = q[:, :, run.begin - at.begin : run.end - at.begin]
+            mean = compensate(q_run, sums[0] / count, sums[1] / count, count, scale=scale)
+            if slopes is not None:
+                # It stands where the tokens do that it stands for, on average.
+                middle = (sinks + start - 1) / 2
+                away = middle - torch.arange(run.begin, run.end, device=q.device)
+                mean = Partial(mean.out, mean.lse + distance_bias(slopes, away))
+            partials.append(mean)
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)

@@ -67,7 +67,7 @@ def make_pair(
         comm, graphs.caches, graphs.decode_logits, recorder, torch.float32, pad=pad
     )
     for runner in (eager, graphs):
-        for store in (runner.caches.pages, runner.caches.local):
+        for store in (runner.caches.pages, *runner.caches.local):
             store.k.fill_(math.nan)
             store.v.fill_(math.nan)
     return eager, graphs

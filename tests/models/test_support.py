@@ -8,7 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from razor_dist.errors import ModelError
+from razor_dist.models.alibi import register_configs
 from razor_dist.models.support import check_supported, without_idle_window
+
+register_configs()
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"max_position_embeddings": 32768, "sliding_window": 4096}, "4096 tokens"),
@@ -18,9 +21,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {}, "sliding window"),
     ("gpt_oss", {}, "learned sinks"),
     ("deepseek_v3", {}, "latent attention"),
-    ("bloom", {}, "BloomForCausalLM does not use"),
-    ("mpt", {}, "MptForCausalLM does not use"),
     ("falcon", {}, "FalconForCausalLM does not use"),
+    ("falcon", {"alibi": True}, "biased by distance .* as is known for BLOOM, MPT, Baichuan"),
+    ("bloom", {"slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact"),
+    ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False"),
+    ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is True"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
+    ("mpt", {"no_bias": False}, "no_bias is False, and only True"),
+    ("baichuan", {"hidden_size": 4096}, "those of 7B have rotary embeddings"),
+    ("baichuan", {"vocab_size": 1000}, "not clear whether its output projection is normalised"),
     ("t5", {}, "encoder-decoder"),
     ("bert", {}, "bidirectional"),
     ("lfm2", {"full_attn_idxs": [2]}, "layers of type conv"),
@@ -42,7 +51,10 @@ def test_refused(kind: str, fields: dict[str, Any], reason: str) -> None:
         check_supported(AutoConfig.for_model(kind, **fields))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "glm", "glm4", "phi", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "qwen2", "qwen3", "glm", "glm4", "phi", "gpt_neox", "bloom", "mpt", "baichuan"],
+)
 def test_supported(kind: str) -> None:
     check_supported(AutoConfig.for_model(kind))
 

@@ -1,0 +1,178 @@
+"""Models biased by distance (ALiBi): what their adapters share.
+
+BLOOM and MPT bypass transformers' attention interface, and Baichuan is not in transformers at all.
+Each has a small adapter (`bloom`, `mpt`, `baichuan`): a model class whose attention is the call's
+`AttentionContext`, told of the slopes. Nothing as wide as the context is ever built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+if TYPE_CHECKING:
+    from razor_dist.attention import AlibiContext
+
+# Model types with an adapter, and where its class `Model` and its `reason` to refuse are.
+_ADAPTERS = {
+    "bloom": "razor_dist.models.bloom",
+    "mpt": "razor_dist.models.mpt",
+    "baichuan": "razor_dist.models.baichuan",
+}
+
+
+class LayerWeights(NamedTuple):
+    """What a layer's scores are made of, as `razor_dist.heads.scope` needs it.
+
+    With ``z`` the normalised hidden state, the attention's input is ``x = gain * z + shift``, and
+    its scores are ``scale * (query x + query_bias) . (key x + ...) - slope * distance``; a bias of
+    the keys adds the same to every score of a query.
+
+    Attributes
+    ----------
+    query : Tensor
+        ``[H, D, E]``.
+    query_bias : Tensor or None
+        ``[H, D]``.
+    key : Tensor
+        ``[K, D, E]``.
+    gain, shift : Tensor
+        ``[E]``, of the norm before; ``shift`` is 0 where it has none.
+    scale : float
+    clip : float or None
+        Bound on the coordinates of queries and keys.
+    """
+
+    query: Tensor
+    query_bias: Tensor | None
+    key: Tensor
+    gain: Tensor
+    shift: Tensor
+    scale: float
+    clip: float | None = None
+
+
+class AlibiModel(Protocol):
+    """What a model with an adapter has beyond transformers' models."""
+
+    config: Any
+
+    def slopes(self) -> Tensor:
+        """float32 ``[H]``, the same in every layer, on the model's device."""
+        ...
+
+    def layer_weights(self, layer: int) -> LayerWeights: ...
+
+
+class Biased(NamedTuple):
+    """What a model hands to its layers in place of the ALiBi tensor of transformers."""
+
+    context: AlibiContext
+    slopes: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """``[1, T, H * D]`` of one layer, from ``q``, ``k`` and ``v`` ``[H, T, D]``."""
+        out = self.context.attend(layer, q, k, v, scale, self.slopes)
+        return out.flatten(1).unsqueeze(0)
+
+
+class CausalLM:
+    """The forward of a causal language model with an adapter; a mixin before its other bases."""
+
+    lm_head: torch.nn.Module
+    _slopes: Tensor | None = None
+    # Attention goes to the call's context: `razor_dist.models.support.check_class`.
+    _supports_attention_backend = True
+
+    def slopes(self: Any) -> Tensor:
+        """See `AlibiModel`."""
+        # Made when first needed: while weights load, a model's buffers are on no device.
+        if self._slopes is None or self._slopes.device != self.device:
+            self._slopes = torch.tensor(
+                self.slopes_of(self.config), dtype=torch.float32, device=self.device
+            )
+        slopes: Tensor = self._slopes
+        return slopes
+
+    def forward(
+        self: Any,
+        input_ids: Tensor,
+        *,
+        attention_context: AlibiContext,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+    ) -> CausalLMOutput:
+        """Logits of one sequence's tokens.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            int64 ``[1, T]``.
+        attention_context : AlibiContext
+            Knows where the tokens stand; ``position_ids`` is taken, as every model takes it, and
+            not needed. There is no cache to use.
+        logits_to_keep : int or Tensor
+            Indices of the tokens whose logits are wanted, or how many at the end; 0 means all.
+        """
+        hidden = self.base_model(
+            input_ids=input_ids, biased=Biased(attention_context, self.slopes())
+        )
+        kept = logits_to_keep
+        rows = slice(-kept, None) if isinstance(kept, int) else kept
+        return CausalLMOutput(logits=self.logits(hidden[:, rows]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states ``[1, T, E]``."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+def adapter(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that serves models with this configuration in place of transformers' own."""
+    if config.model_type not in _ADAPTERS:
+        return None
+    model: type[PreTrainedModel] = importlib.import_module(_ADAPTERS[config.model_type]).Model
+    return model
+
+
+def adapter_reason(config: PretrainedConfig) -> str | None:
+    """Why a model that has an adapter cannot be served all the same, as the end of a sentence."""
+    reason: str | None = importlib.import_module(_ADAPTERS[config.model_type]).reason(config)
+    return reason
+
+
+def is_alibi(config: PretrainedConfig) -> bool:
+    """Whether a model that can be served is biased by distance."""
+    return config.model_type in _ADAPTERS
+
+
+def register_configs() -> None:
+    """Make `AutoConfig` read the configurations that transformers does not know."""
+    from razor_dist.models.baichuan import BaichuanConfig
+
+    AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
+
+
+def press_slopes(heads: int) -> list[float]:
+    """Slopes by head as ALiBi's paper has them (arXiv 2108.12409, section 3), and its code.
+
+    For a power of two n they are ``2 ** (-8 k / n)``, k = 1..n. Otherwise they are those of the
+    power of two below, then every other one of the power of two above.
+    """
+    power: int = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * k / power) for k in range(1, power + 1)]
+    between = [2.0 ** (-8 * k / (2 * power)) for k in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]
+
+
+def packed(weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries' and keys' ``[H, D, E]`` of one projection ``[3 H D, E]`` to q, then k, then v."""
+    query, key, _ = weight.unflatten(0, (3, heads, -1))
+    return query, key

@@ -1,0 +1,180 @@
+"""Baichuan with ALiBi (Baichuan-13B, Baichuan2-13B), whose layout transformers does not have.
+
+A Llama-like decoder with RMSNorm and a gated MLP. Queries, keys and values come from one packed
+projection, ``W_pack``. Baichuan 2 normalises the rows of its output projection: a token's logit is
+the hidden state against the token's direction alone (arXiv 2309.10305, section 3.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed, press_slopes
+
+# What tells the kinds of Baichuan apart: they share a model type, and no field says which it is.
+_ROTARY_HIDDEN_SIZE = 4096
+_VOCAB_1, _VOCAB_2 = 64000, 125696
+
+
+@strict
+class BaichuanConfig(PretrainedConfig):
+    """Fields of a Baichuan's ``config.json``; the defaults are Baichuan2-13B's."""
+
+    model_type = "baichuan"
+    attribute_map: ClassVar[dict[str, str]] = {"max_position_embeddings": "model_max_length"}
+
+    vocab_size: int = _VOCAB_2
+    hidden_size: int = 5120
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 40
+    hidden_act: str = "silu"
+    model_max_length: int = 4096
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    # Of training; in Baichuan 2's files only.
+    z_loss_weight: float | int | None = None
+
+    @property
+    def normalised_head(self) -> bool:
+        """Whether logits are against the directions of the output projection's rows."""
+        return self.z_loss_weight is not None or self.vocab_size == _VOCAB_2
+
+
+def reason(config: PretrainedConfig) -> str | None:
+    """Why a Baichuan cannot be served, as the end of a sentence."""
+    c: Any = config
+    if c.hidden_size == _ROTARY_HIDDEN_SIZE:
+        return "those of 7B have rotary embeddings in a layout of their own; only 13B's is known"
+    if not c.normalised_head and c.vocab_size != _VOCAB_1:
+        return (
+            "it is not clear whether its output projection is normalised: Baichuan 2 has "
+            f"z_loss_weight in its config.json, Baichuan 1 a vocabulary of {_VOCAB_1}"
+        )
+    if c.tie_word_embeddings:
+        return "its embeddings are tied (tie_word_embeddings)"
+    if c.hidden_size % c.num_attention_heads:
+        return f"hidden_size {c.hidden_size} is no multiple of {c.num_attention_heads} heads"
+    return None
+
+
+class _Norm(nn.Module):
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.epsilon = config.rms_norm_eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=self.epsilon)
+        return self.weight * normed.to(self.weight.dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: BaichuanConfig, layer: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.heads, self.layer = config.num_attention_heads, layer
+        self.scale = (size // self.heads) ** -0.5
+        self.W_pack = nn.Linear(size, 3 * size, bias=False)
+        self.o_proj = nn.Linear(size, size, bias=False)
+
+    def forward(self, hidden: Tensor, biased: Biased) -> Tensor:
+        q, k, v = self.W_pack(hidden)[0].unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
+        out: Tensor = self.o_proj(biased.attend(self.layer, q, k, v, self.scale))
+        return out
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: BaichuanConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, index)
+        self.mlp = _MLP(config)
+        self.input_layernorm = _Norm(config)
+        self.post_attention_layernorm = _Norm(config)
+
+    def forward(self, hidden: Tensor, biased: Biased) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), biased)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class _PreTrained(PreTrainedModel):
+    config_class = BaichuanConfig
+    base_model_prefix = "model"
+
+
+class _Body(_PreTrained):
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = _Norm(config)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, biased: Biased) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, biased)
+        out: Tensor = self.norm(hidden)
+        return out
+
+
+class Model(CausalLM, _PreTrained):
+    """Baichuan whose attention is the call's context."""
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.model = _Body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._norms: Tensor | None = None
+        self.post_init()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states ``[1, T, E]``; float32 if the head is normalised."""
+        weight: Any = self.lm_head.weight
+        logits = linear(hidden, weight)
+        if not self.config.normalised_head:
+            return logits
+        # The rows' norms rather than a normalised copy: the weights stay shared by a host's ranks.
+        if self._norms is None or self._norms.device != weight.device:
+            self._norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+            self._norms.clamp_(min=1e-12)
+        return logits.float() / self._norms
+
+    @staticmethod
+    def slopes_of(config: PretrainedConfig) -> list[float]:
+        """Slopes by head."""
+        return press_slopes(config.num_attention_heads)
+
+    def layer_weights(self, layer: int) -> LayerWeights:
+        """See `razor_dist.models.alibi.AlibiModel`."""
+        block: Any = self.model.layers[layer]
+        attention, gain = block.self_attn, block.input_layernorm.weight
+        query, key = packed(attention.W_pack.weight, attention.heads)
+        return LayerWeights(query, None, key, gain, torch.zeros_like(gain), attention.scale)

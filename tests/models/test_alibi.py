@@ -1,0 +1,145 @@
+"""BLOOM, MPT and Baichuan: their adapters against transformers and the literal reference.
+
+Over ranks, prefill cuts and decode, with all heads in full and with a window per local head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MptConfig
+from transformers.models.bloom import modeling_bloom
+from transformers.models.mpt import modeling_mpt
+
+from razor_dist.models.alibi import press_slopes
+from razor_dist.models.mpt import Model as Mpt
+from razor_dist.policy import LocalPolicy
+from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
+from tests.cases import Case, logits_of, model_and_shape
+from tests.ranks import RankPool
+from tests.test_invariance import assert_same, tokens_of
+
+Ranks = Callable[[int], RankPool]
+Folder = Callable[[str], Path]
+
+POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+LITERAL = {"minimum": 20, "maximum": None, "ratio": 6, "sinks": 4, "block": 8, "compensation": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_alibi(family, tmp_path_factory.mktemp("alibi") / family)
+        return made[family]
+
+    return get
+
+
+def want_of(path: Path, family: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Every position's logits: stock transformers', or the literal ones where it has no model."""
+    if family == "baichuan":
+        return literal_alibi(path, list(tokens)).float()
+    stock = AutoModelForCausalLM.from_pretrained(path)
+    with torch.inference_mode():
+        return stock(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 40, 112])
+def test_slopes_are_those_of_transformers(heads: int) -> None:
+    bloom = modeling_bloom._get_alibi_slopes(heads, torch.device("cpu"))
+    torch.testing.assert_close(torch.tensor(press_slopes(heads)), bloom, rtol=1e-5, atol=0)
+    for most in (8, 16):
+        config = MptConfig(n_heads=heads, attn_config={"alibi_bias_max": most})
+        # The bias of the key before the last one is minus the slope.
+        stock = -modeling_mpt.build_mpt_alibi_tensor(heads, 2, most)[:, 0, 0]
+        torch.testing.assert_close(torch.tensor(Mpt.slopes_of(config)), stock, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_literal_reference_is_the_model(family: str, folder: Folder) -> None:
+    tokens = tokens_of(70)
+    want = want_of(folder(family), family, tokens)
+    assert_same(literal_alibi(folder(family), list(tokens)).float(), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, folder: Folder) -> None:
+    n, k = 150, 5
+    tokens = tokens_of(n + k, seed=1)
+    path = folder(family)
+    _, shape = model_and_shape(str(path))
+    every = ((True,) * shape.kv_heads,) * shape.layers
+    want = want_of(path, family, tokens)[n - 1 :]
+    case = Case(str(path), every, POLICY, tokens[:n], tokens[n:])
+    for world in (1, 2, 4):
+        for cut in (8192, 64, 37):
+            assert_same(
+                ranks(world).run(logits_of, dataclasses.replace(case, wave_tokens=cut))[0], want
+            )
+    whole = dataclasses.replace(case, prompt=tokens, forced=(), wave_tokens=70)
+    assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
+
+
+def mixed(layers: int, heads: int) -> tuple[Any, Any, Local]:
+    """Retrieval flags, windows and the literal settings: a layer of each kind, and mixed ones."""
+    flags, windows, local = [], [], []
+    for layer in range(layers):
+        row: list[tuple[bool, int | None]] = [
+            (False, None) if layer == 0 else (h % 3 == layer % 3, (None, 5, 24, 61)[h % 4])
+            for h in range(heads)
+        ]
+        if layer == 1:  # several windows, no retrieval head
+            row = [(False, (9, 33, 9, 70)[h % 4]) for h in range(heads)]
+        flags.append(tuple(yes for yes, _ in row))
+        windows.append(tuple(None if yes else window for yes, window in row))
+        local.append([None if yes else _settings(window) for yes, window in row])
+    return tuple(flags), tuple(windows), local
+
+
+def _settings(window: int | None) -> dict[str, Any]:
+    if window is None:
+        return LITERAL
+    own = {"minimum": window, "ratio": None, "sinks": 0, "compensation": False}
+    return {**LITERAL, **own}
+
+
+@pytest.mark.parametrize("family", ["bloom6", "mpt6", "baichuan"])
+def test_a_window_for_each_head_is_the_literal_definition(
+    family: str, ranks: Ranks, folder: Folder
+) -> None:
+    n, k = 140, 12
+    tokens = tokens_of(n + k, seed=2)
+    path = folder(family)
+    _, shape = model_and_shape(str(path))
+    flags, windows, local = mixed(shape.layers, shape.kv_heads)
+    want = literal_alibi(path, list(tokens), local).float()[n - 1 :]
+    case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
+    for world in (1, 2, 4):
+        for cut in (8192, 50):
+            cut_case = dataclasses.replace(case, wave_tokens=cut)
+            assert_same(ranks(world).run(logits_of, cut_case)[0], want)
+    whole = dataclasses.replace(case, prompt=tokens, forced=(), wave_tokens=41)
+    assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
+
+
+def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folder) -> None:
+    n = 130
+    tokens = tokens_of(n + 6, seed=3)
+    path = folder("bloom6")
+    _, shape = model_and_shape(str(path))
+    flags, windows, _ = mixed(shape.layers, shape.kv_heads)
+    case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], exact=True, windows=windows)
+    want = ranks(1).run(logits_of, case)[0]
+    assert_same(want[:1], want_of(path, "bloom6", tokens[:n])[-1:])
+    for world in (2, 4):
+        for cut in (8192, 47):
+            cut_case = dataclasses.replace(case, wave_tokens=cut)
+            assert_same(ranks(world).run(logits_of, cut_case)[0], want)
