@@ -1,14 +1,17 @@
-"""A model made by hand in which one KV head alone looks back for what it recalls.
+"""A model made by hand, in which it is known what every head does.
 
-Two layers of two KV heads, each with a group of two query heads that do the same:
+Three layers of two KV heads, each with a group of two query heads that do the same:
 
 - layer 0, head 0 looks at the previous token and writes down which it was;
-- layer 0, head 1 looks at the first token;
+- layer 0, head 1 is diffuse: it looks at all tokens alike;
 - layer 1, head 0 is an induction head: it looks for tokens that come after one like the current,
   and writes down which they are;
-- layer 1, head 1 looks at the current token.
+- layer 1, head 1 looks at the first token;
+- layer 2, head 0 is an echo head: it looks for tokens like the current, and writes down what the
+  induction head found there;
+- layer 2, head 1 looks at the current token.
 
-Cut to sinks and recent tokens, all but the induction head stay what they are.
+Cut to sinks and recent tokens, all but the induction head and the echo head stay what they are.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from razor_dist.heads.passkeys import Passkeys, PasskeySettings
 
-RETRIEVAL = (1, 0)
+INDUCTION, ECHO = (1, 0), (2, 0)
 """(layer, KV head)."""
+RETRIEVAL = {INDUCTION, ECHO}
+HEADS = [(layer, head) for layer in range(3) for head in range(2)]
 VOCABULARY = 512
 BOS = 0
 
@@ -32,15 +37,18 @@ _DIM, _GROUP = 32, 2
 # written there is compared as it is. Pairs 0 to 3 tell distances.
 _THETA = 1e12
 _CONTENT = torch.cat([torch.arange(6, 16), torch.arange(22, 32)])
-# The hidden state: the token's code, the previous token's, what was recalled, 1, and 1 for BOS.
+# The hidden state: the token's code, the previous token's, what the induction head recalled, what
+# the echo head found, what the others wrote; 1, and 1 for BOS.
+_HIDDEN = 112
 _CODE, _BEFORE, _RECALLED = torch.arange(0, 20), torch.arange(20, 40), torch.arange(40, 60)
-_ONE, _FIRST = 60, 61
+_FOUND, _REST = torch.arange(60, 80), torch.arange(80, 100)
+_ONE, _FIRST = 100, 101
 
 
 def make_planted(path: Path) -> Path:
     """Write the model to ``path`` as float32 safetensors, without tokenizer."""
     config = LlamaConfig(
-        hidden_size=64,
+        hidden_size=_HIDDEN,
         intermediate_size=8,
         vocab_size=VOCABULARY,
         max_position_embeddings=4096,
@@ -49,7 +57,7 @@ def make_planted(path: Path) -> Path:
         eos_token_id=None,
         pad_token_id=None,
         use_cache=False,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=2 * _GROUP,
         num_key_value_heads=2,
         head_dim=_DIM,
@@ -64,16 +72,19 @@ def make_planted(path: Path) -> Path:
         embedding[:, _CODE] = torch.randint(0, 2, (VOCABULARY, 20), generator=generator) * 2.0 - 1
         embedding[:, _ONE] = 1.0
         embedding[BOS, _FIRST] = 4.0
-        model.lm_head.weight.copy_(torch.randn(VOCABULARY, 64, generator=generator))
-        lower, upper = (layer.self_attn for layer in model.model.layers)
-        _look_back(lower, head=0, distance=1)
-        _copy(lower, head=0, source=_CODE, target=_BEFORE)
-        _look_at_first(lower, head=1)
-        _copy(lower, head=1, source=_CODE, target=_RECALLED, strength=0.1)
-        _look_for(upper, head=0, wanted=_CODE, offered=_BEFORE)
-        _copy(upper, head=0, source=_CODE, target=_RECALLED)
-        _look_back(upper, head=1, distance=0)
-        _copy(upper, head=1, source=_CODE, target=_RECALLED, strength=0.1)
+        model.lm_head.weight.copy_(torch.randn(VOCABULARY, _HIDDEN, generator=generator))
+        first, second, third = (layer.self_attn for layer in model.model.layers)
+        _look_back(first, head=0, distance=1)
+        _copy(first, head=0, source=_CODE, target=_BEFORE)
+        _copy(first, head=1, source=_CODE, target=_REST, strength=0.1)  # with equal scores
+        _look_for(second, head=0, wanted=_CODE, offered=_BEFORE)
+        _copy(second, head=0, source=_CODE, target=_RECALLED)
+        _look_at_first(second, head=1)
+        _copy(second, head=1, source=_CODE, target=_REST, strength=0.1)
+        _look_for(third, head=0, wanted=_CODE, offered=_CODE)
+        _copy(third, head=0, source=_RECALLED, target=_FOUND)
+        _look_back(third, head=1, distance=0)
+        _copy(third, head=1, source=_CODE, target=_REST, strength=0.1)
     model.save_pretrained(path)
     return path
 

@@ -16,6 +16,7 @@ from razor_dist.heads.head_map import HeadMap, decide, shipped_head_map
 from razor_dist.heads.razor import (
     ProbeContext,
     RazorSettings,
+    head_map,
     plain_vocabulary,
     probe,
     probe_tokens,
@@ -23,6 +24,7 @@ from razor_dist.heads.razor import (
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.smollm2 import embedded_model
+from tests.heads.planted import ECHO, HEADS, INDUCTION, RETRIEVAL, make_planted
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -114,6 +116,25 @@ def test_no_attention_matrix_is_held() -> None:
     with _Largest() as largest:
         ProbeContext(shape, total // 4, 4).attend(0, q, kv, kv, 0.3)
     assert largest.elements <= heads * total * dim
+
+
+def test_finds_the_planted_heads(tmp_path: Path) -> None:
+    path = make_planted(tmp_path)
+    model = load_model(path, device=CPU, dtype=torch.float32)
+    # 2 of the 12 query heads by each score: one group.
+    settings = RazorSettings(induction_percent=16.7, echo_percent=16.7, tokens=250)
+    result = probe(model, plain_vocabulary(path, model.config), settings)
+    found = head_map("planted", model.config, result, settings, torch.float32)
+    planted = {"induction": INDUCTION, "echo": ECHO}
+    for kind, (layer, head) in planted.items():
+        own = [(layer, 2 * head), (layer, 2 * head + 1)]
+        assert sorted(found.selected[kind]) == own
+        scores = {(i, j): x for i, row in enumerate(found.scores[kind]) for j, x in enumerate(row)}
+        others = [score for pair, score in scores.items() if pair not in own]
+        assert min(scores[pair] for pair in own) > 0.3 > 0.003 > max(others)
+    # Each of three repeats gives all its weight to what it has, one to three times: 3 of 6 pairs.
+    assert found.scores["induction"][1][0] == pytest.approx(0.5, abs=0.01)
+    assert {(i, j) for i, j in HEADS if found.retrieval[i][j]} == RETRIEVAL
 
 
 def test_bfloat16_finds_the_same_order_of_scores(tmp_path: Path) -> None:
