@@ -23,6 +23,7 @@ COMMANDS = {
     "needle-model": "Write a small model that tests long prompts.",
     "eval": "Measure what is found in long documents.",
     "bench": "Measure speed and memory side by side.",
+    "bench-identify": "Measure what finding heads costs.",
 }
 
 

@@ -226,14 +226,28 @@ def probe(
         If the model's context is too short for the repetitions.
     """
     shape = ModelShape.from_config(model.config)
+    tokens, ids = probe_input(shape, vocabulary, settings, start)
+    context = ProbeContext(shape, tokens, settings.repeats, len(start), on_layer)
+    run_body(model, ids, context)
+    return context.scores()
+
+
+def probe_input(
+    shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
+) -> tuple[int, Tensor]:
+    """How many random tokens are used, n, and the prompt: ``start``, then these R times.
+
+    Raises
+    ------
+    ConfigError
+        If the model's context is too short for the repetitions.
+    """
     tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(settings.seed)
     chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
     repeated = chosen.repeat(settings.repeats)
-    context = ProbeContext(shape, tokens, settings.repeats, len(start), on_layer)
-    run_body(model, torch.cat([torch.tensor(list(start)).long(), repeated]), context)
-    return context.scores()
+    return tokens, torch.cat([torch.tensor(list(start)).long(), repeated])
 
 
 def plain_vocabulary(path: str | Path, config: PretrainedConfig) -> Tensor:
