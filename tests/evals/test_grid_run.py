@@ -72,17 +72,18 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     for a, b in at:
         torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
         torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
-    start, slot = sequence.local.start, slice(None)
-    assert start == copy.local.start > one.local.policy.sinks
-    for begin, end in ((0, 4), (start, 333)):
+    (cache,), (other_cache,) = one.local, other.local
+    (slot,), (other_slot,) = sequence.local, copy.local
+    assert slot.start == other_slot.start > cache.policy.sinks
+    for begin, end in ((0, cache.policy.sinks), (slot.start, 333)):
         for mine, theirs in zip(
-            one.local.read(slot, sequence.local, begin, end),
-            other.local.read(slot, copy.local, begin, end),
+            cache.read(cache.rows, slot, begin, end),
+            other_cache.read(cache.rows, other_slot, begin, end),
             strict=True,
         ):
             torch.testing.assert_close(theirs, mine)
     torch.testing.assert_close(
-        other.local.sums[:, :, copy.local.index], one.local.sums[:, :, sequence.local.index]
+        other_cache.sums[:, :, other_slot.index], cache.sums[:, :, slot.index]
     )
     assert own.runner.kv_bytes == replayed.runner.kv_bytes
     assert _decode(replayed.core, question) == _decode(own.core, question)
