@@ -9,15 +9,17 @@ if TYPE_CHECKING:
     from razor_dist.config import EngineConfig
     from razor_dist.llm import LLM
     from razor_dist.outputs import CompletionOutput, RequestOutput
+    from razor_dist.prefix import Prefix
     from razor_dist.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Prefix", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "razor_dist.llm",
     "CompletionOutput": "razor_dist.outputs",
     "EngineConfig": "razor_dist.config",
+    "Prefix": "razor_dist.prefix",
     "RequestOutput": "razor_dist.outputs",
     "SamplingParams": "razor_dist.sampling_params",
 }

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config import EngineConfig
@@ -18,13 +17,14 @@ from razor_dist.engine.assembler import Assembler, Piece, prompt_logprobs
 from razor_dist.engine.client import EngineClient
 from razor_dist.engine.local import LocalEngine
 from razor_dist.engine.loop_thread import LoopThread
-from razor_dist.engine.prompts import PromptEncoder, check_prompt, load_tokenizer
+from razor_dist.engine.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
 from razor_dist.engine.protocol import Message
 from razor_dist.engine.ranks import WORKER
 from razor_dist.errors import EngineError, RequestError
 from razor_dist.models.registry import resolve_model
 from razor_dist.outputs import CompletionOutput, RequestOutput
 from razor_dist.prefix import Prefix
+from razor_dist.progress import PromptBar, UseTqdm
 from razor_dist.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]]
@@ -100,7 +100,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Generate one answer for each prompt.
@@ -112,8 +112,9 @@ class LLM:
             taken as they are.
         sampling_params : SamplingParams or a list with one for each prompt, optional
             The defaults of `SamplingParams` if not given.
-        use_tqdm : bool
-            Show a progress bar of finished prompts.
+        use_tqdm : bool or callable
+            Show a progress bar of prompt tokens, which moves with every wave that is read. A
+            callable is called in tqdm's place, as vLLM does: see `PromptBar`.
         prefix : Prefix, optional
             What `prefill` returned: every prompt continues it, as if its tokens stood before the
             prompt's. Texts are tokenised by themselves and get no special tokens, such as a
@@ -140,7 +141,7 @@ class LLM:
         texts_and_ids = [self._encode(prompt, prefix) for prompt in _as_list(prompts)]
         return self._run(texts_and_ids, sampling_params, use_tqdm, prefix)
 
-    def prefill(self, prompt: Prompt) -> Prefix:
+    def prefill(self, prompt: Prompt, use_tqdm: UseTqdm = False) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
 
         A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
@@ -151,6 +152,8 @@ class LLM:
         ----------
         prompt : str, list of int, or mapping
             One prompt, as `generate` takes it.
+        use_tqdm : bool or callable
+            As in `generate`.
 
         Returns
         -------
@@ -165,12 +168,13 @@ class LLM:
             If the engine dies meanwhile.
         """
         _, ids = self._encode(prompt)
-        return self._keep(ids)
+        return self._keep(ids, use_tqdm)
 
     def prefill_chat(
         self,
         messages: Conversation,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: UseTqdm = False,
     ) -> Prefix:
         """Read the beginning of a conversation once, for `chat` to continue it many times.
 
@@ -184,6 +188,8 @@ class LLM:
             Such as one of the user's that holds a document.
         chat_template_kwargs : mapping, optional
             Passed to the model's chat template.
+        use_tqdm : bool or callable
+            As in `generate`.
 
         Returns
         -------
@@ -206,13 +212,13 @@ class LLM:
             add_generation_prompt=False,
             template_kwargs={**(chat_template_kwargs or {}), "continue_final_message": True},
         )
-        return self._keep(self._encoder.text(text, special_tokens=False), text)
+        return self._keep(self._encoder.text(text, special_tokens=False), use_tqdm, text)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         prefix: Prefix | None = None,
@@ -320,31 +326,31 @@ class LLM:
         rest = prefix.rest_of(self._encoder.chat_text(messages, **how))
         return self._encoder.text(rest, special_tokens=False)
 
-    def _keep(self, ids: list[int], chat_text: str | None = None) -> Prefix:
+    def _keep(self, ids: list[int], use_tqdm: UseTqdm, chat_text: str | None = None) -> Prefix:
         if self.config.max_num_seqs < 2:
             raise RequestError(
                 "a prefix and what continues it are two sequences: start the engine with "
                 "max_num_seqs of at least 2",
                 param="max_num_seqs",
             )
-        [settled] = self._check([ids], [SamplingParams(max_tokens=1)])
-        return self._loop.run(self._prefill(ids, settled, chat_text))
+        [checked] = self._check([ids], [SamplingParams(max_tokens=1)])
+        return self._loop.run(self._prefill(checked, use_tqdm, chat_text))
 
     def _run(
         self,
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         params = _params_for(sampling_params, len(prompts))
         before = 0 if prefix is None else prefix.num_tokens
-        settled = self._check([ids for _, ids in prompts], params, before)
-        return self._loop.run(self._answer_all(prompts, settled, use_tqdm, prefix))
+        checked = self._check([ids for _, ids in prompts], params, before)
+        return self._loop.run(self._answer_all(prompts, checked, use_tqdm, prefix))
 
     def _check(
         self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
-    ) -> list[SamplingParams]:
+    ) -> list[Checked]:
         info = self._loop.run(self._client.ready())
         return [
             check_prompt(
@@ -358,45 +364,54 @@ class LLM:
             for ids, p in zip(prompts, params, strict=True)
         ]
 
-    async def _prefill(
-        self, ids: list[int], params: SamplingParams, chat_text: str | None
-    ) -> Prefix:
-        client = self._engine.client
-        stream = client.generate(str(next(self._ids)), ids, params, keep=True)
-        async for message in stream:
-            if message["processed"] == message["total"]:
-                break  # and leave the stream open: closing it would release the caches
-        return Prefix(stream, client, len(ids), asyncio.get_running_loop(), chat_text)
+    async def _prefill(self, prompt: Checked, use_tqdm: UseTqdm, chat_text: str | None) -> Prefix:
+        client, tokens = self._engine.client, len(prompt.tokens)
+        stream = client.generate(str(next(self._ids)), *prompt, keep=True)
+        with PromptBar(use_tqdm, [tokens]) as bar:
+            async for message in stream:
+                bar.progress(message)
+                if message["processed"] == message["total"]:
+                    break  # and leave the stream open: closing it would release the caches
+        return Prefix(stream, client, tokens, asyncio.get_running_loop(), chat_text)
 
     async def _answer_all(
         self,
         prompts: list[tuple[str | None, list[int]]],
-        params: list[SamplingParams],
-        use_tqdm: bool,
+        checked: list[Checked],
+        use_tqdm: UseTqdm,
         prefix: Prefix | None,
     ) -> list[RequestOutput]:
         # The engine keeps the waiting prompts in memory, so it gets no more than keep it busy.
         room = asyncio.Semaphore(2 * self.config.max_num_seqs)
-        bar = tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt")
+        bar = PromptBar(use_tqdm, [len(prompt.tokens) for prompt in checked])
 
-        async def answer(prompt: tuple[str | None, list[int]], p: SamplingParams) -> RequestOutput:
+        async def answer(text: str | None, ids: list[int], prompt: Checked) -> RequestOutput:
             async with room:
-                output = await self._answer(*prompt, p, prefix)
-            bar.update()
+                output = await self._answer(text, ids, prompt, prefix, bar)
+            bar.answered()
             return output
 
-        tasks = [asyncio.create_task(answer(*pair)) for pair in zip(prompts, params, strict=True)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            bar.close()
-            for task in tasks:  # one failed, or the caller was interrupted: abort the others
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with bar:
+            tasks = [
+                asyncio.create_task(answer(text, ids, prompt))
+                for (text, ids), prompt in zip(prompts, checked, strict=True)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:  # one failed, or the caller was interrupted: abort the others
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(
-        self, text: str | None, ids: list[int], params: SamplingParams, prefix: Prefix | None
+        self,
+        text: str | None,
+        ids: list[int],
+        prompt: Checked,
+        prefix: Prefix | None,
+        bar: PromptBar,
     ) -> RequestOutput:
+        tokens, params = prompt
         tokenizer = self._encoder.tokenizer
         assembler = Assembler(tokenizer, params)
         result = RequestOutput(str(next(self._ids)), text, ids)
@@ -407,9 +422,10 @@ class LLM:
             result.num_cached_tokens = prefix.num_tokens
             kept = prefix.stream_for(client)  # again: another thread may have released it
         begin = time.perf_counter()
-        with client.generate(result.request_id, ids, params, prefix=kept) as stream:
+        with client.generate(result.request_id, tokens, params, prefix=kept) as stream:
             async for message in stream:
                 if message["t"] == "progress":
+                    bar.progress(message)
                     result.metrics.prefill_seconds = message["seconds"]
                 elif message["t"] == "prompt":
                     entries += message["logprobs"]  # a message per wave

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+from razor_dist.engine.tokens import unpack
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 49152
@@ -87,9 +88,8 @@ class FakeEngine:
     def handle(self, message: Message) -> None:
         kind = message["t"]
         if kind == "add":
-            task = asyncio.create_task(
-                self.answer(**{k: message[k] for k in ("id", "prompt", "params")})
-            )
+            prompt = unpack(message["prompt"]).tolist()
+            task = asyncio.create_task(self.answer(message["id"], prompt, message["params"]))
             self.tasks[message["id"]] = task
         elif kind == "abort":
             self.aborted.append(message["id"])
@@ -151,14 +151,15 @@ class FakeEngine:
             entries = [None] + [[-1.0, 1, [[t, -1.0]]] for t in prompt[1:]]
             self.send(t="prompt", id=id, logprobs=entries)
         steps = 4 if prompt[0] == SLOW_PREFILL else 1
-        for step in range(1, steps + 1):
-            if steps > 1:
+        for step in range(steps + 1):
+            if step and steps > 1:
                 await asyncio.sleep(0.3)
             self.send(
                 t="progress",
                 id=id,
                 processed=len(prompt) * step // steps,
                 total=len(prompt),
+                cached=0,
                 seconds=0.3 * step,
             )
 

@@ -8,15 +8,15 @@ ranks on the CPU, so that the test itself is known to work where there is no GPU
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from razor_dist.parallel.comm import Communicator, Pending, Purpose
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.host_links import HostLinks
 from razor_dist.policy import LocalPolicy
 from tests.cases import Case, logits_of
 from tests.ranks import RankPool
@@ -31,49 +31,6 @@ DEVICES = [
         ],
     ),
 ]
-
-
-@dataclass
-class Landing(Pending):
-    """Receives into the host's memory that end on the device."""
-
-    inner: Pending | None = None
-    buffers: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> list[Tensor]:
-        assert self.inner is not None
-        for buffer, arrived in zip(self.buffers, self.inner.wait(), strict=True):
-            buffer.copy_(arrived)
-        return super().wait()
-
-
-class HostLinks(Communicator):
-    """A communicator whose data travels through the host's memory."""
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        purpose: Purpose,
-    ) -> Pending:
-        buffers = [buffer for _, buffer in receives]
-        inner = super().exchange(
-            [(peer, tensor.cpu()) for peer, tensor in sends],
-            [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives],
-            purpose,
-        )
-        return Landing(buffers, inner=inner, buffers=buffers)
-
-    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
-        host = tensor.cpu()
-        super().broadcast(host, source, purpose)
-        tensor.copy_(host)
-
-    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        return super().all_gather(tensor.cpu(), purpose).to(tensor.device)
-
-    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
-        return Landing([tensor], inner=super().all_reduce(tensor.cpu(), purpose), buffers=[tensor])
 
 
 def logits_over_host(comm: Communicator, case: Case) -> Tensor | None:

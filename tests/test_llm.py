@@ -156,6 +156,45 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, me
     assert llm.stats()["running"] == 0
 
 
+class Bar:
+    """A bar as tqdm and Ray's tqdm have it, which keeps what it is told."""
+
+    def __init__(self, total: int, desc: str, unit: str) -> None:
+        self.total, self.descriptions, self.unit = total, [desc], unit
+        self.updates: list[int] = []
+        self.closed = False
+
+    def update(self, n: int) -> None:
+        self.updates.append(n)
+
+    def set_description(self, desc: str) -> None:
+        self.descriptions.append(desc)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_bar_moves_with_every_wave(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    bars: list[Bar] = []
+
+    def make(**arguments: Any) -> Bar:
+        bars.append(Bar(**arguments))
+        return bars[-1]
+
+    long = [fake_engine.SLOW_PREFILL, *range(20, 27)]
+    llm.generate([long, [5, 6, 7]], SamplingParams(max_tokens=1), use_tqdm=make)
+    llm.prefill(long, use_tqdm=make).release()
+    several, one = bars
+    assert (several.total, several.unit) == (11, "tok")
+    assert sorted(several.updates) == [0, 0, 2, 2, 2, 2, 3]
+    assert several.descriptions == [f"{n}/2 prompts answered" for n in range(3)]
+    assert (one.total, one.updates) == (8, [0, 2, 2, 2, 2])
+    assert several.closed and one.closed
+    assert capsys.readouterr().err == ""
+    llm.generate([5, 6], SamplingParams(max_tokens=1), use_tqdm=True)
+    assert "1/1 prompts answered: 100%" in capsys.readouterr().err
+
+
 def test_parameters_must_be_as_many_as_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 for 1"):
         llm.generate([[5]], [SamplingParams(), SamplingParams()])

@@ -25,6 +25,7 @@ from razor_dist.engine.protocol import (
     exception_of,
 )
 from razor_dist.engine.request_stream import RequestStream
+from razor_dist.engine.tokens import Tokens, pack
 from razor_dist.errors import EngineError, RequestError
 from razor_dist.sampling_params import SamplingParams
 
@@ -154,7 +155,7 @@ class EngineClient:
     def generate(
         self,
         request_id: str,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tokens,
         params: SamplingParams,
         *,
         keep: bool = False,
@@ -166,8 +167,8 @@ class EngineClient:
         ----------
         request_id : str
             Unique among unfinished requests.
-        prompt_ids : sequence of int
-            The prompt's tokens.
+        prompt_ids : sequence of int, or Tokens
+            The prompt's tokens, of the vocabulary (`check_prompt` sees to it).
         params : SamplingParams
             Sampling settings.
         keep : bool
@@ -197,7 +198,7 @@ class EngineClient:
         self.check_room(1)
         assert request_id not in self._streams
         stream = RequestStream(request_id, self.abort)
-        message: Message = {"t": "add", "id": request_id, "prompt": list(prompt_ids)}
+        message: Message = {"t": "add", "id": request_id, "prompt": pack(prompt_ids)}
         message["params"] = asdict(params)
         if keep:
             message["keep"] = True

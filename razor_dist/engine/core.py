@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner, PromptLogprobs
 from razor_dist.engine.sampler import sample
 from razor_dist.engine.scheduler import Scheduler
+from razor_dist.engine.tokens import Tokens, as_tokens
 from razor_dist.errors import EngineError, RequestError
 from razor_dist.parallel.comm import PURPOSES
 from razor_dist.sampling_params import SamplingParams
@@ -55,6 +57,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
+        self._prompt_tokens = self._generated_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -67,7 +70,7 @@ class EngineCore:
     def add(
         self,
         request_id: str,
-        prompt: list[int],
+        prompt: Sequence[int] | Tokens,
         params: SamplingParams,
         *,
         prefix_id: str | None = None,
@@ -78,7 +81,7 @@ class EngineCore:
         Parameters
         ----------
         request_id : str
-        prompt : list of int
+        prompt : sequence of int, or Tokens
             Token ids.
         params : SamplingParams
         prefix_id : str, optional
@@ -96,7 +99,9 @@ class EngineCore:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
-        self._check_tokens(prompt)
+        tokens = as_tokens(prompt, self.runner.shape.vocab_size)
+        if not len(tokens):
+            raise RequestError("the prompt must hold at least one token", param="prompt")
         self._check_logprobs(params)
         prefix = None
         if prefix_id is not None:
@@ -110,9 +115,9 @@ class EngineCore:
         request = Request(
             id=request_id,
             key=self._next_key,
-            prompt=prompt,
+            prompt=tokens,
             params=params,
-            max_tokens=self._max_tokens(before + len(prompt), params, keep=keep),
+            max_tokens=self._max_tokens(before + len(tokens), params, keep=keep),
             wave_tokens=wave_tokens,
             generator=self._generator(params),
             prefix=prefix,
@@ -120,16 +125,6 @@ class EngineCore:
         self.scheduler.add(request)
         self._next_key += 1
         self._requests[request_id] = request
-
-    def _check_tokens(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise RequestError("the prompt must hold at least one token", param="prompt")
-        vocabulary = self.runner.shape.vocab_size
-        for token in prompt:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {vocabulary}", param="prompt"
-                )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         vocabulary = self.runner.shape.vocab_size
@@ -181,9 +176,15 @@ class EngineCore:
         return self.runner.execute(plan)
 
     def step(self) -> list[Message]:
-        """Admit what fits, run one wave or decode step, and report what came of it."""
+        """Admit what fits, or run one wave or decode step; report what came of it."""
+        admitted: list[Message] = []
         while (plan := self.scheduler.admit()) is not None:
             self._run(plan)
+            request = self.scheduler.running[plan.sequence]
+            if not request.released:  # its id may be another's now
+                admitted.append(_progress_message(request, request.begin))
+        if admitted:
+            return admitted  # told now: the first wave may take long
         plan = self.scheduler.next()
         if plan is None:
             # A request that waits while nothing runs would have rank 0 spin for ever.
@@ -195,6 +196,7 @@ class EngineCore:
                 request.began = time.monotonic()
         logits = self._run(plan)
         if plan.op is Op.PREFILL:
+            self._prompt_tokens += plan.end - plan.begin
             return self._after_prefill(plan, logits)
         assert logits is not None
         keys = plan.payload[::2]
@@ -206,19 +208,11 @@ class EngineCore:
         self.scheduler.wave_done(request)
         messages: list[Message] = []
         if request.released:
-            return messages  # needed by those that continue it only; its id may be another's now
+            return messages  # needed by those that continue it only, as above
         if self.runner.prompt_logprobs is not None:
             first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
-        messages.append(
-            {
-                "t": "progress",
-                "id": request.id,
-                "processed": plan.end,
-                "total": request.end,
-                "seconds": time.monotonic() - request.began,
-            }
-        )
+        messages.append(_progress_message(request, plan.end))
         if plan.last and not request.kept:
             assert logits is not None
             messages.append(self._advance(request, logits[0]))
@@ -235,6 +229,7 @@ class EngineCore:
             self._end(request)
             return error_message(request.id, error)
         request.generated.append(sampled.token)
+        self._generated_tokens += 1
         finish = self._finish_reason(request, sampled.token)
         if finish is not None:
             self._end(request)
@@ -276,7 +271,21 @@ class EngineCore:
             "bytes_sent_per_rank": [sum(row) for row in zip(*sent, strict=True)],
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self._generated_tokens,
         }
+
+
+def _progress_message(request: Request, processed: int) -> Message:
+    """The ``progress`` message of a request of which ``processed`` tokens are in the caches."""
+    return {
+        "t": "progress",
+        "id": request.id,
+        "processed": processed,
+        "total": request.end,
+        "cached": request.begin,
+        "seconds": time.monotonic() - request.began if processed > request.begin else 0.0,
+    }
 
 
 def _prompt_message(request_id: str, first: bool, found: PromptLogprobs) -> Message:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from razor_dist.engine.tokens import Tokens, as_tokens
 from razor_dist.errors import ModelError, RequestError
 from razor_dist.sampling_params import SamplingParams
 
@@ -141,6 +142,13 @@ class PromptEncoder:
         return self.tokenizer
 
 
+class Checked(NamedTuple):
+    """A prompt that can be served, and its settled parameters."""
+
+    tokens: Tokens
+    params: SamplingParams
+
+
 def check_prompt(
     prompt: Sequence[int],
     params: SamplingParams,
@@ -150,7 +158,7 @@ def check_prompt(
     has_tokenizer: bool,
     param: str = "prompt",
     before: int = 0,
-) -> SamplingParams:
+) -> Checked:
     """Check that a request can be served, and settle ``max_tokens``.
 
     Parameters
@@ -175,12 +183,8 @@ def check_prompt(
     """
     if not prompt:
         raise RequestError("the prompt is empty; it must hold at least one token", param=param)
-    for field, tokens in ((param, prompt), ("stop_token_ids", params.stop_token_ids)):
-        wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token id {wrong} in {field} is not in [0, {vocab_size})", param=field
-            )
+    tokens = as_tokens(prompt, vocab_size, param)
+    as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.stop and not has_tokenizer:
         raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
     answer = 1 if params.max_tokens is None else params.max_tokens
@@ -194,4 +198,4 @@ def check_prompt(
             param=param,
             code=CONTEXT_EXCEEDED,
         )
-    return replace(params, max_tokens=params.max_tokens or max_model_len - length)
+    return Checked(tokens, replace(params, max_tokens=params.max_tokens or max_model_len - length))

@@ -4,10 +4,10 @@ The front listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte 
 followed by one msgpack map whose key ``t`` names the message.
 
 Front to engine
-    ``add``       ``id`` str, ``prompt`` list of token ids, ``params`` (`SamplingParams` as a
-                  dict); optional: ``keep`` (prefill only and keep the caches until ``abort``; done
-                  when ``progress`` has processed all) and ``prefix`` (id of a kept request that
-                  this prompt continues)
+    ``add``       ``id`` str, ``prompt`` (token ids as bytes: `razor_dist.engine.tokens`),
+                  ``params`` (`SamplingParams` as a dict); optional: ``keep`` (prefill only and keep
+                  the caches until ``abort``; done when ``progress`` has processed all) and
+                  ``prefix`` (id of a kept request that this prompt continues)
     ``abort``     ``id``; answered by nothing: the request just ends
     ``stats``     ``tag`` int; answered by ``stats``
     ``shutdown``  the ranks end
@@ -17,7 +17,9 @@ Engine to front
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
-                  ``seconds`` since its first wave began
+                  ``cached`` (those of a ``prefix``), ``seconds`` since its first wave began. The
+                  first, with ``processed`` = ``cached``, comes when the request is admitted; then
+                  one comes after each wave
     ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
                   first None, each other ``[logprob, rank, [[token, logprob], ...]]``
     ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
@@ -27,7 +29,8 @@ Engine to front
                   about no request: the ranks cannot start and are not to be started again
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
-                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start)
+                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start),
+                  ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise)
 """
 
 from __future__ import annotations

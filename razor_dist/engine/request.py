@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from razor_dist.engine.tokens import Tokens
 from razor_dist.parallel.zigzag import Wave
 from razor_dist.sampling_params import SamplingParams
 
@@ -21,8 +22,8 @@ class Request:
         The front's name for it.
     key : int
         The ranks' name for its sequence.
-    prompt : list of int
-        Token ids, after those of ``prefix``.
+    prompt : Tokens
+        ``[n]``, those of ``prefix`` not included.
     params : SamplingParams
     max_tokens : int
         Tokens to generate at most; 0 if the prompt is only to be kept.
@@ -47,7 +48,7 @@ class Request:
 
     id: str
     key: int
-    prompt: list[int]
+    prompt: Tokens
     params: SamplingParams
     max_tokens: int
     wave_tokens: int

@@ -216,7 +216,9 @@ class Scheduler:
             end=wave.end,
             last=wave.end == request.end,
             prompt_logprobs=-1 if count is None else count,
-            payload=tuple(request.prompt[wave.begin - begin : wave.end - begin + following]),
+            payload=tuple(
+                request.prompt[wave.begin - begin : wave.end - begin + following].tolist()
+            ),
         )
 
     def wave_done(self, request: Request) -> None:

@@ -21,6 +21,7 @@ from razor_dist.config import EngineConfig
 from razor_dist.engine.build import Engine, build_engine, torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.process_group import init_distributed
 from razor_dist.engine.protocol import (
     HEADER_SIZE,
     Message,
@@ -30,6 +31,7 @@ from razor_dist.engine.protocol import (
     error_message,
 )
 from razor_dist.engine.ranks import EXIT_USER_ERROR, FrontUnreachableError
+from razor_dist.engine.tokens import unpack
 from razor_dist.errors import RazorError, RequestError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
@@ -176,7 +178,7 @@ def _handle(engine: Engine, message: Message) -> Message | None:
             try:
                 core.add(
                     message["id"],
-                    message["prompt"],
+                    unpack(message["prompt"]),
                     SamplingParams(**message["params"]),
                     prefix_id=message.get("prefix"),
                     keep=message.get("keep", False),
@@ -200,26 +202,6 @@ def follow(engine: Engine) -> None:
         if plan.op is Op.STOP:
             return
         runner.execute(plan)
-
-
-def init_distributed(config: EngineConfig, device: torch.device) -> Communicator:
-    """Join the process group that the environment describes (RANK, WORLD_SIZE, ...).
-
-    ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are used.
-    """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size == 1:
-        return Communicator(None)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=os.environ.get("RAZOR_RENDEZVOUS", "env://"),
-        rank=rank,
-        world_size=size,
-        # gloo's default of 30 minutes would hide a stopped rank for as long.
-        timeout=timedelta(seconds=config.collective_timeout),
-    )
-    return Communicator(dist.group.WORLD)
 
 
 def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:

@@ -13,14 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.assembler import Assembler, Piece
 from razor_dist.engine.client import EngineClient, RequestStream
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.prompts import Checked
 
 
 class Progress(NamedTuple):
-    """How much of a prompt has been read."""
+    """How much of a prompt has been read, and how much of that was in the caches before."""
 
     processed: int
     total: int
+    cached: int
     seconds: float
 
 
@@ -64,10 +65,10 @@ class Answers:
         Takes the requests, on construction.
     tokenizer : PreTrainedTokenizerBase or None
         Makes text of tokens.
-    prompts : sequence of list of int
-        Token ids.
-    params : sequence of SamplingParams
-        One for each prompt.
+    prompts : sequence of Checked
+        With their parameters.
+    report_progress : bool
+        Whether `events` tells of `Progress`.
 
     Raises
     ------
@@ -81,20 +82,22 @@ class Answers:
         self,
         client: EngineClient,
         tokenizer: PreTrainedTokenizerBase | None,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
+        prompts: Sequence[Checked],
+        *,
+        report_progress: bool = False,
     ) -> None:
         client.check_room(len(prompts))
         self.created = int(time.time())
-        self.answers = [Answer(len(prompt)) for prompt in prompts]
+        self.answers = [Answer(len(prompt.tokens)) for prompt in prompts]
+        self._report_progress = report_progress
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._unfinished = len(prompts)
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
-        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            stream = client.generate(uuid.uuid4().hex, prompt, p)
+        for index, (tokens, params) in enumerate(prompts):
+            stream = client.generate(uuid.uuid4().hex, tokens, params)
             self._streams.append(stream)
-            pump = self._pump(index, stream, Assembler(tokenizer, p))
+            pump = self._pump(index, stream, Assembler(tokenizer, params))
             self._tasks.append(asyncio.create_task(pump))
 
     @property
@@ -142,8 +145,9 @@ class Answers:
             with stream:
                 async for message in stream:
                     if message["t"] == "progress":
-                        numbers = (message[k] for k in ("processed", "total", "seconds"))
-                        self._events.put_nowait(Event(index, Progress(*numbers)))
+                        if self._report_progress:
+                            progress = Progress(*(message[name] for name in Progress._fields))
+                            self._events.put_nowait(Event(index, progress))
                     elif message["t"] == "token":
                         piece = assembler.push(message)
                         self.answers[index].pieces.append(piece)

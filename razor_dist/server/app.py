@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,16 +13,15 @@ from starlette.exceptions import HTTPException
 
 from razor_dist.errors import RazorError
 from razor_dist.server.answers import Answers, Event
-from razor_dist.server.body import read_json
+from razor_dist.server.body import read_body
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format
-from razor_dist.server.schema import ChatBody, CompletionBody, GenerateBody, parse
+from razor_dist.server.intake import Endpoint
 from razor_dist.server.service import Service
 from razor_dist.server.sse import EventStream, stream
 
 log = logging.getLogger(__name__)
 
-Body = TypeVar("Body", bound=GenerateBody)
 # nginx's code for a client that hung up; nobody reads it but the access log.
 _CLIENT_CLOSED_REQUEST = 499
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
@@ -43,15 +42,19 @@ def build_app(service: Service, *, heartbeat: float = 3.0) -> FastAPI:
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
     max_bytes = int(service.config.max_body_mb * 2**20)
 
+    async def answer(request: Request, endpoint: Endpoint) -> Response:
+        raw = await read_body(request, max_bytes)
+        work = asyncio.create_task(_answer(service, endpoint, raw, heartbeat))
+        del raw
+        return await _unless_gone(request, work)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse(ChatBody, await read_json(request, max_bytes))
-        return await _answer(request, body, service.chat, heartbeat)
+        return await answer(request, "chat")
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse(CompletionBody, await read_json(request, max_bytes))
-        return await _answer(request, body, service.complete, heartbeat)
+        return await answer(request, "completions")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -79,36 +82,29 @@ def build_app(service: Service, *, heartbeat: float = 3.0) -> FastAPI:
 
 
 async def _answer(
-    request: Request,
-    body: Body,
-    submit: Callable[[Body], Awaitable[tuple[Answers, Format]]],
-    heartbeat: float,
+    service: Service, endpoint: Endpoint, raw: bytearray, heartbeat: float
 ) -> Response:
     """Answer a completion request, streaming or not; its end frees what it holds."""
-    if not body.stream:
-        work = asyncio.create_task(_whole(submit(body)))
-        return await _unless_gone(request, work)
-    answers, form = await submit(body)
+    intake = await service.take_in(endpoint, raw)
+    del raw  # megabytes, for as long as the answer takes
+    answers, form = service.submit(endpoint, intake)
+    if not intake.stream:
+        return await _whole(answers, form)
+    events = answers.events(heartbeat)
+    first = asyncio.ensure_future(anext(events, None))
     try:
-        events = answers.events(heartbeat)
-        first = asyncio.ensure_future(anext(events, None))
         await asyncio.wait({first}, timeout=_REFUSAL_WAIT)
         if first.done():
             first.result()  # a refusal is raised here
     except BaseException:
+        first.cancel()
         answers.close()
         raise
-    lines = stream(
-        _resumed(first, events),
-        form,
-        include_usage=body.include_usage,
-        return_progress=bool(body.return_progress),
-    )
+    lines = stream(_resumed(first, events), form, include_usage=intake.include_usage)
     return EventStream(lines, close=answers.close)
 
 
-async def _whole(submitted: Awaitable[tuple[Answers, Format]]) -> Response:
-    answers, form = await submitted
+async def _whole(answers: Answers, form: Format) -> Response:
     try:
         async for _ in answers.events():
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 
@@ -10,26 +9,17 @@ from fastapi import Request
 
 from razor_dist.errors import RequestError
 
-# Bodies above this many bytes are parsed in a thread, so that /health and heartbeats go on.
-_LARGE = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The value in a request's JSON body.
+async def read_body(request: Request, max_bytes: int) -> bytearray:
+    """A request's body.
 
     Raises
     ------
     RequestError
-        If the body is too large (code ``body_too_large``), not UTF-8, or not JSON.
+        If it is too large (code ``body_too_large``); what is left of it is not read.
     """
-    body = await _read(request, max_bytes)
-    if len(body) < _LARGE:
-        return parse_json(body)
-    return await asyncio.to_thread(parse_json, body)
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = RequestError(
         f"the body is larger than {max_bytes} bytes, the server's limit (--max-body-mb)",
         code="body_too_large",
@@ -42,11 +32,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         body += chunk
         if len(body) > max_bytes:
             raise too_large
-    return bytes(body)
+    return body
 
 
-def parse_json(body: bytes) -> object:
-    """Parse JSON strictly: no NaN, no lone surrogates.
+def parse_json(body: bytes | bytearray) -> object:
+    """Parse JSON strictly: UTF-8, no NaN, no lone surrogates.
 
     Raises
     ------

@@ -64,7 +64,7 @@ class Format(ABC):
             [self._empty(index)],
             prompt_progress={
                 "total": progress.total,
-                "cache": 0,
+                "cache": progress.cached,
                 "processed": progress.processed,
                 "time_ms": round(progress.seconds * 1000),
             },

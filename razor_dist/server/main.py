@@ -22,9 +22,10 @@ from razor_dist.engine.ranks import WORKER
 from razor_dist.errors import ConfigError, EngineError
 from razor_dist.models.registry import resolve_model
 from razor_dist.server.app import build_app
+from razor_dist.server.intake_process import IntakeProcess
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.processes import in_daemon_thread, process_end
-from razor_dist.server.service import Service
+from razor_dist.server.service import Reader, Service
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ class Front:
         finally:
             log.info("ending")
             self._client.shutdown()
+            if self._service.reader is not None:
+                self._service.reader.process.close()
             self._http.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()
@@ -157,7 +160,8 @@ class Front:
         )
         await self._start()
         tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
-        self._service.encoder = PromptEncoder(tokenizer)
+        process = IntakeProcess(folder, trust_remote_code=trust)
+        self._service.reader = Reader(PromptEncoder(tokenizer), process)
         await self._client.ready()
 
     async def _tell_failure(self) -> None:
@@ -204,8 +208,10 @@ def bind(config: ServerConfig) -> socket.socket:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ConfigError(f"host {config.host!r} is not an address: {error.strerror}") from None
-    family, _, _, _, address = found[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    # With the protocol, by which asyncio knows TCP: it then sends what is written at once, instead
+    # of waiting up to 40 ms for the client to acknowledge what was sent before.
+    listener = socket.socket(family, kind, protocol)
     # A port whose last connections linger after a restart can be used again at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

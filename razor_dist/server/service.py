@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from razor_dist.config import ServerConfig
 from razor_dist.engine.client import EngineClient, EngineInfo, Status
-from razor_dist.engine.prompts import PromptEncoder, check_prompt
-from razor_dist.errors import RequestError
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.prompts import PromptEncoder
 from razor_dist.server.answers import Answers
 from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
-from razor_dist.server.schema import ChatBody, CompletionBody
+from razor_dist.server.intake import Endpoint, Intake, Limits, check_model, take_in
+from razor_dist.server.intake_process import IntakeProcess
 
+# Bytes of a body from which on another process reads it.
+_LONG = 1 << 18
 # Seconds; what polls the counters often gives up after 10 itself.
 _STATS_PATIENCE = 8.0
+
+
+class Reader(NamedTuple):
+    """What makes tokens of requests: in this process, and for long ones in another."""
+
+    encoder: PromptEncoder
+    process: IntakeProcess
 
 
 class Service:
@@ -33,57 +40,69 @@ class Service:
 
     Attributes
     ----------
-    encoder : PromptEncoder or None
+    reader : Reader or None
         ``None`` until the tokenizer is loaded.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient) -> None:
         self.config = config
         self.client = client
-        self.encoder: PromptEncoder | None = None
+        self.reader: Reader | None = None
         self.started = int(time.time())
 
     @property
     def status(self) -> Status:
         """The engine's state; "loading" until the tokenizer is there too."""
-        if self.client.status.state == "ready" and self.encoder is None:
+        if self.client.status.state == "ready" and self.reader is None:
             return Status("loading", "the tokenizer is being loaded")
         return self.client.status
 
-    def require_ready(self) -> tuple[EngineInfo, PromptEncoder]:
-        """The engine's limits and the encoder; `NotReadyError` unless requests can be served."""
-        if self.status.state != "ready" or self.client.info is None or self.encoder is None:
+    def require_ready(self) -> tuple[EngineInfo, Reader]:
+        """The engine's limits and the reader; `NotReadyError` unless requests can be served."""
+        if self.status.state != "ready" or self.client.info is None or self.reader is None:
             raise NotReadyError(self.status)
-        return self.client.info, self.encoder
+        return self.client.info, self.reader
 
     def check_model(self, name: str) -> None:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
-        if name != self.config.name:
-            raise RequestError(
-                f"the model {name!r} does not exist; this server serves {self.config.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        check_model(name, self.config.name)
 
-    async def chat(self, body: ChatBody) -> tuple[Answers, Format]:
-        """Submit a chat completion."""
-        params = body.sampling()
-        _, encoder = self._admit(body.model, 1)
-        messages = [message.for_template() for message in body.messages]
-        prompt = await asyncio.to_thread(encoder.chat, messages)
-        answers = self._submit([prompt], params, "messages")
-        return answers, ChatFormat(self.config.name, answers, encoder.tokenizer)
+    async def take_in(self, endpoint: Endpoint, raw: bytes | bytearray) -> Intake:
+        """Read a request's body; see `razor_dist.server.intake.take_in`.
 
-    async def complete(self, body: CompletionBody) -> tuple[Answers, Format]:
-        """Submit a completion; each prompt is a request of its own to the engine."""
-        params = body.sampling()
-        _, encoder = self._admit(body.model, len(body.prompt))
+        Raises
+        ------
+        RequestError
+            If the request cannot be served; with the code ``queue_full`` unread.
+        EngineError
+            If the engine is not ready.
+        """
+        info, reader = self.require_ready()
+        self.client.check_room(1)  # before time is spent on its prompts
+        limits = Limits(
+            self.config.name, self.config.max_queue, info.max_model_len, info.vocab_size
+        )
+        if len(raw) >= _LONG:
+            return await reader.process.take_in(endpoint, raw, limits)
+        return await asyncio.to_thread(take_in, endpoint, raw, reader.encoder, limits)
 
-        def encode() -> list[list[int]]:
-            return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
+    def submit(self, endpoint: Endpoint, intake: Intake) -> tuple[Answers, Format]:
+        """Hand a request's prompts to the engine, each as a request of its own.
 
-        answers = self._submit(await asyncio.to_thread(encode), params, "prompt")
-        return answers, CompletionFormat(self.config.name, answers, encoder.tokenizer)
+        Raises
+        ------
+        RequestError
+            Code ``queue_full``; nothing has been submitted then.
+        EngineError
+            If the engine is not ready.
+        """
+        _, reader = self.require_ready()  # again: it may have died since the request was read
+        tokenizer = reader.encoder.tokenizer
+        answers = Answers(
+            self.client, tokenizer, intake.prompts, report_progress=intake.return_progress
+        )
+        form = ChatFormat if endpoint == "chat" else CompletionFormat
+        return answers, form(self.config.name, answers, tokenizer)
 
     async def stats(self) -> dict[str, Any]:
         """The engine's description and its counters.
@@ -97,30 +116,3 @@ class Service:
         answer = await self.client.stats(_STATS_PATIENCE)
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
-
-    def _admit(self, model: str, requests: int) -> tuple[EngineInfo, PromptEncoder]:
-        """Refuse what cannot be served before time is spent on its prompts."""
-        self.check_model(model)
-        ready = self.require_ready()
-        if requests > self.config.max_queue:
-            raise RequestError(
-                f"prompt must hold at most {self.config.max_queue} prompts, got {requests}",
-                param="prompt",
-            )
-        self.client.check_room(requests)
-        return ready
-
-    def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, param: str) -> Answers:
-        info, encoder = self.require_ready()  # again: the engine may have died meanwhile
-        settled = [
-            check_prompt(
-                prompt,
-                params,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                has_tokenizer=encoder.tokenizer is not None,
-                param=param,
-            )
-            for prompt in prompts
-        ]
-        return Answers(self.client, encoder.tokenizer, prompts, settled)

@@ -28,7 +28,6 @@ async def stream(
     form: Format,
     *,
     include_usage: bool,
-    return_progress: bool,
 ) -> AsyncIterator[str]:
     """The text of a stream, event by event.
 
@@ -40,8 +39,6 @@ async def stream(
         The endpoint's.
     include_usage : bool
         End with a chunk of token counts; the other chunks then say ``"usage": null``.
-    return_progress : bool
-        Tell of the prompt's progress too.
     """
     usage: dict[str, Any] = {"usage": None} if include_usage else {}
     try:
@@ -53,7 +50,7 @@ async def stream(
             elif isinstance(event.what, Piece):
                 for chunk in form.piece(event.index, event.what):
                     yield _data(chunk | usage)
-            elif return_progress:
+            else:
                 yield _data(form.progress(event.index, event.what) | usage)
         if include_usage:
             yield _data(form.usage())

@@ -86,14 +86,21 @@ def test_one_kept_prompt_answers_many_questions(prefill: str, tiny: Callable[[st
     document = prompt(150, 1)
     core.add("doc", document, GREEDY, keep=True)
     progress = run(core)["doc"]
-    assert [m["processed"] for m in progress] == [40, 80, 120, 150]
+    assert [m["processed"] for m in progress] == [0, 40, 80, 120, 150]
+    assert {(m["cached"], m["total"]) for m in progress} == {(0, 150)}
     used = core.runner.kv_bytes
     questions = {f"q{i}": prompt(11, 10 + i) for i in range(3)}
     answers = {}
     for _ in range(2):  # a question asked twice gets the same answer: the document is unharmed
         for name, ids in questions.items():
             core.add(name, ids, GREEDY, prefix_id="doc")
-        found = {name: tokens(m) for name, m in run(core).items()}
+        messages = run(core)
+        found = {name: tokens(m) for name, m in messages.items()}
+        told = [m for m in messages["q2"] if m["t"] == "progress"]
+        assert [(m["processed"], m["total"], m["cached"]) for m in told] == [
+            (150, 161, 150),
+            (161, 161, 150),
+        ]
         assert answers in ({}, found)
         answers = found
         assert core.runner.kv_bytes == used
@@ -136,8 +143,8 @@ def test_prefill_seconds_leave_out_the_wait(
     core.add("a", prompt(120), GREEDY, keep=True)
     core.add("b", prompt(80), GREEDY, keep=True)  # admitted at once, and read after the other
     messages = run(core)
-    assert [m["seconds"] for m in messages["a"]] == [1, 2, 3]
-    assert [m["seconds"] for m in messages["b"]] == [1, 2]
+    assert [m["seconds"] for m in messages["a"]] == [0, 1, 2, 3]
+    assert [m["seconds"] for m in messages["b"]] == [0, 1, 2]
 
 
 def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Path]) -> None:

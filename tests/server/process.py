@@ -51,7 +51,7 @@ class ServerProcess:
         family = self.family()
         self.process.terminate()
         try:
-            self.process.wait(15)
+            self.process.wait(60)
         finally:
             self.process.kill()
             if error is not None:
@@ -87,8 +87,13 @@ class ServerProcess:
 
 def fake_server(*arguments: str) -> ServerProcess:
     """``razor-dist serve`` with two ranks that compute nothing."""
-    module = "tests.server.serve_fake"
-    return ServerProcess(sys.executable, "-m", module, "--world-size", "2", *arguments)
+    return server_on("tests.fake_engine", *arguments)
+
+
+def server_on(worker: str, *arguments: str) -> ServerProcess:
+    """``razor-dist serve`` with two ranks of another module."""
+    command = [sys.executable, "-m", "tests.server.serve_on", worker]
+    return ServerProcess(*command, "--world-size", "2", *arguments)
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -17,7 +17,8 @@ from razor_dist.engine.client import EngineClient
 from razor_dist.engine.prompts import PromptEncoder
 from razor_dist.engine.protocol import encode
 from razor_dist.server.app import build_app
-from razor_dist.server.service import Service
+from razor_dist.server.intake_process import IntakeProcess
+from razor_dist.server.service import Reader, Service
 from tests import fake_engine
 from tests.server.process import wait_until
 from tests.tokenizer import smollm2_tokenizer
@@ -186,11 +187,28 @@ def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
     lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
-    assert [p["processed"] for p in progress] == [2, 4, 6, 8]
-    assert all(p["total"] == 8 for p in progress)
+    # As llama.cpp's server tells it, whose first one says that nothing is read yet.
+    assert [p["processed"] for p in progress] == [0, 2, 4, 6, 8]
+    assert all(p["total"] == 8 and p["cache"] == 0 for p in progress)
     assert progress[-1]["time_ms"] == 1200
     silent = events(url, "/v1/completions", {"prompt": prompt})
     assert not any("prompt_progress" in line for line in silent)
+
+
+def test_the_official_client_survives_progress(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "smollm2", "messages": HELLO}
+    more = {"return_progress": True}
+    text, _ = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=more))
+    progress = [chunk.model_extra["prompt_progress"] for chunk in chunks if chunk.model_extra]
+    total = len(PromptEncoder(TOKENIZER).chat(HELLO))
+    assert [(p["processed"], p["total"]) for p in progress] == [(0, total), (total, total)]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+    with client.chat.completions.stream(**asked, extra_body=more) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+    prompt = TOKENIZER.encode(" one two three")
+    pieces = client.completions.create(model="smollm2", prompt=prompt, stream=True, extra_body=more)
+    assert "".join(piece.choices[0].text for piece in pieces) == answer_to(prompt)[0]
 
 
 def test_a_silent_stream_has_a_heartbeat(url: str) -> None:
@@ -229,7 +247,7 @@ def test_a_full_queue_refuses_with_429(url: str) -> None:
 def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     """Rank 0 is in the midst of a wave: it lives, and answers nothing."""
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
-    service.encoder = PromptEncoder(None)
+    service.reader = Reader(PromptEncoder(None), IntakeProcess(tmp_path, trust_remote_code=False))
 
     async def main() -> httpx.Response:
         await service.client.start()

@@ -40,7 +40,7 @@ def complete(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Exit code and output of a server that is expected to end by itself."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.server.serve_fake", *arguments],
+        [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine", *arguments],
         cwd=ROOT,
         env={**os.environ, **(env or {})},
         capture_output=True,
@@ -218,7 +218,8 @@ RANKS = "tests/server/rank_fake.py"
 
 
 def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
-    with ServerProcess(*TORCHRUN, "tests/server/serve_fake.py", "--world-size", "2") as server:
+    serve = ["tests/server/serve_on.py", "tests.fake_engine"]
+    with ServerProcess(*TORCHRUN, *serve, "--world-size", "2") as server:
         url = server.url()
         env = httpx.get(f"{url}/stats").json()["env"]
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -31,7 +32,8 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
 from tests.ranks import RankPool
-from tests.server.process import ROOT, ServerProcess, alive, health, wait_until
+from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
+from tests.server.slow_rank import WAVE_SECONDS
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SERVE = [sys.executable, "launch/serve.py", "--world-size", "2"]
@@ -151,6 +153,50 @@ def test_an_error_without_other_ranks_is_itself() -> None:
 
     with pytest.raises(ConfigError, match="as it was"):
         agree(Communicator(None), build)
+
+
+# --------------------------------------------------------------- cancellation
+
+
+def test_a_client_that_vanishes_in_mid_prefill_frees_all_ranks_within_one_wave(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves = tmp_path / "waves"
+    monkeypatch.setenv("WAVES_LOG", str(waves))
+
+    def begun() -> list[tuple[int, float]]:
+        """Rank and time of every wave that has begun."""
+        lines = [line.split() for line in waves.read_text().splitlines()]
+        return [(int(rank), float(when)) for rank, when in lines]
+
+    def vanish(url: str, stream: bool) -> float:
+        """Ask, and hang up during the second wave or soon after; when that was."""
+        waves.write_text("")
+        body = {"model": "tiny", "prompt": PROMPT * 2, "max_tokens": 1, "stream": stream}
+        sent = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}"
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as client:
+            client.sendall(f"{head}\r\n\r\n".encode() + sent)
+            assert wait_until(lambda: len(begun()) >= 4, 60)  # two waves on two ranks
+        return time.monotonic()
+
+    def stats(url: str) -> dict[str, Any]:
+        return dict(httpx.get(f"{url}/stats", timeout=60).json())
+
+    with server_on("tests.server.slow_rank", *arguments, "--wave-tokens", "16") as server:
+        url = server.url(timeout=180)
+        for stream in (False, True):
+            gone = vanish(url, stream)
+            assert wait_until(lambda: stats(url)["running"] + stats(url)["waiting"] == 0, 30)
+            time.sleep(1.5 * WAVE_SECONDS)  # time for a wave that should not be
+            for rank in (0, 1):
+                late = [when for r, when in begun() if r == rank and when > gone]
+                assert len(late) <= 1, late
+            assert stats(url)["kv_bytes_per_rank"] == [0, 0]
+        after = stats(url)
+        assert min(after["peak_kv_bytes_per_rank"]) > 0
+        assert 0 < after["prompt_tokens"] < 2 * len(PROMPT * 2)
+        assert after["generated_tokens"] == 0
 
 
 # ---------------------------------------------------------------- stuck ranks

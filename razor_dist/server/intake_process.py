@@ -1,0 +1,162 @@
+"""`take_in` in a process of its own, for bodies of megabytes.
+
+Parsing a million token ids, or tokenising a million words, holds the interpreter's lock for longer
+than /health and the heartbeats of other requests may wait (docs/LOG.md has the numbers), and a
+tokenizer written in Python never gives it up. So the front sends long bodies to this process and
+gets token ids back, which it need not look at.
+
+``python -m razor_dist.server.intake_process FOLDER [--trust-remote-code]`` reads from its standard
+input a msgpack frame (`razor_dist.engine.protocol`) and the body that it announces, and answers
+with a frame on its standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from razor_dist.engine.prompts import Checked, PromptEncoder, load_tokenizer
+from razor_dist.engine.protocol import (
+    HEADER_SIZE,
+    Message,
+    body_length,
+    decode,
+    encode,
+    error_message,
+    exception_of,
+)
+from razor_dist.engine.tokens import pack, unpack
+from razor_dist.errors import EngineError, RequestError
+from razor_dist.sampling_params import SamplingParams
+from razor_dist.server.intake import Endpoint, Intake, Limits, take_in
+
+# Bytes of a body that are written to the process at a time.
+_PIECE = 1 << 20
+
+
+class IntakeProcess:
+    """The front's handle of the process, which is started by the first body that needs it.
+
+    Parameters
+    ----------
+    folder : Path
+        The model's, with its tokenizer.
+    trust_remote_code : bool
+        Whether the tokenizer may be code that the model ships.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
+        self._arguments = [str(folder), *(["--trust-remote-code"] if trust_remote_code else [])]
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def take_in(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Intake:
+        """As `razor_dist.server.intake.take_in`; bodies are read one after the other.
+
+        Raises
+        ------
+        RequestError
+            If the request cannot be served.
+        EngineError
+            If the process dies. The next body gets a new one.
+        """
+        async with self._turn:
+            process = await self._running()
+            try:
+                answer = await _ask(process, endpoint, raw, limits)
+            except BaseException as error:
+                # Also if the client hung up: what the process would still answer must not become
+                # the answer to the next body.
+                self.close()
+                if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                    raise EngineError(
+                        "the process that reads long requests has died; send the request again"
+                    ) from None
+                raise
+        if "error" in answer:
+            raise exception_of(answer["error"])
+        return _intake_of(answer)
+
+    async def _running(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            module = "razor_dist.server.intake_process"
+            guarded = ["-m", "razor_dist.engine.guard", str(os.getpid()), module]
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *guarded, *self._arguments),
+                stdin=PIPE,
+                stdout=PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C is the front's to handle
+            )
+        return self._process
+
+    def close(self) -> None:
+        """End the process, whatever it is doing. Never waits."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def _ask(
+    process: Process, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits
+) -> Message:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(encode({"endpoint": endpoint, "limits": limits, "bytes": len(raw)}))
+    # In pieces: each write copies what the pipe does not take at once.
+    view = memoryview(raw)
+    for begin in range(0, len(raw), _PIECE):
+        process.stdin.write(view[begin : begin + _PIECE])
+        await process.stdin.drain()
+    header = await process.stdout.readexactly(HEADER_SIZE)
+    return decode(await process.stdout.readexactly(body_length(header)))
+
+
+def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
+    """What the process answers to one body."""
+    try:
+        intake = take_in(message["endpoint"], raw, encoder, Limits(*message["limits"]))
+    except RequestError as error:
+        return {"error": error_message("", error)}
+    prompts = [[pack(prompt.tokens), asdict(prompt.params)] for prompt in intake.prompts]
+    flags = {k: v for k, v in vars(intake).items() if k != "prompts"}
+    return {"prompts": prompts, "flags": flags}
+
+
+def _intake_of(answer: Message) -> Intake:
+    """The `Intake` that an answer tells of."""
+    prompts = [
+        Checked(unpack(tokens), SamplingParams(**params)) for tokens, params in answer["prompts"]
+    ]
+    return Intake(prompts, **answer["flags"])
+
+
+def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer bodies until the front is gone."""
+    while header := source.read(HEADER_SIZE):
+        message = decode(source.read(body_length(header)))
+        sink.write(encode(_answer(message, source.read(message["bytes"]), encoder)))
+        sink.flush()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+    # What a tokenizer may print must not get between the frames.
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    tokenizer = load_tokenizer(arguments.folder, trust_remote_code=arguments.trust_remote_code)
+    _serve(PromptEncoder(tokenizer), sys.stdin.buffer, sink)
+
+
+if __name__ == "__main__":
+    main()

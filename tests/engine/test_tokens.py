@@ -1,0 +1,35 @@
+"""Token ids as arrays and as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.engine.tokens import as_tokens, pack, unpack
+from razor_dist.errors import RequestError
+
+VOCABULARY = 151_552
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1)))
+def test_ids_survive_the_way_between_processes(ids: list[int]) -> None:
+    tokens = as_tokens(ids, VOCABULARY)
+    assert tokens.dtype == np.int32
+    data = pack(tokens)
+    assert data == pack(ids)
+    assert len(data) == 4 * len(ids)
+    assert unpack(data).tolist() == ids
+
+
+@given(st.lists(st.integers(-(2**70), 2**70), min_size=1))
+def test_the_first_id_outside_the_vocabulary_is_named(ids: list[int]) -> None:
+    wrong = next((i for i in ids if not 0 <= i < VOCABULARY), None)
+    if wrong is None:
+        assert as_tokens(ids, VOCABULARY).tolist() == ids
+        return
+    with pytest.raises(RequestError) as error:
+        as_tokens(ids, VOCABULARY, "stop_token_ids")
+    assert str(error.value) == f"token id {wrong} in stop_token_ids is not in [0, {VOCABULARY})"
+    assert error.value.param == "stop_token_ids"

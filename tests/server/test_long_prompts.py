@@ -1,0 +1,247 @@
+"""Bodies of megabytes: read by another process, while the front's event loop is free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from razor_dist.config import ServerConfig
+from razor_dist.engine.local import LocalEngine
+from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.errors import EngineError, RequestError
+from razor_dist.models.registry import resolve_model
+from razor_dist.server.app import build_app
+from razor_dist.server.intake import Endpoint, Intake, Limits, take_in
+from razor_dist.server.intake_process import IntakeProcess
+from razor_dist.server.main import bind
+from razor_dist.server.service import Reader, Service
+from tests import fake_engine
+from tests.server.process import fake_server
+from tests.tokenizer import smollm2_tokenizer
+
+MILLION = 2**20
+LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE)
+ENCODER = PromptEncoder(smollm2_tokenizer())
+
+
+def words(count: int) -> str:
+    return " ".join(
+        random.Random(0).choices(["the", "quick", "brown", "fox", "17", "jumps,", "over;"], k=count)
+    )
+
+
+def ids(count: int) -> list[int]:
+    return random.Random(0).choices(range(100, 49000), k=count)
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "smollm2", "max_tokens": 1, **fields}).encode()
+
+
+# ------------------------------------------------------------ the other process
+
+
+GOOD: list[tuple[Endpoint, dict[str, Any]]] = [
+    ("completions", {"prompt": "Hello, world", "stop": ["x", "y"], "temperature": 0.5, "seed": 3}),
+    ("completions", {"prompt": [[5, 6], [7]], "logprobs": 2, "ignore_eos": True}),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "Say héllo 😀 to 世界"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_progress": True,
+        },
+    ),
+]
+BAD: list[tuple[Endpoint, bytes]] = [
+    ("completions", b"{"),
+    ("completions", body(prompt=[1, 10**30])),
+    ("completions", body(prompt=["a"] * 5)),
+    ("chat", body(messages=[], temprature=1)),
+    ("chat", body(messages=[{"role": "user", "content": "Hi"}], max_tokens=3 * MILLION)),
+    ("chat", body(messages=[{"role": "user", "content": "Hi"}], model="gpt-4o")),
+]
+
+
+def told(intake: Intake) -> Any:
+    """An intake as plain values, to compare."""
+    prompts = [(prompt.tokens.tolist(), prompt.params) for prompt in intake.prompts]
+    return prompts, intake.stream, intake.include_usage, intake.return_progress
+
+
+def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
+    return str(error), error.param, error.code
+
+
+def test_another_process_reads_bodies_as_this_one_does() -> None:
+    async def main() -> None:
+        process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
+        for endpoint, fields in GOOD:
+            raw = body(**fields)
+            intake = await process.take_in(endpoint, raw, LIMITS)
+            assert told(intake) == told(take_in(endpoint, raw, ENCODER, LIMITS))
+            assert all(prompt.tokens.dtype == np.int32 for prompt in intake.prompts)
+        for endpoint, raw in BAD:
+            with pytest.raises(RequestError) as here:
+                take_in(endpoint, raw, ENCODER, LIMITS)
+            with pytest.raises(RequestError) as there:
+                await process.take_in(endpoint, raw, LIMITS)
+            assert refusal(there.value) == refusal(here.value)
+        # A client that hangs up while its body is read: the next answer is the next body's.
+        reading = asyncio.create_task(process.take_in("completions", body(prompt=ids(3)), LIMITS))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        again = await process.take_in("completions", body(prompt=[8, 9]), LIMITS)
+        assert again.prompts[0].tokens.tolist() == [8, 9]
+        # The process is killed in the midst of a body; the next one gets another.
+        assert process._process is not None
+        os.kill(process._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="has died; send the request again"):
+            await process.take_in("completions", body(prompt=ids(3)), LIMITS)
+        third = await process.take_in("completions", body(prompt=[8, 9]), LIMITS)
+        assert third.prompts[0].tokens.tolist() == [8, 9]
+        child = process._process
+        process.close()
+        await child.wait()
+
+    asyncio.run(main())
+
+
+# --------------------------------------------------------------- the front's loop
+
+
+@contextlib.asynccontextmanager
+async def front(heartbeat: float = 3.0) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """The server in this process, on ranks that compute nothing."""
+    config = ServerConfig(max_model_len=2 * MILLION)
+    engine = LocalEngine(config, worker="tests.fake_engine")
+    await engine.start()
+    service = Service(config, engine.client)
+    process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
+    service.reader = Reader(ENCODER, process)
+    try:
+        await engine.client.ready()
+        transport = httpx.ASGITransport(build_app(service, heartbeat=heartbeat))
+        url = "http://test"
+        async with httpx.AsyncClient(transport=transport, base_url=url, timeout=None) as http:
+            yield service, http
+    finally:
+        process.close()
+        await engine.close()
+
+
+async def longest_turn(work: asyncio.Task[Any]) -> float:
+    """The most processor time that this process spent between two turns of the loop.
+
+    Of all its threads, since one that holds the interpreter's lock holds up the loop as well. It
+    is not time by the clock: that says more about what else the machine does.
+    """
+    longest, before = 0.0, time.process_time()
+    while not work.done():
+        await asyncio.sleep(0.001)
+        now = time.process_time()
+        longest, before = max(longest, now - before), now
+    return longest
+
+
+def test_a_million_tokens_do_not_hold_up_the_loop() -> None:
+    bodies = {
+        "ids": (body(prompt=ids(MILLION)), MILLION),
+        "text": (body(prompt=words(100_000)), None),
+    }
+
+    async def main() -> None:
+        async with front() as (service, http):
+            for raw, count in bodies.values():
+                post = http.post("/v1/completions", content=raw)
+                gc.collect()
+                gc.disable()  # what there is to collect is the test's
+                try:
+                    work = asyncio.create_task(post)
+                    turn = await longest_turn(work)
+                finally:
+                    gc.enable()
+                answer = work.result().json()
+                assert turn < 0.1
+                if count is not None:
+                    assert answer["usage"]["prompt_tokens"] == count
+            assert service.reader is not None and service.reader.process._process is not None
+            bad = await http.post("/v1/completions", content=body(promt=ids(100_000)))
+            assert bad.status_code == 400
+            assert bad.json()["error"]["param"] == "promt"
+            assert "did you mean 'prompt'" in bad.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_progress_that_nobody_asked_for_does_not_stop_the_heartbeat() -> None:
+    async def main() -> str:
+        async with front(heartbeat=0.5) as (_, http):
+            prompt = [fake_engine.SLOW_PREFILL, 5]  # read in four waves of 0.3 s
+            answer = await http.post("/v1/completions", content=body(prompt=prompt, stream=True))
+            return answer.text
+
+    text = asyncio.run(main())
+    first, _, _ = text.partition("data:")
+    assert first.count(": heartbeat\n\n") >= 1
+    assert "prompt_progress" not in text
+
+
+def test_health_is_answered_while_a_million_tokens_are_read() -> None:
+    with fake_server("--max-model-len", str(2 * MILLION)) as server:
+        url, times, done = server.url(timeout=180), [], threading.Event()
+
+        def poll() -> None:
+            with httpx.Client() as http:
+                while not done.is_set():
+                    began = time.perf_counter()
+                    assert http.get(f"{url}/health", timeout=60).status_code == 200
+                    times.append(time.perf_counter() - began)
+
+        poller = threading.Thread(target=poll)
+        poller.start()
+        for raw in (body(prompt=words(100_000)), body(prompt=ids(MILLION))):
+            answer = httpx.post(f"{url}/v1/completions", content=raw, timeout=300)
+            assert answer.status_code == 200, answer.text
+        done.set()
+        poller.join()
+        assert len(times) > 20
+        assert statistics.median(times) < 0.1
+
+
+def test_what_is_written_is_sent_at_once() -> None:
+    """Without TCP_NODELAY a client waits 40 ms for a body that was written after its head."""
+
+    async def main() -> int:
+        connected: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        with bind(ServerConfig(port=0)) as listener:
+            server = await asyncio.start_server(lambda _, w: connected.put(w), sock=listener)
+            async with server:
+                _, client = await asyncio.open_connection(*listener.getsockname()[:2])
+                writer = await connected.get()
+                found = writer.get_extra_info("socket").getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                )
+                client.close()
+                writer.close()
+        return int(found)
+
+    assert asyncio.run(main())
