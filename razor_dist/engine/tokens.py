@@ -42,8 +42,11 @@ def as_tokens(
     RequestError
         Naming the first id that is no token's.
     """
-    # Integers that no machine type holds make an array of objects, which compare as they should.
     found = np.asarray(ids)
+    if found.dtype.kind not in "iu":
+        # Some integer is too large for int64. Python's own compare as they should; numpy would make
+        # floats of some.
+        found = np.asarray(ids, object)
     if not found.size:
         return np.empty(0, np.int32)
     wrong = found[(found < 0) | (found >= vocab_size)]
