@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from razor_dist.models.longrope import position_mark
+
 NAME = "razor"
 
 # What models hand on to attention that does not change what it computes: the positions are in the
@@ -163,9 +165,11 @@ def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContex
     context : AttentionContext
     """
     ids = input_ids.to(model.device)
-    model.base_model(
+    body = model.base_model
+    positions = torch.arange(len(ids), device=ids.device) + position_mark(body, len(ids))
+    body(
         input_ids=ids.unsqueeze(0),
-        position_ids=torch.arange(len(ids), device=ids.device).unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
         use_cache=False,
         attention_context=context,
     )

@@ -108,6 +108,8 @@ class StepInputs(NamedTuple):
     ----------
     token, position : Tensor
         The new token's id and place.
+    model_position : Tensor
+        The place as the model is told of it (`Sequence.position_mark`).
     at : Tensor
         Slot of the page pool for its retrieval keys and values; the pool's spare slot on ranks
         that do not keep them.
@@ -119,6 +121,7 @@ class StepInputs(NamedTuple):
 
     token: Tensor
     position: Tensor
+    model_position: Tensor
     at: Tensor
     stored: Tensor
     start: Tensor
@@ -126,20 +129,21 @@ class StepInputs(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor) -> StepInputs:
         """The fields in `step_inputs`."""
-        return cls(rows[0], rows[1], rows[2], rows[3], rows[4:])
+        return cls(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5:])
 
 
 def step_inputs(
     comm: Communicator, caches: Caches, sequences: Seq[Sequence], tokens: Seq[int]
 ) -> Tensor:
-    """`StepInputs` as rows of one tensor ``[4 + windows, n]``, in the host's memory."""
+    """`StepInputs` as rows of one tensor ``[5 + windows, n]``, in the host's memory."""
     columns = []
     for sequence, token in zip(sequences, tokens, strict=True):
         position, table = sequence.length, sequence.table
         own = owner_of(position, comm.size) == comm.rank
         at = caches.pages.slot(table, table.tokens) if own else caches.pages.spare
         starts = [cache.policy.start(position) for cache in caches.local]
-        columns.append((token, position, at, table.tokens + own, *starts))
+        marked = position + sequence.position_mark
+        columns.append((token, position, marked, at, table.tokens + own, *starts))
     return torch.tensor(columns, dtype=torch.int64).T.contiguous()
 
 

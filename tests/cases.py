@@ -86,7 +86,9 @@ def make_runner(
 def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     """Open a sequence and prefill the case's prompt; rank 0's logits of the last token."""
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
-    runner.execute(StepPlan(Op.OPEN, key, end=n, total=total, wave_tokens=case.wave_tokens))
+    runner.execute(
+        StepPlan(Op.OPEN, key, end=n, total=total, wave_tokens=case.wave_tokens, reach=total)
+    )
     logits = None
     for wave in waves(0, n, case.wave_tokens, runner.comm.size):
         logits = runner.execute(

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4Config,
     GlmConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 _COMMON: dict[str, Any] = {
@@ -45,6 +49,32 @@ def _llama() -> PretrainedConfig:
     )
 
 
+def _llama2() -> PretrainedConfig:
+    # As many KV heads as query heads; head_dim follows from hidden_size.
+    return LlamaConfig(**_COMMON, num_hidden_layers=3, num_attention_heads=4, eos_token_id=2)
+
+
+def _llama3() -> PretrainedConfig:
+    # Rotary frequencies scaled by wavelength: tests of more than 64 tokens are beyond the original
+    # context. Input and output embeddings are one, as in Llama 3.2.
+    return LlamaConfig(
+        **{**_COMMON, "tie_word_embeddings": True},
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        eos_token_id=[2, 3],
+    )
+
+
 def _qwen2() -> PretrainedConfig:
     # Biases on queries, keys and values; head_dim follows from hidden_size.
     return Qwen2Config(
@@ -57,6 +87,39 @@ def _qwen2() -> PretrainedConfig:
     )
 
 
+def _qwen2_1m() -> PretrainedConfig:
+    # Groups of seven; a sliding window that no layer uses; dual chunk attention, which is ordinary
+    # attention for as long as a text is one chunk.
+    return Qwen2Config(
+        **{**_COMMON, "hidden_size": 112, "max_position_embeddings": 16384},
+        num_hidden_layers=3,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        sliding_window=512,
+        use_sliding_window=False,
+        dual_chunk_attention_config={
+            "chunk_size": 4096,
+            "local_size": 128,
+            "original_max_position_embeddings": 4096,
+        },
+        eos_token_id=2,
+    )
+
+
+def _qwen3() -> PretrainedConfig:
+    # Queries and keys are normed before they are rotated.
+    return Qwen3Config(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        eos_token_id=2,
+    )
+
+
 def _mistral() -> PretrainedConfig:
     return MistralConfig(
         **_COMMON,
@@ -65,6 +128,40 @@ def _mistral() -> PretrainedConfig:
         num_key_value_heads=4,
         head_dim=16,
         sliding_window=None,
+        eos_token_id=2,
+    )
+
+
+def _mixtral() -> PretrainedConfig:
+    return MixtralConfig(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        eos_token_id=2,
+    )
+
+
+def _phi3() -> PretrainedConfig:
+    # LongRoPE with its limit at 96 tokens, on three quarters of a head (as Phi-4-mini's); queries,
+    # keys and values in one matrix; a sliding window that is longer than the context.
+    return Phi3Config(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        original_max_position_embeddings=96,
+        partial_rotary_factor=0.75,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.0, 1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.1, 1.5, 2.0, 4.0, 16.0, 40.0],
+        },
+        sliding_window=8192,
         eos_token_id=2,
     )
 
@@ -87,11 +184,55 @@ def _glm() -> PretrainedConfig:
     )
 
 
+def _glm_1m() -> PretrainedConfig:
+    # As glm-4-9b-chat-1m, whose 4 KV heads and base set it apart from the 128K model.
+    return GlmConfig(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e8,
+            "partial_rotary_factor": 0.5,
+        },
+        attention_bias=True,
+        eos_token_id=[2, 3],
+    )
+
+
+def _glm4() -> PretrainedConfig:
+    # GLM with norms behind attention and MLP as well.
+    return Glm4Config(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        attention_bias=True,
+        eos_token_id=[2, 3],
+    )
+
+
 _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
+    "llama2": _llama2,
+    "llama3": _llama3,
     "qwen2": _qwen2,
+    "qwen2_1m": _qwen2_1m,
+    "qwen3": _qwen3,
     "mistral": _mistral,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
     "glm": _glm,
+    "glm_1m": _glm_1m,
+    "glm4": _glm4,
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -125,6 +266,8 @@ def make_tiny(family: str, path: str | Path, *, seed: int = 0) -> Path:
 
 
 def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+    if "q_norm" in name or "k_norm" in name:
+        return 1.6 + 0.1 * noise  # what the projections below give where nothing norms them
     if "norm" in name:
         return 1.0 + 0.1 * noise
     if "embed_tokens" in name:

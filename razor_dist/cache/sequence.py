@@ -34,6 +34,8 @@ class Sequence:
         Waves of the prompt that is being prefilled.
     length : int
         Tokens in the caches.
+    position_mark : int
+        Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
     layout : tuple of int, or None
         A number per rank for the slot and the pages that it keeps the sequence in, the same on
         every rank; made when it is asked for (`razor_dist.engine.graph`).
@@ -47,6 +49,7 @@ class Sequence:
     window: list[dict[int, list[Piece]]] | None = None
     done: list[Wave] = field(default_factory=list)
     length: int = 0
+    position_mark: int = 0
     layout: tuple[int, ...] | None = None
 
 

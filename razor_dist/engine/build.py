@@ -296,6 +296,11 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     """
     length = config.max_model_len or shape.max_positions
     if length > shape.max_positions:
+        if shape.beyond:
+            raise ConfigError(
+                f"max_model_len is {length}, but {config.model} is served up to "
+                f"{shape.max_positions} positions: {shape.beyond}"
+            )
         raise ConfigError(
             f"max_model_len is {length}, but {config.model} was made for "
             f"{shape.max_positions} positions"

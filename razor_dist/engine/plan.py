@@ -52,6 +52,9 @@ class StepPlan:
         PREFILL: -1, or how many likeliest tokens to report at every position.
     source : int
         FORK: key of the sequence to copy.
+    reach : int
+        OPEN: the most tokens that the model may ever read of the sequence, or of one that FORK
+        makes of it.
     payload : tuple of int
         PREFILL: the wave's token ids, and the next one if log-probabilities are asked for and
         there is one. DECODE: pairs (sequence, token id).
@@ -66,6 +69,7 @@ class StepPlan:
     last: bool = False
     prompt_logprobs: int = -1
     source: int = 0
+    reach: int = 0
     payload: tuple[int, ...] = ()
 
     def _header(self) -> list[int]:
@@ -79,6 +83,7 @@ class StepPlan:
             int(self.last),
             self.prompt_logprobs,
             self.source,
+            self.reach,
             len(self.payload),
         ]
 
@@ -103,7 +108,8 @@ class StepPlan:
         frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
         comm.broadcast(frame, 0, "control")
         numbers = frame.tolist()
-        op, sequence, begin, end, total, wave_tokens, last, logprobs, source, n = numbers[:10]
+        op, sequence, begin, end, total, wave_tokens, last, logprobs = numbers[:8]
+        source, reach, n = numbers[8:11]
         if n <= FRAME - HEADER:
             payload: list[int] = numbers[HEADER : HEADER + n]
         else:
@@ -112,5 +118,5 @@ class StepPlan:
             payload = rest.tolist()
         return cls(
             Op(op), sequence, begin, end, total, wave_tokens, bool(last), logprobs, source,
-            tuple(payload),
+            reach, tuple(payload),
         )  # fmt: skip

@@ -26,6 +26,7 @@ from razor_dist.decode import (
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
 from razor_dist.parallel.ring import RingAttention, ring_attention
@@ -190,6 +191,7 @@ class ModelRunner:
             shard_tokens=[0] * self.comm.size,
             local=tuple(cache.allocate(plan.total) for cache in self.caches.local),
             scratch=scratch,
+            position_mark=position_mark(self.model.base_model, plan.reach),
         )
         self._note_peak()
 
@@ -208,6 +210,7 @@ class ModelRunner:
                 for cache, slot in zip(self.caches.local, source.local, strict=True)
             ),
             length=source.length,
+            position_mark=source.position_mark,
         )
         self._note_peak()
 
@@ -255,7 +258,7 @@ class ModelRunner:
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
         logits = self._forward(
             self._integers(tokens or [0]),
-            self._integers(positions or [0]),
+            self._integers([p + sequence.position_mark for p in positions or [0]]),
             context,
             self._integers(keep),
         )
@@ -315,7 +318,7 @@ class ModelRunner:
         """Logits ``[n, V]`` of a decode step; only rank 0, which samples, computes any."""
         context = DecodeContext(self.comm, self.caches, reaches, inputs)
         keep = 0 if self.comm.rank == 0 else self._nothing
-        return self._forward(inputs.token, inputs.position, context, keep)
+        return self._forward(inputs.token, inputs.model_position, context, keep)
 
     @property
     def reserved_bytes(self) -> int:

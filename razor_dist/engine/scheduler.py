@@ -185,7 +185,13 @@ class Scheduler:
             total=request.total,
             wave_tokens=request.wave_tokens,
             source=0 if prefix is None else prefix.key,
+            reach=self._reach(request),
         )
+
+    def _reach(self, request: Request) -> int:
+        """The most tokens that the model may read of a request, or of what continues it."""
+        # The last token of an answer is sampled and never read.
+        return (self.cache.max_tokens if request.kept else request.total) - 1
 
     @staticmethod
     def _take(free: list[int], need: list[int], sign: int = 1) -> None:

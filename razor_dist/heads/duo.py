@@ -41,6 +41,7 @@ from razor_dist.heads.gates import GateContext, Spread
 from razor_dist.heads.head_map import HeadMap, Scores, rounded
 from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
 from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 
 METHOD: Final = duo_pattern.METHOD
@@ -189,6 +190,7 @@ class GatedModel(nn.Module):
         ids = nn.functional.pad(sample.ids, (0, extra))[mine].to(device)
         mask = nn.functional.pad(sample.mask, (0, extra))[mine].to(device)
         positions = torch.arange(mine.start, mine.stop, device=device)
+        positions += position_mark(self._body[0], len(sample.ids))
         with torch.no_grad():
             target = self._hidden(ids, positions, None)[mask].float()
         mixed = self._hidden(ids, positions, self.gates)[mask].float()

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from razor_dist.attention import NAME as RAZOR_ATTENTION
 from razor_dist.errors import ModelError
 from razor_dist.models.alibi import adapter, is_alibi, register_configs
+from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
 from razor_dist.models.support import check_class, check_supported, without_idle_window
 
@@ -118,6 +119,7 @@ def load_model(
             f"the weights in {path} have {len(report['unexpected_keys'])} that a model of type "
             f"{config.model_type!r} does not use: {extra}"
         )
+    mark_long_positions(model)
     model.config.use_cache = False
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded

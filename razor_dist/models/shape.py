@@ -7,9 +7,15 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from razor_dist.errors import ModelError
 from razor_dist.models.alibi import is_alibi
 
 _BLOOM_TRAINED = 2048
+_BEYOND_CHUNK = (
+    "its dual chunk attention is ordinary attention up to there and is not supported beyond; "
+    "without dual_chunk_attention_config in its config.json, longer texts are served with ordinary "
+    "attention, as transformers does"
+)
 
 
 @dataclass(frozen=True)
@@ -21,9 +27,11 @@ class ModelShape:
     layers, query_heads, kv_heads, head_dim, vocab_size : int
         As the names say; heads are per layer.
     max_positions : int
-        Longest context, in tokens, that the model was made for.
+        Longest context, in tokens, that the model was made for and that is served.
     alibi : bool
         Whether its heads are biased by distance, which has no last position.
+    beyond : str
+        Why no more is served of a model that was made for more; empty otherwise.
     """
 
     layers: int
@@ -33,6 +41,7 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     alibi: bool = False
+    beyond: str = ""
 
     def __post_init__(self) -> None:
         assert self.query_heads % self.kv_heads == 0
@@ -44,17 +53,28 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelShape:
-        """Read the sizes of ``config``."""
+        """Read the sizes of ``config``.
+
+        Raises
+        ------
+        ModelError
+            If the configuration's ``dual_chunk_attention_config`` makes no sense.
+        """
         c: Any = config
         query_heads = c.num_attention_heads
+        positions, beyond = max_positions(config), ""
+        chunk = dual_chunk_length(config)
+        if chunk is not None and chunk < positions:
+            positions, beyond = chunk, _BEYOND_CHUNK
         return cls(
             layers=c.num_hidden_layers,
             query_heads=query_heads,
             kv_heads=getattr(c, "num_key_value_heads", None) or query_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // query_heads,
             vocab_size=c.vocab_size,
-            max_positions=max_positions(config),
+            max_positions=positions,
             alibi=is_alibi(config),
+            beyond=beyond,
         )
 
 
@@ -70,3 +90,33 @@ def max_positions(config: PretrainedConfig) -> int:
             return int(value)
     assert config.model_type == "bloom", "every other model names its context"
     return _BLOOM_TRAINED
+
+
+def dual_chunk_length(config: PretrainedConfig) -> int | None:
+    """Up to how many tokens a model's dual chunk attention is ordinary attention.
+
+    Qwen's 1M models were trained on 256K tokens and reach further by dual chunk attention (arXiv
+    2402.17463): it cuts a text into chunks of ``chunk_size - local_size`` tokens and gives keys of
+    other chunks such positions that no distance exceeds ``chunk_size``. Within one chunk nothing
+    changes. transformers does not know the field and attends as usual at any length.
+
+    Returns
+    -------
+    int or None
+        ``None`` for a model without it.
+
+    Raises
+    ------
+    ModelError
+        If ``chunk_size`` and ``local_size`` are not two integers, the first the larger one.
+    """
+    fields = getattr(config, "dual_chunk_attention_config", None)
+    if fields is None:
+        return None
+    match fields:
+        case {"chunk_size": int(chunk), "local_size": int(local)} if 0 <= local < chunk:
+            return chunk - local
+    raise ModelError(
+        "dual_chunk_attention_config in config.json must have integers chunk_size and local_size, "
+        f"the first larger than the second; got {fields!r}"
+    )

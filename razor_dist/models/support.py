@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import (
 from razor_dist.errors import ModelError
 from razor_dist.models.alibi import adapter, adapter_reason, is_alibi
 
-# Frequencies that depend on the length of the sequence at hand would differ from one rank's
-# slice, or from one decode step, to the next.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`). PhiMoE's,
+# say, rescales the embedding by length as well.
+_LONGROPE = ("phi3",)
 
 # Model types whose attention differs in ways that no configuration field tells.
 _OTHER_ATTENTION = {
@@ -165,6 +165,7 @@ def _rope_reason(config: PretrainedConfig) -> str | None:
     if any(isinstance(value, dict) for value in rope.values()):
         return "its layers differ in their rotary embedding"
     kind = rope.get("rope_type", "default")
-    if kind in _LENGTH_DEPENDENT_ROPE:
+    # Such frequencies would differ from one rank's slice, or one decode step, to the next.
+    if kind == "dynamic" or (kind == "longrope" and config.model_type not in _LONGROPE):
         return f"its rotary frequencies change with the length of the sequence (rope_type {kind})"
     return None

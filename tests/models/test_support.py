@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from razor_dist.errors import ModelError
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import context_length
+from razor_dist.errors import ConfigError, ModelError
 from razor_dist.models.alibi import register_configs
+from razor_dist.models.loader import read_config
+from razor_dist.models.shape import ModelShape
 from razor_dist.models.support import check_supported, without_idle_window
 
 register_configs()
@@ -19,6 +25,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"max_position_embeddings": 4096, "sliding_window": 2047}, "window of 2047"),
     ("gemma2", {}, "soft-capped"),
     ("gemma3_text", {}, "sliding window"),
+    (
+        "gemma3_text",
+        {"layer_types": ["full_attention"] * 26},
+        "differ in their rotary embedding",
+    ),
     ("gpt_oss", {}, "learned sinks"),
     ("deepseek_v3", {}, "latent attention"),
     ("falcon", {}, "FalconForCausalLM does not use"),
@@ -42,7 +53,88 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope_type dynamic",
     ),
+    (
+        "phimoe",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 64,
+                "long_factor": [2.0] * 64,
+                "short_mscale": 1.0,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        "rope_type longrope",
+    ),
 ]
+
+# As their makers published them, on the hub, less fields that say nothing of the model itself.
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+GLM = Path(__file__).parents[2] / "configs/shapes/glm-4-9b-chat-1m/config.json"
+PUBLISHED["zai-org/glm-4-9b-chat-1m-hf"] = json.loads(GLM.read_text())
+
+# Query heads, KV heads, head_dim, longest context.
+SERVED = {
+    "meta-llama/Llama-2-7b-hf": (32, 32, 128, 4096),
+    "meta-llama/Llama-3.1-8B": (32, 8, 128, 131072),
+    "Qwen/Qwen2.5-7B-Instruct-1M": (28, 4, 128, 262144 - 8192),  # one chunk of its attention
+    "Qwen/Qwen3-8B": (32, 8, 128, 40960),
+    "mistralai/Mistral-7B-v0.3": (32, 8, 128, 32768),
+    "mistralai/Mixtral-8x7B-v0.1": (32, 8, 128, 32768),
+    "microsoft/Phi-3-mini-128k-instruct": (32, 32, 96, 131072),
+    "zai-org/glm-4-9b-chat-1m-hf": (32, 4, 128, 1048576),
+}
+NOT_SERVED = {
+    "mistralai/Mistral-7B-v0.1": "sliding window of 4096 tokens .* context of 32768",
+    "microsoft/Phi-3-mini-4k-instruct": "sliding window of 2047 tokens .* context of 4096",
+    "google/gemma-2-2b": "soft-capped",
+    "google/gemma-3-1b-pt": "sliding window of 512 tokens .* context of 32768",
+    "google/gemma-3-4b-it": "'gemma3' cannot be served: it is multi-modal",
+}
+
+
+def test_every_published_configuration_is_tested() -> None:
+    assert PUBLISHED.keys() == SERVED.keys() | NOT_SERVED.keys()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_published_models_that_are_served(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = read_config(tmp_path)
+    shape = ModelShape.from_config(config)
+    assert shape.layers == PUBLISHED[name]["num_hidden_layers"]
+    sizes = (shape.query_heads, shape.kv_heads, shape.head_dim, shape.max_positions)
+    assert sizes == SERVED[name]
+    assert getattr(without_idle_window(config), "sliding_window", None) is None
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_published_models_that_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    with pytest.raises(ModelError, match=NOT_SERVED[name]):
+        read_config(tmp_path)
+
+
+def test_dual_chunk_attention_is_served_as_far_as_it_is_ordinary() -> None:
+    fields = PUBLISHED["Qwen/Qwen2.5-7B-Instruct-1M"]
+    shape = ModelShape.from_config(AutoConfig.for_model(**fields))
+    with pytest.raises(ConfigError, match=r"up to 253952 .*dual_chunk_attention_config"):
+        context_length(EngineConfig(max_model_len=253953), shape)
+    assert context_length(EngineConfig(), shape) == 253952
+    # A text that never fills one chunk is what the model was made for.
+    short = AutoConfig.for_model(**fields | {"max_position_embeddings": 32768})
+    assert ModelShape.from_config(short).max_positions == 32768
+    plain = {key: fields[key] for key in fields.keys() - {"dual_chunk_attention_config"}}
+    assert ModelShape.from_config(AutoConfig.for_model(**plain)).max_positions == 1010000
+
+
+@pytest.mark.parametrize("wrong", [{}, {"chunk_size": 64}, {"chunk_size": 8, "local_size": 8}, 7])
+def test_dual_chunk_attention_that_makes_no_sense(wrong: object) -> None:
+    config = AutoConfig.for_model("qwen2", dual_chunk_attention_config=wrong)
+    with pytest.raises(ModelError, match="integers chunk_size and local_size"):
+        ModelShape.from_config(config)
 
 
 @pytest.mark.parametrize(("kind", "fields", "reason"), REFUSED, ids=lambda value: str(value)[:24])

@@ -1,0 +1,105 @@
+"""LongRoPE (arXiv 2402.13753): of two sets of rotary frequencies, one for all of a sequence.
+
+Phi-3's long-context models have ``short_factor`` for texts of up to
+``original_max_position_embeddings`` tokens and ``long_factor`` for longer ones. Keys rotated by one
+set say nothing to queries rotated by the other, so a sequence must keep to one from its first
+token on. transformers chooses anew in every forward call, by the largest position in it: right for
+a call that holds a whole text; wrong for a slice of one, for decode steps over several sequences,
+and for the cached keys of a text that grows beyond the limit while it is answered (there `generate`
+throws the cache away and reads everything again).
+
+Here the choice is made once, by how long the sequence may become (`position_mark`), and comes with
+every position id: bit `LONG` asks for the long set. So it holds in every wave, on every rank and in
+every decode step, also when short and long sequences share one, and a CUDA graph sees it change.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LONG = 1 << 40
+
+
+class LongRope(nn.Module):
+    """A model's rotary embedding that tells short from long by each position's own mark.
+
+    Parameters
+    ----------
+    stock : nn.Module
+        transformers' embedding of ``rope_type`` longrope. It stays the one that computes: a copy
+        of it for each set of frequencies, with the choice between them switched off.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        rope = stock.config.rope_parameters
+        self.limit: int = rope["original_max_position_embeddings"]
+        init = ROPE_INIT_FUNCTIONS["longrope"]
+        device = stock.inv_freq.device
+        self.short = _fixed(stock, init(stock.config, device, seq_len=self.limit)[0])
+        self.long = _fixed(stock, init(stock.config, device, seq_len=self.limit + 1)[0])
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines.
+
+        Parameters
+        ----------
+        x : Tensor
+            Gives the dtype.
+        position_ids : Tensor
+            int64 ``[B, T]``: positions, with bit `LONG` where the long frequencies are wanted.
+
+        Returns
+        -------
+        tuple of Tensor
+            Each ``[B, T, D]``, D being the rotated part of a head.
+        """
+        long = (position_ids & LONG).bool().unsqueeze(-1)
+        positions = position_ids & (LONG - 1)
+        cos_short, sin_short = self.short(x, positions)
+        cos_long, sin_long = self.long(x, positions)
+        return torch.where(long, cos_long, cos_short), torch.where(long, sin_long, sin_short)
+
+
+def _fixed(stock: Any, inv_freq: Tensor) -> nn.Module:
+    """A copy of ``stock`` that keeps to ``inv_freq``."""
+    fixed = copy.deepcopy(stock)
+    fixed.rope_type = "default"  # whose frequencies transformers never updates
+    fixed.inv_freq = nn.Buffer(inv_freq, persistent=False)
+    module: nn.Module = fixed
+    return module
+
+
+def mark_long_positions(model: PreTrainedModel) -> None:
+    """Have a model of ``rope_type`` longrope choose by mark; leave others alone."""
+    body: Any = model.base_model
+    rope = getattr(body, "rotary_emb", None)
+    if getattr(rope, "rope_type", None) == "longrope":
+        body.rotary_emb = LongRope(rope)
+
+
+def position_mark(body: nn.Module, reach: int) -> int:
+    """What to add to every position id of a sequence.
+
+    Parameters
+    ----------
+    body : nn.Module
+        ``base_model`` of a model that `mark_long_positions` has seen.
+    reach : int
+        The most tokens of the sequence that the model may ever read. It decides alone: a prompt
+        is read with the long frequencies if its answer may outgrow the short ones, so that the
+        keys of both go together.
+
+    Returns
+    -------
+    int
+        0, or `LONG`; always 0 for a model without LongRoPE.
+    """
+    rope = getattr(body, "rotary_emb", None)
+    return LONG if isinstance(rope, LongRope) and reach > rope.limit else 0
