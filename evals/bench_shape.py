@@ -21,7 +21,7 @@ from razor_dist.errors import ConfigError
 from razor_dist.evals.bench import Ratio, machine
 from razor_dist.evals.bench_engines import OWN, OwnEngine
 from razor_dist.evals.timing import Generate, Say, Timing, random_tokens, take_turns
-from razor_dist.models.loader import read_config
+from razor_dist.models.loader import dtype_name, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 
@@ -154,4 +154,4 @@ def run(settings: ShapeSettings, say: Say) -> ShapeResults:
     for name, own in engines.items():
         timings[name].stats["kv_bytes"] = own.peak_kv_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ShapeResults(settings, str(dtype).removeprefix("torch."), parameters, timings)
+    return ShapeResults(settings, dtype_name(dtype), parameters, timings)

@@ -35,6 +35,7 @@ from razor_dist.evals.grid import FULL_METHOD as FULL
 from razor_dist.evals.grid_results import Cell, Results
 from razor_dist.evals.haystack import Document
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint
+from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -61,6 +62,7 @@ class Replay:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.base_model = model.base_model
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
 
@@ -81,7 +83,7 @@ class Replay:
         """A forward pass, or the replay of one: without attention, and with logits of 0."""
         if self._layers is None:
             return self.model(**inputs)
-        positions = inputs["position_ids"][0]
+        positions = plain_positions(inputs["position_ids"][0])
         # A view of one zero: nothing is computed from it.
         q = (
             self._layers[0][0]

@@ -159,6 +159,7 @@ def _run(
     from razor_dist.evals.grid_run import GridModel
     from razor_dist.evals.haystack import open_haystack
     from razor_dist.evals.head_budgets import Contest
+    from razor_dist.models.loader import dtype_name
     from razor_dist.models.registry import display_name
 
     model = GridModel(config)
@@ -169,7 +170,7 @@ def _run(
     about = {
         "model": display_name(config.model),
         "fingerprint": model.fingerprint,
-        "dtype": str(model.replay.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.replay.dtype),
         "kv_dtype": config.kv_dtype,
         "haystack": text.name,
         "haystack_fingerprint": text.fingerprint,

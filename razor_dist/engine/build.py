@@ -19,7 +19,13 @@ from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
+from razor_dist.models.loader import (
+    dtype_name,
+    eos_token_ids,
+    load_model,
+    model_fingerprint,
+    read_config,
+)
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -123,7 +129,7 @@ def ring_of(
     if device.type != "cuda" or dtype == torch.float32:
         raise ConfigError(
             "ring is ring_flash_attn, which computes in bf16 on cuda only; here it is "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}: use ring: own"
+            f"{dtype_name(dtype)} on {device.type}: use ring: own"
         )
     if kv_dtype != dtype:
         raise ConfigError(

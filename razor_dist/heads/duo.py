@@ -40,7 +40,7 @@ from razor_dist.heads.duo_folder import Pattern
 from razor_dist.heads.gates import GateContext, Spread
 from razor_dist.heads.head_map import HeadMap, Scores, rounded
 from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
-from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 
@@ -331,7 +331,7 @@ def head_map(
     training = asdict(settings)
     del training["sparsity"], training["threshold"]
     sizes = {"sink_size": training.pop("sinks"), "recent_size": training.pop("recent")}
-    training |= {"passkeys": asdict(passkeys), "dtype": str(dtype).removeprefix("torch.")}
+    training |= {"passkeys": asdict(passkeys), "dtype": dtype_name(dtype)}
     return duo_pattern.head_map(
         Pattern(gates, {**sizes, **training}, 0),
         model_name,

@@ -54,7 +54,8 @@ class HeadMap:
     fingerprint : str
         `razor_dist.models.loader.model_fingerprint` of that model.
     method : str
-        How the heads were found: ``razor``, ``duo``, ``full`` or ``streaming``.
+        How the heads were found: ``razor``, ``duo`` or ``onthefly``; ``constructed`` in the needle
+        model; ``full`` and ``streaming`` for all heads and none.
     settings : dict
         Of the method.
     query_heads : int

@@ -36,7 +36,7 @@ from razor_dist.heads.duo_pattern import by_sparsity, published_sparsity
 from razor_dist.heads.gates import full_attention, streaming_attention
 from razor_dist.heads.head_map import HeadMap, Scores, rounded
 from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
-from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
 
 METHOD: Final = "onthefly"
@@ -222,7 +222,7 @@ def head_map(
             **asdict(settings),
             "sparsity": sparsity,
             "passkeys": asdict(passkeys),
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         query_heads=shape.query_heads,
         retrieval=by_sparsity(scores, sparsity),

@@ -35,7 +35,7 @@ from razor_dist import kernels
 from razor_dist.attention import run_body
 from razor_dist.errors import ConfigError
 from razor_dist.heads.head_map import Decision, HeadMap, Scores, check_percent, decide, rounded
-from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
 
 METHOD = "razor"
@@ -311,7 +311,7 @@ def head_map(
             **asdict(settings),
             "tokens": result.tokens,
             "tokens_requested": settings.tokens,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         query_heads=shape.query_heads,
         retrieval=decision.retrieval,

@@ -23,6 +23,7 @@ from razor_dist.models.support import check_class, check_supported, without_idle
 
 __all__ = [
     "check_supported",
+    "dtype_name",
     "eos_token_ids",
     "load_model",
     "model_fingerprint",
@@ -31,6 +32,11 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``, for messages and files."""
+    return str(dtype).removeprefix("torch.")
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -87,8 +93,8 @@ def load_model(
         If the model is not supported, or its files lack a weight.
     """
     if dtype not in _DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise ModelError(f"dtype must be one of {names}, got {str(dtype).removeprefix('torch.')}")
+        names = ", ".join(map(dtype_name, _DTYPES))
+        raise ModelError(f"dtype must be one of {names}, got {dtype_name(dtype)}")
     config = read_config(path, trust_remote_code=trust_remote_code)
     # Typed as returning a model alone, which output_loading_info makes untrue.
     model_class = adapter(config)
