@@ -20,7 +20,7 @@ from razor_dist.evals.grid_run import GridModel, Say
 from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.verification import Verification
-from razor_dist.models.loader import read_config
+from razor_dist.models.loader import dtype_name, read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 
@@ -101,7 +101,7 @@ class Check:
             haystack=haystack.name,
             haystack_fingerprint=haystack.fingerprint,
             seed=self.grid.seed,
-            dtype=str(model.replay.dtype).removeprefix("torch."),
+            dtype=dtype_name(model.replay.dtype),
             settings=settings,
             found_full=full.right,
             found=own.right,

@@ -166,17 +166,19 @@ def _phi3() -> PretrainedConfig:
     )
 
 
-def _glm() -> PretrainedConfig:
+def _glm(
+    kind: type[GlmConfig | Glm4Config] = GlmConfig, *, kv_heads: int = 2, base: float = 1e4
+) -> PretrainedConfig:
     # Rotary embedding on half of the head dimension, interleaved; biases; a list of EOS tokens.
-    return GlmConfig(
+    return kind(
         **_COMMON,
         num_hidden_layers=3,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": 10000.0,
+            "rope_theta": base,
             "partial_rotary_factor": 0.5,
         },
         attention_bias=True,
@@ -185,39 +187,13 @@ def _glm() -> PretrainedConfig:
 
 
 def _glm_1m() -> PretrainedConfig:
-    # As glm-4-9b-chat-1m, whose 4 KV heads and base set it apart from the 128K model.
-    return GlmConfig(
-        **_COMMON,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e8,
-            "partial_rotary_factor": 0.5,
-        },
-        attention_bias=True,
-        eos_token_id=[2, 3],
-    )
+    # As glm-4-9b-chat-1m, whose KV heads and base set it apart from the 128K model.
+    return _glm(kv_heads=4, base=1e8)
 
 
 def _glm4() -> PretrainedConfig:
     # GLM with norms behind attention and MLP as well.
-    return Glm4Config(
-        **_COMMON,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
-        attention_bias=True,
-        eos_token_id=[2, 3],
-    )
+    return _glm(Glm4Config)
 
 
 _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
