@@ -209,7 +209,7 @@ def _probe(
 
 def _training(settings: CostSettings, model: PreTrainedModel, device: torch.device) -> Cost:
     from razor_dist.heads.duo import DuoSettings, train
-    from razor_dist.heads.duo_engine import join_ranks
+    from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(device)
     vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens

@@ -52,6 +52,10 @@ class EngineConfig(BaseModel):
     kv_dtype: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="Of cached and travelling keys and values; auto: as dtype."
     )
+    weights: Literal["replicated", "zero3", "zero3-offload"] = Field(
+        default="replicated",
+        description="zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,

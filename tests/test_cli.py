@@ -19,7 +19,7 @@ SERVE_OPTIONS = """
     --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level --max-body-mb
     --max-model-len --max-num-seqs --max-queue --model --no-compensation --no-cuda-graphs
     --no-trust-remote-code --page-size --port --prefill --ring --seed --served-model-name
-    --sink-tokens --threads --trust-remote-code --wave-tokens --window-max --window-min
+    --sink-tokens --threads --trust-remote-code --wave-tokens --weights --window-max --window-min
     --window-ratio --world-size
 """
 

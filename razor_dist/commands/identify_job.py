@@ -21,12 +21,13 @@ from razor_dist.config import EngineConfig
 from razor_dist.config_sources import build_config
 from razor_dist.engine.prompts import load_tokenizer
 from razor_dist.evals.verify import Check
-from razor_dist.heads import duo, duo_engine, onthefly, razor
+from razor_dist.heads import duo, onthefly, razor
 from razor_dist.heads.duo_checkpoint import TrainingState, state_file
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys, start_tokens
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zero import import_deepspeed, join_ranks
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Job:
         run: Run,
     ) -> HeadMap | None:
         """DuoAttention's training, see `razor_dist.heads.duo`: None on ranks other than 0."""
-        duo_engine.import_deepspeed(self._device)  # missing, it is missed at once
+        import_deepspeed(self._device)  # missing, it is missed at once
         source = self._passkeys(passkeys, haystack)
         config = read_config(self._path, trust_remote_code=self._trust)
         text = "reference" if haystack is None else str(haystack.resolve())
@@ -148,7 +149,7 @@ class Job:
             if run.resume:
                 state = TrainingState.load(state_file(run.folder), identity)
             run.folder.mkdir(parents=True, exist_ok=True)
-        group = duo_engine.join_ranks(self._device)
+        group = join_ranks(self._device)
         first = dist.get_rank(group) == 0
         # Sharded weights go to the device share by share.
         loaded = self._load(torch.device("cpu") if settings.zero_stage == 3 else self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config import EngineConfig
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.graph import cuda_recorder
+from razor_dist.engine.graph import Recorder, cuda_recorder
 from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
@@ -22,15 +23,18 @@ from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import (
     dtype_name,
     eos_token_ids,
+    layer_classes,
     load_model,
     model_fingerprint,
     read_config,
+    stored_dtype,
 )
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
+from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +184,22 @@ def cache_config(
     )
 
 
+def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) -> Recorder | None:
+    """What records decode steps, where that is possible."""
+    if not config.cuda_graphs:
+        return None
+    recorder = cuda_recorder(comm, device)
+    if recorder is not None and config.weights != "replicated":
+        if comm.rank == 0:
+            log.warning(
+                "decode steps are not recorded in CUDA graphs: with weights: %s every step "
+                "gathers the weights anew",
+                config.weights,
+            )
+        return None
+    return recorder
+
+
 class _NoAttention:
     """An `AttentionContext` that attends to nothing."""
 
@@ -260,7 +280,7 @@ def make_engine(
             cache_config(config, shape, max_model_len, wave_tokens, comm.size, kv_dtype),
             comm,
             ring or ring_of(config, device, dtype, kv_dtype),
-            cuda_recorder(comm, device) if config.cuda_graphs else None,
+            recorder_of(config, comm, device),
         )
     except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU
         if "memory" not in str(error):
@@ -314,8 +334,47 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     return length
 
 
-def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
-    """Load the model and make one rank's engine.
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank needs for its engine.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        With our attention.
+    retrieval : sequence of sequence of bool
+        For every layer and KV head, whether it is a retrieval head.
+    eos_token_ids : tuple of int
+    shares : ShardedWeights or None
+        This rank's part of the weights, if they are sharded: the model cannot run yet.
+    """
+
+    model: PreTrainedModel
+    retrieval: Sequence[Sequence[bool]]
+    eos_token_ids: tuple[int, ...]
+    shares: ShardedWeights | None
+
+
+def check_weights(config: EngineConfig, comm: Communicator, device: torch.device) -> None:
+    """Refuse sharded weights where they cannot be.
+
+    Raises
+    ------
+    ConfigError
+        If DeepSpeed is missing, or there is nothing to shard over.
+    """
+    if config.weights == "replicated":
+        return
+    if config.weights == "zero3" and comm.size == 1:
+        raise ConfigError(
+            "weights: zero3 shards the weights over the ranks, and world_size is 1; use "
+            "replicated, or zero3-offload to keep them in CPU memory"
+        )
+    import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
+
+
+def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Loaded:
+    """Load the model on one rank; no rank waits for another.
 
     Raises
     ------
@@ -323,12 +382,50 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
         If the settings, the model or the head map do not fit together.
     """
     dtype = torch_dtype(config, device)
-    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))  # before minutes of loading
-    path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    model_config = read_config(path, trust_remote_code=config.trust_remote_code)
+    # Before minutes of loading.
+    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))
+    check_weights(config, comm, device)
+    trust = config.trust_remote_code
+    path = resolve_model(config.model, trust_remote_code=trust)
+    model_config = read_config(path, trust_remote_code=trust)
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
     retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
-    model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    check_model(model, config.model)
-    return make_engine(model, config, retrieval, comm, eos_token_ids=eos_token_ids(path))
+    shares = None
+    if config.weights == "replicated":
+        model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
+    else:
+        # As views of the mapped files, of which a rank then reads its share.
+        cpu = torch.device("cpu")
+        model = load_model(path, device=cpu, dtype=stored_dtype(path), trust_remote_code=trust)
+        join_ranks(device, config.collective_timeout)
+        shares = ShardedWeights(
+            model,
+            device,
+            dtype=dtype,
+            offload=config.weights == "zero3-offload",
+            group=comm.group,
+            together=layer_classes(model),
+        )
+    return Loaded(model, retrieval, eos_token_ids(path), shares)
+
+
+def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> Engine:
+    """One rank's engine; with sharded weights, all ranks start theirs together.
+
+    Raises
+    ------
+    ConfigError, ModelError
+        As `make_engine` and `check_model`.
+    """
+    if loaded.shares is not None:
+        loaded.shares.gather_when_run(partial(comm.note, "weights"))
+    check_model(loaded.model, config.model)
+    return make_engine(
+        loaded.model, config, loaded.retrieval, comm, eos_token_ids=loaded.eos_token_ids
+    )
+
+
+def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
+    """`load` and `start`: a rank's engine, where no other rank can have failed meanwhile."""
+    return start(config, load(config, comm, device), comm)

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from razor_dist.config import EngineConfig
-from razor_dist.engine.build import Engine, build_engine, torch_device
+from razor_dist.engine.build import Engine, load, start, torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.process_group import init_distributed
@@ -37,6 +38,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How long the ranks wait for each other while one fetches and loads the model: no such wait shows
 # that anything is wrong. A rank that dies meanwhile is noticed by whoever started it.
@@ -204,7 +207,7 @@ def follow(engine: Engine) -> None:
         runner.execute(plan)
 
 
-def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
+def agree(comm: Communicator, build: Callable[[], T]) -> T:
     """``build()``, which succeeds on every rank or raises the same error on every rank.
 
     The nodes of a job have their own disks: a model may be missing on one, which only the ranks
@@ -216,7 +219,7 @@ def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
     comm : Communicator
         Of all ranks.
     build : callable
-        Makes this rank's engine; takes as long as it takes.
+        Makes this rank's part of something; takes as long as it takes.
 
     Raises
     ------
@@ -225,10 +228,10 @@ def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
     """
     # Made before the wait: a rank that is not there yet must not fail those that are.
     patient = dist.new_group(timeout=_LOADING) if comm.size > 1 else None
-    engine: Engine | None = None
+    built: T | None = None
     mine: RazorError | None = None
     try:
-        engine = build()
+        built = build()
     except RazorError as error:
         mine = error
     everyones = [mine] * comm.size
@@ -238,8 +241,8 @@ def agree(comm: Communicator, build: Callable[[], Engine]) -> Engine:
     for problem in everyones:
         if problem is not None:
             raise problem
-    assert engine is not None
-    return engine
+    assert built is not None
+    return built
 
 
 def run_rank(config: EngineConfig, socket_path: str | None) -> None:
@@ -282,7 +285,9 @@ def _engine(config: EngineConfig, local_rank: int) -> Engine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     comm = init_distributed(config, device)
-    return agree(comm, lambda: build_engine(config, comm, device))
+    # In two parts: the second may wait for all ranks, so none may be missing by then.
+    loaded = agree(comm, lambda: load(config, comm, device))
+    return agree(comm, lambda: start(config, loaded, comm))
 
 
 def main() -> None:

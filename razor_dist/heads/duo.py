@@ -43,6 +43,7 @@ from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zero import ShardedWeights
 
 METHOD: Final = duo_pattern.METHOD
 
@@ -248,7 +249,7 @@ def train(
         The passkey sample of an index, `Passkeys.sample`; the same on every rank.
     settings : DuoSettings
     group : ProcessGroup
-        All ranks, from `duo_engine.join_ranks`.
+        All ranks, from `razor_dist.parallel.zero.join_ranks`.
     device : torch.device, optional
         To train on; by default the model's.
     state : TrainingState, optional
@@ -272,7 +273,7 @@ def train(
     device = device or model.device
     gated = GatedModel(model, settings, group, device)
     if settings.zero_stage == 3:
-        duo_engine.shard_weights(model.base_model, device)
+        ShardedWeights(model.base_model, device).gather_when_run()
     factor = partial(schedule, steps=settings.steps)
     engine, optimizer = duo_engine.gate_engine(gated, settings.learning_rate, factor)
     done = 0

@@ -1,21 +1,15 @@
-"""What DeepSpeed does for gate training: ranks, the engine of the gates, shards of the weights.
-
-Everything that imports DeepSpeed is here, and imports it when it is called: it is the extra
-``train``, and no other part of razor_dist needs it.
+"""What DeepSpeed does for gate training alone: the engine of the gates, and Ulysses' exchanges.
 
 Two engines, because two things are sharded or not on their own account. The gates are thousands
 of numbers, alike on every rank, with the optimiser of an ordinary (stage 0) engine; its gradients
 are averaged over ranks. The frozen weights are, with ZeRO stage 3, parameters of an engine
-without optimiser, which gathers each layer's weights when the layer runs, forward and backward.
+without optimiser (`razor_dist.parallel.zero`), which gathers each layer's weights when the layer
+runs, forward and backward.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,66 +18,7 @@ from torch import Tensor, nn
 
 from razor_dist.errors import ConfigError
 from razor_dist.heads.gates import Attention
-
-
-def import_deepspeed(device: torch.device | None = None) -> Any:
-    """The module ``deepspeed``.
-
-    Parameters
-    ----------
-    device : torch.device, optional
-        Where it is to run, which it wants to know when it is first imported.
-
-    Raises
-    ------
-    ConfigError
-        If it is not installed; the message names the extra.
-    """
-    if device is not None:
-        # Read when it is imported and when it makes an engine; no argument takes their place.
-        os.environ.setdefault("DS_ACCELERATOR", device.type)
-        os.environ.setdefault("LOCAL_RANK", "0")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import deepspeed
-    except ImportError as error:
-        raise ConfigError(
-            "method duo trains with DeepSpeed, which is not installed: "
-            f"pip install 'razor-dist[train]' ({error})"
-        ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
-
-
-def join_ranks(device: torch.device, timeout: float = 600.0) -> dist.ProcessGroup:
-    """The group of all ranks: torchrun's, the one there is already, or this process alone.
-
-    Parameters
-    ----------
-    device : torch.device
-        NCCL on CUDA, else gloo.
-    timeout : float
-        Seconds after which a collective gives up.
-    """
-    deepspeed = import_deepspeed(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        limit = timedelta(seconds=timeout)
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=limit)
-        else:  # in memory: a process alone needs no port
-            store = dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
-    # On CPU DeepSpeed would compile C++ collectives now: a minute in which a kill leaves a lock
-    # that every later run waits for. gloo is fast enough.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+from razor_dist.parallel.zero import COMMON, import_deepspeed
 
 
 class Ulysses:
@@ -165,7 +100,7 @@ def gate_engine(
         model_parameters=list(module.parameters()),
         lr_scheduler=scheduler,
         config={
-            **_SILENT,
+            **COMMON,
             "optimizer": {
                 "type": "AdamW",
                 # No weight decay: what draws gates to 0 is the loss. torch's own AdamW, since
@@ -176,45 +111,3 @@ def gate_engine(
         },
     )
     return engine, optimizer
-
-
-def shard_weights(body: nn.Module, device: torch.device) -> None:
-    """Shard frozen weights over all ranks, in place: ZeRO stage 3.
-
-    The module then gathers each layer's weights whenever the layer runs or is differentiated.
-
-    Parameters
-    ----------
-    body : Module
-        Weights of one dtype, on any device: they are moved one by one, so that the device never
-        holds them all.
-    device : torch.device
-        Where this rank's shares, and what is no weight, go.
-    """
-    deepspeed = import_deepspeed()
-    dtype = next(body.parameters()).dtype
-    config = {
-        **_SILENT,
-        "zero_optimization": {
-            "stage": 3,
-            # Norms and biases stay whole: gathering each would cost more than it saves.
-            "stage3_param_persistence_threshold": 10_000,
-            # It would replace torch.nn.functional.linear for the whole process.
-            "memory_efficient_linear": False,
-        },
-        "bf16": {"enabled": dtype == torch.bfloat16},
-    }
-    deepspeed.zero.Init(
-        module=body, config_dict_or_path=config, dtype=dtype, mem_efficient_linear=False
-    )
-    for module in body.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-    deepspeed.initialize(model=body, config=config)
-
-
-_SILENT = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "steps_per_print": 2**31,
-}

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -25,10 +27,12 @@ __all__ = [
     "check_supported",
     "dtype_name",
     "eos_token_ids",
+    "layer_classes",
     "load_model",
     "model_fingerprint",
     "no_progress_bars",
     "read_config",
+    "stored_dtype",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,6 +133,35 @@ def load_model(
     model.config.use_cache = False
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """The dtype in which a model folder keeps its weights: in it, loading on CPU copies nothing.
+
+    Parameters
+    ----------
+    path : str or Path
+        A folder with ``*.safetensors`` files; the first weight of the first speaks for all.
+
+    Raises
+    ------
+    ModelError
+        If it is none that a model can be loaded in.
+    """
+    file = min(Path(path).glob("*.safetensors"))
+    with safe_open(file, framework="pt") as weights:
+        name = weights.get_slice(min(weights.keys())).get_dtype()
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    if name not in known:
+        served = ", ".join(known)
+        raise ModelError(f"the weights in {file} are of dtype {name}; only {served} are served")
+    return known[name]
+
+
+def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
+    """The classes of a model's decoder layers, as transformers names them."""
+    names = set(model._no_split_modules or ())
+    return {type(module) for module in model.modules() if type(module).__name__ in names}
 
 
 def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:

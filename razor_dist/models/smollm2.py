@@ -126,6 +126,10 @@ def _convert(gguf: Path, folder: Path) -> None:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
+        # Where DeepSpeed is installed, accelerate imports it now, and it would print its guess.
+        from razor_dist.parallel.zero import name_accelerator
+
+        name_accelerator()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "control"]
-PURPOSES: tuple[Purpose, ...] = ("ring", "halo", "sinks", "compensation", "merge", "control")
+Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "weights", "control"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 
 @dataclass

@@ -59,7 +59,7 @@ def _train(
     last: int | None = None,
 ) -> tuple[Scores, list[Any]]:
     """Runs on every rank; ``last`` is the step after which the run is ended, as by a kill."""
-    from razor_dist.heads.duo_engine import join_ranks
+    from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(CPU)
     loaded = load_model(model, device=CPU, dtype=torch.float32)
@@ -162,7 +162,7 @@ def test_stage_3_leaves_each_rank_its_share_of_the_weights(
 
 def _shares(comm: Any, model: Path) -> tuple[int, int, int]:
     """Of a weight between steps: numbers that are gathered, that are this rank's, and all."""
-    from razor_dist.heads.duo_engine import join_ranks
+    from razor_dist.parallel.zero import join_ranks
 
     loaded = load_model(model, device=CPU, dtype=torch.float32)
     weight: Any = loaded.model.embed_tokens.weight  # larger than what is kept whole
@@ -172,7 +172,8 @@ def _shares(comm: Any, model: Path) -> tuple[int, int, int]:
 
 
 def _uneven(comm: Any) -> str:
-    from razor_dist.heads.duo_engine import Ulysses, join_ranks
+    from razor_dist.heads.duo_engine import Ulysses
+    from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(CPU)
     with pytest.raises(ConfigError) as caught:
@@ -249,7 +250,7 @@ def test_settings_are_checked() -> None:
 def test_without_deepspeed_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['deepspeed'] = None;"
-        "from razor_dist.heads.duo_engine import import_deepspeed as load;"
+        "from razor_dist.parallel.zero import import_deepspeed as load;"
         "from razor_dist.errors import ConfigError\n"
         "try: load()\nexcept ConfigError as error: print(error)"
     )

@@ -1,0 +1,235 @@
+"""Weights sharded over the ranks: DeepSpeed's ZeRO stage 3.
+
+Everything that every use of DeepSpeed needs is here, and imports it when it is called: it is in the
+extras ``zero3`` and ``train``, and no other part of razor_dist needs it.
+
+A rank keeps 1/P of each weight. Before a decoder layer runs, its weights are gathered from all
+ranks; when it has run, they are freed. So every rank must run the same layers equally often, which
+the engine does: a rank without tokens of a wave runs one dummy token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from razor_dist.errors import ConfigError
+
+# The keys that DeepSpeed wants of every engine, and silence.
+COMMON = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "steps_per_print": 2**31,
+}
+
+
+def name_accelerator(device: torch.device | None = None) -> None:
+    """Tell DeepSpeed the kind of device, where the user has not; else it guesses, and prints that.
+
+    It has no argument for it, and reads it when it is imported and when it makes an engine. Others
+    import it too where it is installed, such as accelerate when a model is saved.
+    """
+    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ.setdefault("DS_ACCELERATOR", kind)
+
+
+def import_deepspeed(
+    device: torch.device | None = None,
+    *,
+    use: str = "method duo trains with",
+    extra: str = "train",
+) -> Any:
+    """The module ``deepspeed``.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        Where it is to run, which it wants to know when it is first imported.
+    use, extra : str
+        For the message: what it is for, and the extra that brings it.
+
+    Raises
+    ------
+    ConfigError
+        If it is not installed; the message names the extra.
+    """
+    name_accelerator(device)
+    os.environ.setdefault("LOCAL_RANK", "0")  # read when it makes an engine
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"{use} DeepSpeed, which is not installed: pip install 'razor-dist[{extra}]' ({error})"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It gathers by a function that torch has given another name.
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+    return deepspeed
+
+
+def join_ranks(device: torch.device, timeout: float = 600.0) -> dist.ProcessGroup:
+    """The group of all ranks: torchrun's, the one there is already, or this process alone.
+
+    Parameters
+    ----------
+    device : torch.device
+        NCCL on CUDA, else gloo.
+    timeout : float
+        Seconds after which a collective gives up.
+    """
+    deepspeed = import_deepspeed(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        limit = timedelta(seconds=timeout)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(backend, timeout=limit)
+        else:  # in memory: a process alone needs no port
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    # On CPU DeepSpeed would compile C++ collectives now: a minute in which a kill leaves a lock
+    # that every later run waits for. gloo is fast enough.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class ShardedWeights:
+    """This rank's share of a module's frozen weights, which takes their place; `join_ranks` first.
+
+    Making it, no rank waits for another, and none reads more of mapped files than its share, unless
+    the dtype changes: then one weight at a time is read whole. `gather_when_run` makes the module
+    work again.
+
+    Parameters
+    ----------
+    body : Module
+        Its weights lie on the CPU, the same on every rank; at best they are views of mapped files.
+    device : torch.device
+        Where weights are gathered, and where this rank's shares, and what is no weight, go.
+    dtype : torch.dtype, optional
+        Of the shares; by default that of the weights.
+    offload : bool
+        Keep the shares in CPU memory instead.
+    group : ProcessGroup, optional
+        Of the ranks that share the weights out; by default the one of all.
+    together : collection of type
+        Modules that are gathered as one, not part by part: decoder layers.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None = None,
+        offload: bool = False,
+        group: dist.ProcessGroup | None = None,
+        together: Collection[type[nn.Module]] = (),
+    ) -> None:
+        self._body, self._device, self._offload, self._together = body, device, offload, together
+        self._dtype = to = dtype or next(body.parameters()).dtype
+        deepspeed = import_deepspeed(device)
+
+        class Shares(deepspeed.zero.Init):  # type: ignore[name-defined]
+            """`Init` less its broadcast of rank 0's weights: every rank has the same files."""
+
+            def _convert_to_zero_parameters(self, param_list: Sequence[Any]) -> None:
+                for param in param_list:
+                    param.data = param.data.to(to)
+                    self._convert_to_deepspeed_param(param)
+                    param.partition()
+                    # Gathered weights go where the parameter says it is.
+                    param.data = torch.empty(0, dtype=to, device=device)
+
+        Shares(
+            module=body,
+            data_parallel_group=group or dist.group.WORLD,
+            config_dict_or_path=self._config(prefetch=0),
+            dtype=to,
+            mem_efficient_linear=False,
+        )
+        for module in body.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+    def gather_when_run(self, note: Callable[[int], None] | None = None) -> None:
+        """Have each layer's weights gathered when it runs, and freed when it has run.
+
+        All ranks call this together, and then run the module equally often.
+
+        Parameters
+        ----------
+        note : callable, optional
+            Told how many bytes this rank sends at each gathering: an all-gather's.
+        """
+        deepspeed = import_deepspeed(self._device)
+        if self._together:
+            deepspeed.utils.set_z3_leaf_modules(self._body, list(self._together))
+        # On a GPU the next layer is gathered while one computes; a CPU has nothing to gain by it.
+        prefetch = self._prefetched_numbers() if self._device.type == "cuda" else 0
+        deepspeed.initialize(model=self._body, config=self._config(prefetch))
+        if note is not None:
+            for param in self._body.parameters():
+                _count_gathers(param, note)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights that this rank holds now: its shares, and what is gathered."""
+        params: list[Any] = list(self._body.parameters())
+        return sum(p.ds_tensor.nbytes + p.data.nbytes for p in params)
+
+    def _prefetched_numbers(self) -> int:
+        """Numbers in the weights of the largest module that is gathered as one, if there is any."""
+        layers = [m for m in self._body.modules() if type(m) in self._together]
+        sizes = [sum(_numbers(p) for p in m.parameters()) for m in layers]
+        return max(sizes, default=50_000_000)  # DeepSpeed's own default
+
+    def _config(self, prefetch: int) -> dict[str, Any]:
+        """DeepSpeed's configuration."""
+        zero: dict[str, Any] = {
+            "stage": 3,
+            # Norms and biases stay whole: gathering each would cost more than it saves.
+            "stage3_param_persistence_threshold": 10_000,
+            # A weight that two modules share is gathered for each, not kept between them.
+            "stage3_max_reuse_distance": 0,
+            # Weight by weight: all at once, a layer would lie in memory twice.
+            "stage3_allgather_sequential": True,
+            "stage3_prefetch_bucket_size": prefetch,
+            # It would replace torch.nn.functional.linear for the whole process.
+            "memory_efficient_linear": False,
+        }
+        if self._offload:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
+        bf16 = {"enabled": self._dtype == torch.bfloat16}
+        return {**COMMON, "zero_optimization": zero, "bf16": bf16}
+
+
+def _numbers(param: Any) -> int:
+    """How many numbers a whole weight has."""
+    return int(param.ds_numel)
+
+
+def _count_gathers(param: Any, note: Callable[[int], None]) -> None:
+    """Have ``note`` told of the bytes sent whenever DeepSpeed gathers by way of this weight."""
+    gather = param.all_gather_coalesced
+
+    def counted(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for p in params:
+            note((p.ds_zero_partition_world_size - 1) * p.ds_tensor.nbytes)
+        return gather(params, *args, **kwargs)
+
+    param.all_gather_coalesced = counted
