@@ -132,7 +132,7 @@ class MaterialisedContext(ProbeContext):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.attention.AttentionContext`."""
         q_KGTD, total = q.unflatten(0, (k.shape[0], -1)), q.shape[1]
-        logits = torch.matmul(q_KGTD, k[:, None].transpose(-1, -2)).float() * scale
+        logits = torch.matmul(q_KGTD * scale, k[:, None].transpose(-1, -2)).float()
         future = torch.ones(total, total, dtype=torch.bool, device=q.device).triu(1)
         weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
         del logits, future
