@@ -39,7 +39,7 @@ from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Wave
 from razor_dist.sampling_params import SamplingParams
 
@@ -95,21 +95,9 @@ class Replay:
         logits = q.new_zeros(1, 1, self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
-    def ring(
-        self,
-        comm: Communicator,
-        wave: Wave,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        earlier: Earlier,
-        scale: float,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
+    def ring(self, comm: Communicator, wave: Wave, q: Tensor, *others: Any) -> Tensor:
         """`ring_attention`, left out in a replay."""
-        if self._layers is None:
-            return ring_attention(comm, wave, q, k, v, earlier, scale, slopes)
-        return q
+        return ring_attention(comm, wave, q, *others) if self._layers is None else q
 
 
 class GridModel:
