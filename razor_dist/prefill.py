@@ -88,8 +88,10 @@ class PrefillContext:
             assert caches.scratch is not None and sequence.scratch is not None
             self._scratch_slots = self._extents(caches.scratch, sequence.scratch)
         # What every rank holds of earlier waves: of all tokens, and of this prompt's alone.
-        prompt = [sum(w.tokens(r) for w in sequence.done) for r in range(comm.size)]
-        self._earlier = {False: sequence.shard_tokens, True: prompt}
+        self._earlier = {False: sequence.shard_tokens}
+        if self.exact:
+            prompt = [sum(w.tokens(r) for w in sequence.done) for r in range(comm.size)]
+            self._earlier[True] = prompt
         self._earlier_positions: dict[bool, list[Tensor]] = {}
         windows = sequence.window or [{} for _ in caches.local]
         self._local = [

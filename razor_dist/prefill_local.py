@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -85,9 +86,11 @@ class LocalWave:
                 return None
             return plan_compression(policy, [*sequence.done, wave], comm.rank)
         retained = Interval(base, wave.begin)
+        # From the newest wave back to where the window begins: not all waves of a long prompt.
+        recent = itertools.takewhile(lambda before: before.end > base, reversed(sequence.done))
         held = [
             (chunk & retained, rank)
-            for before in sequence.done
+            for before in recent
             for rank in range(comm.size)
             for chunk in before.owned(rank)
             if len(chunk & retained)

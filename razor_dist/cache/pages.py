@@ -29,6 +29,25 @@ class PageTable:
 
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
+    _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Runs of consecutive pages: index in the table and number of the first, and how many.
+
+        Found once: every decode step asks, and a million tokens have thousands of pages on a rank.
+        """
+        if self._found is None or self._found[0] is not self.pages:
+            runs: list[tuple[int, int, int]] = []
+            for index, page in enumerate(self.pages):
+                if runs and page == runs[-1][1] + runs[-1][2]:
+                    runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+                else:
+                    runs.append((index, page, 1))
+            self._found = (self.pages, runs)
+        return self._found[1]
 
 
 class PagePool:
@@ -124,7 +143,7 @@ class PagePool:
             self._references[page] = 1
         self._free -= need
         if self.clear:
-            for a, b in self._runs(pages, 0, need * self.page_size):
+            for a, b in self.extents(PageTable(pages), 0, need * self.page_size):
                 self.k[:, a:b] = 0
                 self.v[:, a:b] = 0
         return pages
@@ -164,20 +183,13 @@ class PagePool:
 
     def extents(self, table: PageTable, begin: int, end: int) -> list[tuple[int, int]]:
         """Slots ``[a, b)`` of the pool for the table's tokens ``begin`` to ``end``."""
-        return self._runs(table.pages, begin, end)
-
-    def _runs(self, pages: list[int], begin: int, end: int) -> list[tuple[int, int]]:
         extents: list[tuple[int, int]] = []
-        token = begin
-        while token < end:
-            page, offset = divmod(token, self.page_size)
-            count = min(self.page_size - offset, end - token)
-            slot = pages[page] * self.page_size + offset
-            if extents and extents[-1][1] == slot:
-                extents[-1] = (extents[-1][0], slot + count)
-            else:
-                extents.append((slot, slot + count))
-            token += count
+        size = self.page_size
+        for index, page, count in table.runs:
+            a, b = max(begin, index * size), min(end, (index + count) * size)
+            if a < b:
+                moved = (page - index) * size
+                extents.append((a + moved, b + moved))
         return extents
 
     def slot(self, table: PageTable, token: int) -> int:

@@ -29,7 +29,8 @@ Engine to front
                   about no request: the ranks cannot start and are not to be started again
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
-                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` (highest since start),
+                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
+                  ``peak_rss_per_rank`` (highest since start),
                   ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise)
 """
 

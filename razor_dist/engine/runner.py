@@ -24,6 +24,7 @@ from razor_dist.decode import (
     step_inputs,
 )
 from razor_dist.engine.graph import DecodeGraphs, Recorder
+from razor_dist.engine.memory import resident_bytes
 from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.longrope import position_mark
@@ -343,11 +344,9 @@ class ModelRunner:
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
 
     def _stats(self) -> Tensor | None:
-        """``[P, 3 + purposes]`` int64: KV bytes, peak KV bytes, RSS, bytes sent by purpose."""
-        import psutil
-
+        """``[P, 4 + purposes]`` int64: KV bytes and their peak, RSS and its, bytes by purpose."""
         sent = [self.comm.bytes_sent[p] for p in PURPOSES]
-        rss = psutil.Process().memory_info().rss
-        row = torch.tensor([self.kv_bytes, self.peak_kv_bytes, rss, *sent], device=self.device)
+        numbers = [self.kv_bytes, self.peak_kv_bytes, *resident_bytes(), *sent]
+        row = torch.tensor(numbers, device=self.device)
         gathered = self.comm.all_gather(row, "control")
         return gathered.cpu() if self.comm.rank == 0 else None

@@ -117,7 +117,7 @@ def build_needle_model(folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = needle_vocabulary()
-    model = _construct(_config(vocabulary), vocabulary)
+    model = _construct(needle_config(), vocabulary)
     with no_progress_bars():
         model.save_pretrained(folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)
@@ -125,7 +125,9 @@ def build_needle_model(folder: str | Path) -> Path:
     return folder
 
 
-def _config(vocabulary: dict[str, int]) -> GlmConfig:
+def needle_config() -> GlmConfig:
+    """The needle model's configuration."""
+    vocabulary = needle_vocabulary()
     return GlmConfig(
         vocab_size=len(vocabulary),
         hidden_size=_HIDDEN,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.policy import LocalPolicy
 from tests.cases import Case, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool
@@ -108,3 +109,42 @@ def test_queries_travel_when_that_moves_less(
     own_ring = 10 * shape.layers * shape.kv_heads * 2 * DIM * ITEM * 3
     assert more == queries + own_ring
     assert more < 640 * shape.layers * shape.kv_heads * 2 * DIM * ITEM * 3
+
+
+def largest_messages(comm: Communicator, case: Case) -> dict[str, int]:
+    """Bytes of the largest message between two ranks in a prefill, by purpose."""
+    runner, exchange = make_runner(comm, case), comm.exchange
+    largest: dict[str, int] = {}
+
+    def noting(sends: Any, receives: Any, purpose: Any) -> Pending:
+        sizes = [tensor.nbytes for _, tensor in sends]
+        largest[purpose] = max([largest.get(purpose, 0), *sizes])
+        return exchange(sends, receives, purpose)
+
+    comm.exchange = noting  # type: ignore[method-assign]
+    try:
+        prefill(runner, 0, case)
+    finally:
+        del comm.exchange  # the class's again
+    return largest
+
+
+def test_no_message_grows_with_the_prompt(
+    ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    """Earlier keys travel until they outweigh the queries, and never again."""
+    path = tiny("llama")
+    world, wave, group = 2, 64, 4
+    razor = ((True, False), (False, False), (False, True), (False, False))
+    rows: list[dict[str, int]] = []
+    for waves in (2, 8, 16, 32):
+        tokens = torch.randint(3, 190, (waves * wave,), generator=torch.manual_seed(0)).tolist()
+        case = Case(str(path), razor, POLICY, tuple(tokens), wave_tokens=wave)
+        results = ranks(world).run(largest_messages, case)
+        rows.append({p: max(result[p] for result in results) for p in results[0]})
+    # Keys and values of one retrieval head; what `queries_travel` compares, in units of those.
+    own = wave // world * 2 * DIM * ITEM
+    queries = group * (DIM * ITEM + 4 * (DIM + 1)) / (2 * DIM * ITEM)
+    assert rows[0]["ring"] == 2 * own
+    assert rows[1] == rows[2] == rows[3]
+    assert rows[3]["ring"] <= (1 + queries) * own
