@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 _OBJECT_STORE = 80 * 2**20
 # Seconds between two looks at a placement group that is pending, and between two words about it.
 _LOOK, _TELL = 1.0, 30.0
+# Seconds until a cluster that is to be joined must answer.
+_PATIENCE = 20.0
 
 
 @contextmanager
@@ -53,6 +56,8 @@ def connected(address: str | None) -> Iterator[bool]:
     how: dict[str, Any] = {"address": address or "local"}
     if not joins:
         how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+    if joins:
+        _check_listens(str(address))
     try:
         ray.init(**how, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -61,6 +66,17 @@ def connected(address: str | None) -> Iterator[bool]:
         yield joins
     finally:
         ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raise `ClusterError` unless somebody listens there: `ray.init` tries for many minutes."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not host:
+        return  # "auto", which looks for a cluster of this host
+    try:
+        socket.create_connection((host, int(port)), _PATIENCE).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"cannot join the Ray cluster {address!r}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -178,8 +194,8 @@ def _cluster() -> str:
     each = "; ".join(_resources(has) for has in nodes[:8])
     more = f"; {len(nodes) - 8} more" if len(nodes) > 8 else ""
     return (
-        f"the cluster of {len(nodes)} node{'s' * (len(nodes) != 1)} [{each}{more}], "
-        f"of which {_resources({**dict.fromkeys(('CPU',), 0.0), **free})} free,"
+        f"the cluster of {len(nodes)} node{'s' * (len(nodes) != 1)} [{each}{more}] "
+        f"with {_resources({'CPU': 0.0, **free})} free"
     )
 
 

@@ -77,7 +77,7 @@ class Progress:
         failed = f" ({self._failed} failed)" if self._failed else ""
         what = f"done in {outcome.seconds:.1f} s"
         if outcome.error is not None:
-            what = f"FAILED after {outcome.attempts} attempts: {outcome.error!r:.200}"
+            what = f"FAILED (attempts: {outcome.attempts}): {outcome.error!r:.200}"
         left = tqdm.format_interval(self._size_left / rate)
         return (
             f"{self._finished}/{self._total}{failed} | {outcome.item.id} {what} | "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,11 +165,11 @@ async def _end(rank: int, ref: Any) -> RankExit:
         return RankExit(rank, 1, brief(error))
 
 
-def brief(error: BaseException) -> str:
-    """A Ray error without its details of ids: its lines that are sentences."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.partition(":")[0].replace("_", "").islower()]
-    return " ".join(told) or repr(error)
+def brief(error: RayError) -> str:
+    """A Ray error as one sentence or two: without the ids of what it befell, and general advice."""
+    lines = (line.strip() for line in str(error).splitlines())
+    told = [line for line in lines if line and not re.match(r"[a-z_]+:", line)]
+    return " ".join(told).partition(" Some common causes include")[0] or repr(error)
 
 
 def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:

@@ -21,7 +21,7 @@ def main(folder: str, model: str, *settings: str) -> int:
     set_up_logging("info")
     print("library:", razor_dist.__file__, flush=True)
     given = {name: yaml.safe_load(value) for name, value in (s.split("=", 1) for s in settings)}
-    engine = EngineConfig(model=model, attention="full", world_size=2)
+    engine = EngineConfig(model=model, attention="full", world_size=2, max_model_len=256)
     task = Completions({"full": engine}, **{n: given.pop(n) for n in TASK if n in given})
     job = {"cpus_per_rank": 0.5, "cluster_timeout": 120.0} | given
     try:

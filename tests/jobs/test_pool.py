@@ -186,6 +186,5 @@ def test_the_progress_line_has_rate_and_time_left() -> None:
         outcome = Outcome(items[1], None, EngineError("x"), attempts=3, seconds=1.0, engine=0)
         progress.finished(outcome)
         assert progress.line(outcome) == (
-            "4/4 (1 failed) | b FAILED after 3 attempts: EngineError('x') | "
-            "400.0 tokens/s, 00:00 left"
+            "4/4 (1 failed) | b FAILED (attempts: 3): EngineError('x') | 400.0 tokens/s, 00:00 left"
         )

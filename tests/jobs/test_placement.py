@@ -1,0 +1,116 @@
+"""Where ranks go on a cluster and how they find each other, without a cluster."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ClusterError, ConfigError
+from razor_dist.jobs.config import JobConfig
+from razor_dist.jobs.launch import run_job
+from tests.jobs.tasks import Completions
+
+pytest.importorskip("ray")
+from razor_dist.jobs import cluster
+from razor_dist.jobs.cluster import Demand
+from razor_dist.jobs.ray_ranks import Place, _interface, _rendezvous
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """Two with 8 CPUs and 4 GPUs, and one with CPUs alone."""
+    has = [{"CPU": 8.0, "GPU": 4.0}] * 2 + [{"CPU": 6.0}]
+    total = {"CPU": 22.0, "GPU": 8.0}
+    monkeypatch.setattr(cluster, "_nodes", lambda: has)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: total)
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 3.0})
+    return has
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "cpus", "placement", "held"),
+    [
+        (2, "auto", 1, "STRICT_PACK", 4),
+        (3, "auto", 1, "STRICT_PACK", 2),
+        (3, "auto", 1, "PACK", 2),
+        (8, "auto", 1, "STRICT_PACK", 0),
+        (8, "auto", 1, "PACK", 1),
+        (2, "cuda", 4, "STRICT_PACK", 2),  # of CPUs there are fewer than of GPUs
+        (2, "cpu", 1, "STRICT_PACK", 11),
+        (2, "cpu", 0.1, "STRICT_PACK", 110),
+        (4, "cpu", 2, "PACK", 2),
+    ],
+)
+def test_how_many_engines_the_nodes_hold(
+    nodes: list[dict[str, float]],
+    ranks: int,
+    device: Any,
+    cpus: float,
+    placement: Any,
+    held: int,
+) -> None:
+    engine = EngineConfig(world_size=ranks, device=device)
+    demand = Demand.of(engine, JobConfig(cpus_per_rank=cpus, placement=placement))
+    assert demand.bundle == {"CPU": cpus} | ({} if device == "cpu" else {"GPU": 1})
+    assert demand.engines_held() == held
+
+
+def test_what_cannot_grow_is_not_waited_for(nodes: list[dict[str, float]]) -> None:
+    demand = Demand(8, {"CPU": 1, "GPU": 1}, "STRICT_PACK")
+    with pytest.raises(ClusterError) as error:
+        cluster.reserve(demand, "engine 0", 600, threading.Event(), grows=False)
+    assert str(error.value) == (
+        "engine 0 asks for 8 x (1 GPU + 1 CPU) on one node, which the cluster of 3 nodes "
+        "[4 GPU + 8 CPU; 4 GPU + 8 CPU; 6 CPU] with 3 CPU free cannot hold"
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:x", "invalid literal")]
+)
+def test_a_cluster_that_is_not_there(tmp_path: Path, address: str, why: str) -> None:
+    task = Completions({"full": EngineConfig(attention="full")})
+    with pytest.raises(ClusterError, match=f"cannot join the Ray cluster '{address}'.*{why}"):
+        run_job(task, JobConfig(ray_address=address), tmp_path)
+
+
+def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
+    environments, store = _rendezvous(
+        [Place("a", "10.0.0.1", 1), Place("a", "10.0.0.1", 2)], tmp_path
+    )
+    assert store is None
+    assert [env["RANK"] for env in environments] == ["0", "1"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1"]
+    for env in environments:
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+        assert env["RAZOR_RENDEZVOUS"] == f"file://{tmp_path}/rendezvous"
+        assert env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> None:
+    places = [Place(node, "127.0.0.1", 1) for node in "aba"]
+    environments, store = _rendezvous(places, tmp_path)
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "0", "1"]
+    assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "1", "2"]
+    env = environments[1]
+    assert "RAZOR_RENDEZVOUS" not in env and "GLOO_SOCKET_IFNAME" not in env
+    client = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store.set("key", "value")
+    assert client.get("key") == b"value"
+
+
+def test_the_interface_of_an_address() -> None:
+    assert _interface("127.0.0.1") == "lo"
+    with pytest.raises(RuntimeError, match=r"no network interface .* 192\.0\.2\.255"):
+        _interface("192.0.2.255")
+
+
+def test_gpus_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    with pytest.raises(ConfigError, match="no node of the cluster has a GPU"):
+        Demand.of(EngineConfig(device="cuda"), JobConfig())
