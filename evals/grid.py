@@ -20,7 +20,7 @@ from razor_dist.config import EngineConfig
 from razor_dist.engine.prompts import PromptEncoder, load_tokenizer
 from razor_dist.errors import ConfigError, ModelError
 from razor_dist.evals.haystack import Document, Haystack, Needle, draw_needle
-from razor_dist.heads.head_map import Flags
+from razor_dist.heads.head_map import Flags, Windows
 
 NEEDLES = (0, 1)
 """Which needle of a length and depth; each hides another number in another text."""
@@ -47,11 +47,14 @@ class Method:
     retrieval : tuple, optional
         ``[layers][KV heads]`` bool: which KV heads keep the whole context. None with ``attention``
         full or streaming, which say it.
+    windows : tuple, optional
+        ``[layers][KV heads]``: windows of their own that local heads have (`HeadMap.windows`).
     """
 
     name: str
     settings: Mapping[str, Any]
     retrieval: Flags | None = None
+    windows: Windows | None = None
 
     @property
     def shares_prefill(self) -> bool:
@@ -61,7 +64,9 @@ class Method:
 
     def fingerprint(self, model: str, prompt: Sequence[Sequence[int]]) -> str:
         """Of all that decides the answer to a prompt."""
-        about = [model, self.settings, self.retrieval, prompt, ANSWER_TOKENS]
+        about: list[Any] = [model, self.settings, self.retrieval, prompt, ANSWER_TOKENS]
+        if self.windows is not None:
+            about.append(self.windows)
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -23,8 +23,8 @@ from razor_dist.config import EngineConfig
 from razor_dist.engine.build import (
     Engine,
     check_model,
+    head_map_of,
     make_engine,
-    retrieval_heads,
     torch_device,
     torch_dtype,
 )
@@ -135,13 +135,17 @@ class GridModel:
         own = {name: value for name, value in method.settings.items() if name != "head_map"}
         shared = self.config.model_dump() | {"max_num_seqs": 2, "cuda_graphs": False}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
-        retrieval = method.retrieval or retrieval_heads(config, self.shape, self.fingerprint)
+        retrieval, windows = method.retrieval, method.windows
+        if retrieval is None:
+            head_map = head_map_of(config, self.shape, self.fingerprint)
+            retrieval, windows = head_map.retrieval, head_map.windows
         return make_engine(
             cast("PreTrainedModel", self.replay),
             config,
             retrieval,
             Communicator(None),
             eos_token_ids=self._eos,
+            windows=windows,
             ring=self.replay.ring,
         )
 

@@ -90,7 +90,10 @@ class Check:
         head_map.validate(model.shape, model.fingerprint)
         haystack = open_haystack(self.grid.haystack, model.prompter.encode)
         settings = local_settings(self.config, self.config.prefill)
-        methods = [FULL_METHOD, Method(head_map.method, settings, head_map.retrieval)]
+        methods = [
+            FULL_METHOD,
+            Method(head_map.method, settings, head_map.retrieval, head_map.windows),
+        ]
         results = Results(None, {})
         model.run(methods, self.grid.documents(haystack), results, say)
         full, own = (Score.of(name, results.cells) for name in (FULL, head_map.method))

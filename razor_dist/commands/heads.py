@@ -126,6 +126,9 @@ def show(
     typer.echo(_kept(summary))
     if found.verification is not None:
         typer.echo(f"verified on {found.verification}")
+    if found.windows is not None:
+        own = sorted({window for row in found.windows for window in row if window is not None})
+        typer.echo(f"windows of local heads, in tokens: {', '.join(map(str, own)) or 'none'}")
     typer.echo("layer by KV head: ■ keeps the whole context, · is local")
     for row in drawn_rows(found):
         typer.echo(row)

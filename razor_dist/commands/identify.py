@@ -34,6 +34,9 @@ _BELONGS = {
     "checkpoint": ("duo",),
     "checkpoint_every": ("duo",),
     "resume": ("duo",),
+    "epsilon": ("alibi",),
+    "bound": ("alibi",),
+    "context_tokens": ("alibi",),
 }
 
 
@@ -44,13 +47,14 @@ def identify(
     ],
     out: Annotated[Path, typer.Option(help="Head map to write (JSON).")],
     method: Annotated[
-        Literal["razor", "duo", "onthefly"],
+        Literal["auto", "razor", "duo", "onthefly", "alibi"],
         typer.Option(
             help="razor: RazorAttention's induction and echo scores, in one pass. duo: "
             "DuoAttention's gates, trained. onthefly: what each KV head loses if it alone is cut, "
-            "in a few passes."
+            "in a few passes. alibi: how far each head can see by its weights, of a model biased "
+            "by distance. auto: alibi for such a model, razor for others."
         ),
-    ] = "razor",
+    ] = "auto",
     induction: Annotated[
         float, typer.Option(help="razor: query heads to choose by induction score, in percent.")
     ] = 14.0,
@@ -119,6 +123,21 @@ def identify(
         Path | None,
         typer.Option(help="duo: --checkpoint folder of a run to continue, with its settings."),
     ] = None,
+    epsilon: Annotated[
+        float, typer.Option(help="alibi: attention weights up to this are neglected.")
+    ] = 0.001,
+    bound: Annotated[
+        Literal["paper", "strict"],
+        typer.Option(
+            help="alibi: the scope of RazorAttention's Theorem 1, or one that no input can exceed."
+        ),
+    ] = "paper",
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="alibi: heads that see as far keep everything. [default: the model's context]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random tokens and passkeys.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Picture to write as well (PNG).")] = None,
     verify: Annotated[
@@ -151,13 +170,13 @@ def identify(
     ] = False,
 ) -> None:
     """Find the retrieval heads of MODEL and write its head map."""
-    _refuse_strangers(context, method, verify)
+    if method != "auto":
+        _refuse_strangers(context, method, verify)
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: there is no folder {file.absolute().parent}")
     if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
-
     if not verify and (verify_tokens is not None or verify_window is not None):
         raise ConfigError("--verify-tokens and --verify-window are options of --verify")
 
@@ -168,6 +187,7 @@ def identify(
     from razor_dist.heads.duo import DuoSettings
     from razor_dist.heads.onthefly import OnTheFlySettings
     from razor_dist.heads.passkeys import PasskeySettings
+    from razor_dist.heads.scope import ScopeSettings
     from razor_dist.models.registry import display_name, resolve_model
 
     config = EngineConfig(model=model, device=device, dtype=dtype)
@@ -176,6 +196,16 @@ def identify(
     path = resolve_model(model, trust_remote_code=trust_remote_code)
     name = display_name(model)
     job = Job(name, path, where, precision, trust_remote_code)
+    if method == "auto":
+        method = "alibi" if job.is_alibi() else "razor"
+        _refuse_strangers(context, method, verify)
+    elif job.is_alibi() is not (method == "alibi"):
+        raise ConfigError(
+            f"--method {method} is for models that are not biased by distance (ALiBi), and {name} "
+            "is; its heads' scopes follow from its weights: use --method alibi"
+            if job.is_alibi()
+            else f"--method alibi is for models biased by distance (ALiBi), and {name} is none"
+        )
     check = None
     if verify:
         check = verification_plan(
@@ -184,6 +214,8 @@ def identify(
     found: HeadMap | None
     if method == "razor":
         found = job.razor(induction, echo, tokens, repeats, seed)
+    elif method == "alibi":
+        found = job.alibi(ScopeSettings(epsilon, bound, context_tokens))
     else:
         longest = job.longest_sample() if max_tokens is None else max_tokens
         hidden = PasskeySettings(passkeys=passkeys, max_tokens=longest, seed=seed)

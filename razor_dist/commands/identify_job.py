@@ -9,6 +9,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from razor_dist.config import EngineConfig
 from razor_dist.config_sources import build_config
 from razor_dist.engine.prompts import load_tokenizer
 from razor_dist.evals.verify import Check
-from razor_dist.heads import duo, onthefly, razor
+from razor_dist.heads import duo, onthefly, razor, scope
 from razor_dist.heads.duo_checkpoint import TrainingState, state_file
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys, start_tokens
+from razor_dist.models.alibi import is_alibi
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.zero import import_deepspeed, join_ranks
@@ -82,6 +84,10 @@ class Job:
         config = read_config(self._path, trust_remote_code=self._trust)
         return min(ModelShape.from_config(config).max_positions, PasskeySettings.max_tokens)
 
+    def is_alibi(self) -> bool:
+        """Whether the model is biased by distance."""
+        return is_alibi(read_config(self._path, trust_remote_code=self._trust))
+
     def _load(self, device: torch.device) -> PreTrainedModel:
         return load_model(
             self._path, device=device, dtype=self._dtype, trust_remote_code=self._trust
@@ -109,6 +115,27 @@ class Job:
         seconds = time.monotonic() - start
         found = razor.head_map(self._name, loaded.config, result, settings, self._dtype)
         _report_razor(found, result, settings, seconds)
+        return found
+
+    def alibi(self, settings: scope.ScopeSettings) -> HeadMap:
+        """Scopes by the weights, see `razor_dist.heads.scope`."""
+        loaded: Any = self._load(self._device)
+        start = time.monotonic()
+        with _progress() as progress:
+            task = progress.add_task("measuring layers", total=loaded.config.num_hidden_layers)
+            measured = scope.measure(loaded, settings, lambda _: progress.advance(task))
+        seconds = time.monotonic() - start
+        found = scope.head_map(self._name, loaded.config, measured, settings, self._dtype)
+        typer.echo(
+            f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds:.1f} s"
+        )
+        typer.echo(f"{_kept(found)}: scope of {found.settings['context']} tokens or more")
+        windows = sorted(w for row in found.windows or () for w in row if w is not None)
+        if windows:
+            typer.echo(
+                f"windows of local heads: {windows[0]} to {windows[-1]} tokens, "
+                f"{sum(windows) / len(windows):.0f} on average"
+            )
         return found
 
     def onthefly(
@@ -252,9 +279,14 @@ def _report_kept(found: HeadMap) -> None:
     edge = ""
     if 0 < kept < len(ranked):
         edge = f", down to a {kind} of {ranked[kept - 1]:.3g} (the next has {ranked[kept]:.3g})"
-    typer.echo(
-        f"kept {kept} of {len(ranked)} KV heads ({found.kv_fraction:.1%}) on "
-        f"{sum(map(any, found.retrieval))} of {len(found.retrieval)} layers{edge}"
+    typer.echo(f"{_kept(found)}{edge}")
+
+
+def _kept(found: HeadMap) -> str:
+    return (
+        f"kept {sum(map(sum, found.retrieval))} of {sum(map(len, found.retrieval))} KV heads "
+        f"({found.kv_fraction:.1%}) on {sum(map(any, found.retrieval))} of "
+        f"{len(found.retrieval)} layers"
     )
 
 

@@ -19,7 +19,7 @@ from razor_dist.engine.graph import Recorder, cuda_recorder
 from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.layout import HeadLayout, Windows
 from razor_dist.models.loader import (
     dtype_name,
     eos_token_ids,
@@ -105,17 +105,15 @@ def _warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.
         )
 
 
-def retrieval_heads(
-    config: EngineConfig, shape: ModelShape, fingerprint: str
-) -> Sequence[Sequence[bool]]:
-    """For every layer and KV head, whether it is a retrieval head."""
+def head_map_of(config: EngineConfig, shape: ModelShape, fingerprint: str) -> HeadMap:
+    """The head map that the settings name, for a model of this shape."""
     if config.attention == "full":
-        return HeadMap.full(shape).retrieval
+        return HeadMap.full(shape)
     if config.attention == "streaming":
-        return HeadMap.streaming(shape).retrieval
+        return HeadMap.streaming(shape)
     head_map = HeadMap.load(config.head_map or shipped_head_map(config.model))
     head_map.validate(shape, fingerprint)
-    return head_map.retrieval
+    return head_map
 
 
 def ring_of(
@@ -245,6 +243,7 @@ def make_engine(
     comm: Communicator,
     *,
     eos_token_ids: tuple[int, ...],
+    windows: Windows | None = None,
     ring: RingAttention | None = None,
 ) -> Engine:
     """One rank's engine around a model that is loaded with our attention.
@@ -257,6 +256,8 @@ def make_engine(
         For every layer and KV head, whether it is a retrieval head.
     comm : Communicator
     eos_token_ids : tuple of int
+    windows : sequence of sequence of (int or None), optional
+        For every layer and KV head, a local head's own window.
     ring : RingAttention, optional
         In place of the one that the settings name.
 
@@ -276,7 +277,7 @@ def make_engine(
         runner = ModelRunner(
             model,
             shape,
-            HeadLayout.from_decision(retrieval, device),
+            HeadLayout.from_decision(retrieval, device, windows),
             cache_config(config, shape, max_model_len, wave_tokens, comm.size, kv_dtype),
             comm,
             ring or ring_of(config, device, dtype, kv_dtype),
@@ -318,10 +319,19 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     Raises
     ------
     ConfigError
-        If more are asked for than the model was made for.
+        If more are asked for than the model was made for. One that is biased by distance has no
+        last position: there it is a warning.
     """
     length = config.max_model_len or shape.max_positions
-    if length > shape.max_positions:
+    if length > shape.max_positions and shape.alibi:
+        log.warning(
+            "max_model_len is %d, but %s was trained with %d positions: its bias by distance goes "
+            "on beyond, what it makes of such texts is not known",
+            length,
+            config.model,
+            shape.max_positions,
+        )
+    elif length > shape.max_positions:
         if shape.beyond:
             raise ConfigError(
                 f"max_model_len is {length}, but {config.model} is served up to "
@@ -342,15 +352,15 @@ class Loaded:
     ----------
     model : PreTrainedModel
         With our attention.
-    retrieval : sequence of sequence of bool
-        For every layer and KV head, whether it is a retrieval head.
+    head_map : HeadMap
+        Of its heads.
     eos_token_ids : tuple of int
     shares : ShardedWeights or None
         This rank's part of the weights, if they are sharded: the model cannot run yet.
     """
 
     model: PreTrainedModel
-    retrieval: Sequence[Sequence[bool]]
+    head_map: HeadMap
     eos_token_ids: tuple[int, ...]
     shares: ShardedWeights | None
 
@@ -390,7 +400,7 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     model_config = read_config(path, trust_remote_code=trust)
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
-    retrieval = retrieval_heads(config, shape, model_fingerprint(model_config))
+    head_map = head_map_of(config, shape, model_fingerprint(model_config))
     shares = None
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
@@ -407,7 +417,7 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             group=comm.group,
             together=layer_classes(model),
         )
-    return Loaded(model, retrieval, eos_token_ids(path), shares)
+    return Loaded(model, head_map, eos_token_ids(path), shares)
 
 
 def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> Engine:
@@ -422,7 +432,12 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> Engine:
         loaded.shares.gather_when_run(partial(comm.note, "weights"))
     check_model(loaded.model, config.model)
     return make_engine(
-        loaded.model, config, loaded.retrieval, comm, eos_token_ids=loaded.eos_token_ids
+        loaded.model,
+        config,
+        loaded.head_map.retrieval,
+        comm,
+        eos_token_ids=loaded.eos_token_ids,
+        windows=loaded.head_map.windows,
     )
 
 

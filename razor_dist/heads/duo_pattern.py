@@ -250,8 +250,14 @@ def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     Raises
     ------
     HeadMapError
-        If a file is there already or cannot be written.
+        If a file is there already or cannot be written, or local heads have windows of their own,
+        which a pattern cannot say.
     """
+    if head_map.windows is not None:
+        raise HeadMapError(
+            f"the head map of {head_map.model!r} gives every local head a window of its own, and a "
+            "DuoAttention pattern has one for all: it cannot be exported"
+        )
     own = exported_gates(head_map)
     gates = own or [[float(flag) for flag in row] for row in head_map.retrieval]
     settings: Mapping[str, Any] = head_map.settings if head_map.method == METHOD else {}

@@ -28,6 +28,8 @@ Scores: TypeAlias = tuple[tuple[Score, ...], ...]
 """``[layers][query heads]``, or ``[layers][KV heads]`` in `HeadMap.kv_scores`."""
 Flags: TypeAlias = tuple[tuple[bool, ...], ...]
 """``[layers][KV heads]``."""
+Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
+"""``[layers][KV heads]``, in tokens."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, query head)`` pairs, the highest score first."""
 
@@ -54,8 +56,8 @@ class HeadMap:
     fingerprint : str
         `razor_dist.models.loader.model_fingerprint` of that model.
     method : str
-        How the heads were found: ``razor``, ``duo`` or ``onthefly``; ``constructed`` in the needle
-        model; ``full`` and ``streaming`` for all heads and none.
+        How the heads were found: ``razor``, ``duo``, ``onthefly`` or ``alibi``; ``constructed`` in
+        the needle model; ``full`` and ``streaming`` for all heads and none.
     settings : dict
         Of the method.
     query_heads : int
@@ -69,6 +71,10 @@ class HeadMap:
         For each kind of score of query heads, ``[layers][query heads]``.
     kv_scores : dict
         For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
+    windows : tuple, optional
+        ``[layers][KV heads]``: the window of every local head, in tokens; None for a retrieval
+        head. Without it, local heads have the window of the settings. A file may leave it out;
+        releases from before there were any refuse one that does not.
     verification : Verification, optional
         What the map was found to lose. A file may leave it out.
     format_version : int
@@ -84,6 +90,7 @@ class HeadMap:
     selected: dict[str, Pairs]
     scores: dict[str, Scores]
     kv_scores: dict[str, Scores] = Field(default_factory=dict)
+    windows: Windows | None = None
     verification: Verification | None = None
 
     @model_validator(mode="after")
@@ -108,11 +115,23 @@ class HeadMap:
                 f"kv_scores.{both[0]}: scores has this kind too; a kind belongs to query heads or "
                 "to KV heads"
             )
+        if self.windows is not None:
+            self._check_windows(self.windows)
         for kind, pairs in self.selected.items():
             for layer, head in pairs:
                 if not (0 <= layer < layers and 0 <= head < self.query_heads):
                     raise ValueError(f"selected.{kind}: there is no layer {layer}, head {head}")
         return self
+
+    def _check_windows(self, windows: Windows) -> None:
+        sizes = [len(row) for row in self.retrieval]
+        if [len(row) for row in windows] != sizes:
+            raise ValueError(f"windows: needs {len(sizes)} layers of {sizes[0]} KV heads")
+        for layer, (row, flags) in enumerate(zip(windows, self.retrieval, strict=True)):
+            for head, (window, flag) in enumerate(zip(row, flags, strict=True)):
+                if flag is not (window is None):
+                    needs = "retrieval head and has none" if flag else "local head and needs one"
+                    raise ValueError(f"windows: layer {layer}, KV head {head} is a {needs}")
 
     @property
     def group(self) -> int:
@@ -336,6 +355,10 @@ def _readable_json(fields: dict[str, Any]) -> str:
         parts[name] = _braced({k: _rows(v, "    ") for k, v in fields[name].items()}, "  ")
     if not fields["kv_scores"]:
         del parts["kv_scores"]  # as in files from before there were any
+    if fields["windows"] is None:
+        del parts["windows"]
+    else:
+        parts["windows"] = _rows(fields["windows"], "  ")
     if fields["verification"] is None:
         del parts["verification"]
     return _braced(parts, "") + "\n"

@@ -63,8 +63,8 @@ class AlibiModel(Protocol):
 
     config: Any
 
-    def slopes(self) -> Tensor:
-        """float32 ``[H]``, the same in every layer, on the model's device."""
+    def slopes(self, device: torch.device) -> Tensor:
+        """float32 ``[H]``, the same in every layer."""
         ...
 
     def layer_weights(self, layer: int) -> LayerWeights: ...
@@ -90,12 +90,12 @@ class CausalLM:
     # Attention goes to the call's context: `razor_dist.models.support.check_class`.
     _supports_attention_backend = True
 
-    def slopes(self: Any) -> Tensor:
+    def slopes(self: Any, device: torch.device) -> Tensor:
         """See `AlibiModel`."""
         # Made when first needed: while weights load, a model's buffers are on no device.
-        if self._slopes is None or self._slopes.device != self.device:
+        if self._slopes is None or self._slopes.device != device:
             self._slopes = torch.tensor(
-                self.slopes_of(self.config), dtype=torch.float32, device=self.device
+                self.slopes_of(self.config), dtype=torch.float32, device=device
             )
         slopes: Tensor = self._slopes
         return slopes
@@ -122,16 +122,11 @@ class CausalLM:
             Indices of the tokens whose logits are wanted, or how many at the end; 0 means all.
         """
         hidden = self.base_model(
-            input_ids=input_ids, biased=Biased(attention_context, self.slopes())
+            input_ids=input_ids, biased=Biased(attention_context, self.slopes(input_ids.device))
         )
         kept = logits_to_keep
         rows = slice(-kept, None) if isinstance(kept, int) else kept
-        return CausalLMOutput(logits=self.logits(hidden[:, rows]))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states ``[1, T, E]``."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return CausalLMOutput(logits=self.lm_head(hidden[:, rows]))
 
 
 def adapter(config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -145,27 +145,33 @@ class _Body(_PreTrained):
         return out
 
 
+class _Head(nn.Linear):
+    """The output projection; normalised in Baichuan 2, whose logits are float32."""
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        self.normalised = config.normalised_head
+        self._norms: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden)
+        if not self.normalised:
+            return logits
+        # The rows' norms rather than a normalised copy: the weights stay shared by a host's ranks.
+        if self._norms is None or self._norms.device != hidden.device:
+            norms = torch.linalg.vector_norm(self.weight, dim=1, dtype=torch.float32)
+            self._norms = norms.clamp(min=1e-12)
+        return logits.float() / self._norms
+
+
 class Model(CausalLM, _PreTrained):
     """Baichuan whose attention is the call's context."""
 
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__(config)
         self.model = _Body(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._norms: Tensor | None = None
+        self.lm_head = _Head(config)
         self.post_init()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states ``[1, T, E]``; float32 if the head is normalised."""
-        weight: Any = self.lm_head.weight
-        logits = linear(hidden, weight)
-        if not self.config.normalised_head:
-            return logits
-        # The rows' norms rather than a normalised copy: the weights stay shared by a host's ranks.
-        if self._norms is None or self._norms.device != weight.device:
-            self._norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
-            self._norms.clamp_(min=1e-12)
-        return logits.float() / self._norms
 
     @staticmethod
     def slopes_of(config: PretrainedConfig) -> list[float]:

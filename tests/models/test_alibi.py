@@ -6,21 +6,32 @@ Over ranks, prefill cuts and decode, with all heads in full and with a window pe
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MptConfig
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import build_engine
+from razor_dist.errors import ModelError
+from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.alibi import press_slopes
+from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.mpt import Model as Mpt
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
 from razor_dist.policy import LocalPolicy
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
 from tests.cases import Case, logits_of, model_and_shape
+from tests.engine.test_graph import case_of, story
 from tests.ranks import RankPool
 from tests.test_invariance import assert_same, tokens_of
 
@@ -143,3 +154,95 @@ def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folde
         for cut in (8192, 47):
             cut_case = dataclasses.replace(case, wave_tokens=cut)
             assert_same(ranks(world).run(logits_of, cut_case)[0], want)
+
+
+def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, folder: Folder) -> None:
+    path = folder("bloom6")
+    _, shape = model_and_shape(str(path))
+    flags, windows, _ = mixed(shape.layers, shape.kv_heads)
+    case = dataclasses.replace(case_of(path), retrieval=flags, windows=windows)
+    errors, agree, *_ = ranks(2).run(story, case)[0]
+    assert len(errors) > 80 and max(errors) < 1e-5 and agree
+
+
+@pytest.mark.parametrize("family", ["bloom6", "mpt"])
+def test_nothing_as_wide_as_the_context_is_built(
+    family: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("built")
+
+    for module, names in (
+        (modeling_bloom, ("create_causal_mask", "build_alibi_tensor", "_get_alibi_slopes")),
+        (modeling_mpt, ("create_causal_mask", "build_mpt_alibi_tensor")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    path = folder(family)
+    _, shape = model_and_shape(str(path))
+    every = ((True,) * shape.kv_heads,) * shape.layers
+    tokens = tokens_of(20)
+    assert logits_of(Communicator(None), Case(str(path), every, POLICY, tokens)) is not None
+
+
+def test_bias_max_counts_as_in_storywriter(folder: Folder, tmp_path: Path) -> None:
+    """transformers' class ignores it; the literal reference does not."""
+    path = tmp_path / "story"
+    shutil.copytree(folder("mpt"), path)
+    config = json.loads((path / "config.json").read_text())
+    config["attn_config"]["alibi_bias_max"] = 16
+    (path / "config.json").write_text(json.dumps(config))
+    assert model_fingerprint(read_config(path)) != model_fingerprint(read_config(folder("mpt")))
+    _, shape = model_and_shape(str(path))
+    every = ((True,) * shape.kv_heads,) * shape.layers
+    tokens = tokens_of(90, seed=5)
+    got = logits_of(Communicator(None), Case(str(path), every, POLICY, tokens))
+    want = literal_alibi(path, list(tokens)).float()
+    assert got is not None
+    assert_same(got, want[-1:])
+    assert (literal_alibi(folder("mpt"), list(tokens)).float() - want)[-1].abs().max() > 1e-2
+
+
+def test_weights_of_another_kind_are_refused(folder: Folder, tmp_path: Path) -> None:
+    """Baichuan's kinds share a model type; a rotary one brings its frequencies."""
+    path = tmp_path / "rotary"
+    shutil.copytree(folder("baichuan"), path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not use: .*inv_freq"):
+        load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_an_engine_has_the_maps_windows_at_any_length(
+    folder: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder("bloom6")
+    config = read_config(path)
+    flags, windows, _ = mixed(3, 6)
+    own = tuple(tuple(None if f else w or 7 for f, w in zip(*row, strict=True))
+                for row in zip(flags, windows, strict=True))  # fmt: skip
+    head_map = HeadMap(
+        model="tiny",
+        fingerprint=model_fingerprint(config),
+        method="alibi",
+        settings={},
+        query_heads=ModelShape.from_config(config).query_heads,
+        retrieval=flags,
+        selected={},
+        scores={},
+        windows=own,
+    )
+    head_map.save(tmp_path / "map.json")
+    settings = {"model": str(path), "head_map": str(tmp_path / "map.json"), "block": 8}
+    engine = build_engine(
+        EngineConfig(**settings, max_model_len=5000, max_num_seqs=1),
+        Communicator(None),
+        torch.device("cpu"),
+    )
+    assert "was trained with 4096 positions" in caplog.text
+    lengths = sorted({w for row in own for w in row if w is not None})
+    policies = [cache.policy for cache in engine.runner.caches.local]
+    assert [p.window(4999) for p in policies] == [p.window(0) for p in policies] == lengths
+    assert [c.k.shape[2] for c in engine.runner.caches.local] == [1 + w + 7 for w in lengths]
+    assert not any(p.sinks or p.compensation for p in policies)

@@ -1,0 +1,103 @@
+"""Attention biased by distance against its definition in float64, near and far."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import Alibi, Partial, attend, distance_bias, merge
+from razor_dist.kernels.alibi import BLOCK, widened
+from tests.test_kernels import draw
+
+SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
+
+
+def literal(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, queries: Tensor, keys: Tensor, causal: bool
+) -> Partial:
+    scores = torch.einsum("kgtd,ksd->kgts", q.double(), k.double()) * scale
+    scores = scores + SLOPES.double()[:, :, None, None] * (keys - queries[:, None])
+    if causal:
+        future = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    out = torch.einsum("kgts,ksd->kgtd", scores.softmax(-1), v.double())
+    return Partial(out, scores.logsumexp(-1))
+
+
+def places(runs: list[range]) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
+@pytest.mark.parametrize("at", [0, 1_000_000])
+def test_alibi_is_its_definition(backend: str, at: int) -> None:
+    """Queries of two runs, longer than a block; errors do not grow with the position."""
+    runs = [range(at, at + 300), range(at + 700, at + 700 + BLOCK)]
+    own = places(runs)
+    q, k, v = draw(3, 2, len(own), len(own))
+    got = attend(q, k, v, scale=0.25, causal=True, alibi=Alibi(SLOPES, runs, own), backend=backend)
+    want = literal(q, k, v, 0.25, own, own, True)
+    torch.testing.assert_close(got.out, want.out.float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse.float(), atol=1e-4, rtol=1e-6)
+
+
+def test_partials_of_any_segments_merge_to_the_whole() -> None:
+    near, far = torch.arange(900_000, 900_100), torch.randperm(500)
+    keys = torch.cat([far, near])
+    runs = [range(900_100, 900_104)]
+    q, k, v = draw(3, 2, 4, len(keys))
+    parts = [
+        attend(q, k[:, span], v[:, span], scale=0.25, alibi=Alibi(SLOPES, runs, keys[span]))
+        for span in (slice(0, 200), slice(200, 510), slice(510, 600))
+    ]
+    want = literal(q, k, v, 0.25, places(runs), keys, False)
+    torch.testing.assert_close(merge(parts).out, want.out.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(merge(parts).lse, want.lse.float(), atol=1e-5, rtol=1e-6)
+
+
+def test_positions_from_the_beginning_would_not_do() -> None:
+    """Why queries have references of their own: what rounding makes of slope * j at a million."""
+    at = 1_000_000
+    keys, runs = torch.arange(at - 50, at), [range(at, at + 1)]
+    q, k, v = draw(3, 2, 1, 50)
+    want = literal(q, k, v, 0.25, places(runs), keys, False)
+    naive = attend(q, k, v, scale=0.25, bias=distance_bias(SLOPES, keys.float()))
+    ours = attend(q, k, v, scale=0.25, alibi=Alibi(SLOPES, runs, keys))
+    errors = [float((p.out - want.out).abs().max()) for p in (naive, ours)]
+    assert errors[0] > 1e-3 and errors[1] < 1e-6
+
+
+@pytest.mark.parametrize("keys", [77, 3000])
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_a_bias_per_head(keys: int, queries: int) -> None:
+    """As decode has it, folded and cut into parts, or not; what is hidden stays hidden."""
+    q, k, v = draw(3, 2, queries, keys)
+    bias = distance_bias(SLOPES, torch.arange(-keys, 0.0))
+    bias[:, :, : keys // 2] = -torch.inf
+    got = attend(q, k, v, scale=0.25, bias=bias, backend="torch_cpu")
+    want = attend(q, k[:, keys // 2 :], v[:, keys // 2 :], scale=0.25,
+                  bias=bias[:, :, keys // 2 :], backend="reference")  # fmt: skip
+    torch.testing.assert_close(got.out, want.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=1e-5)
+
+
+def test_widened_heads_carry_the_distance_in_bfloat16() -> None:
+    """What CUDA's kernels are given; the digits and both parts of the slope are needed."""
+    q, k, v = (x.bfloat16() for x in draw(3, 2, 40, 5000, dim=64))
+    queries, keys = torch.full((40,), 70_000), torch.arange(65_000, 70_000)
+    wide = widened(q, k, v, 0.125, SLOPES, (keys - 70_000).float())
+    assert wide[0].shape[-1] == 72
+    exact = (x.float() for x in wide)
+    got = attend(*exact, scale=0.125, backend="reference")
+    want = literal(q, k, v, 0.125, queries, keys, False)
+    torch.testing.assert_close(got.out[..., :64], want.out.float(), atol=1e-4, rtol=0)
+    assert not got.out[..., 64:].any()
+    torch.testing.assert_close(got.lse, want.lse.float(), atol=1e-4, rtol=0)
+
+
+def test_alibi_and_bias_are_one_or_the_other() -> None:
+    q, k, v = draw(3, 2, 1, 4)
+    alibi = Alibi(SLOPES, [range(4, 5)], torch.arange(4))
+    with pytest.raises(ValueError, match="bias or alibi, not both"):
+        attend(q, k, v, scale=1.0, bias=torch.zeros(4), alibi=alibi)
