@@ -29,6 +29,7 @@ import psutil
 
 from razor_dist import LLM, SamplingParams
 from razor_dist.engine.protocol import Message
+from razor_dist.errors import ConfigError
 from razor_dist.evals.hidden_words import Hidden, hide_words
 from razor_dist.evals.million_table import polynomial, table
 from razor_dist.evals.timing import Say
@@ -290,22 +291,33 @@ def run_all(
     return all(a["exact"] for r in runs.all if r["settings"] in asked for a in r["answers"])
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:  # argparse shows the message of this one alone
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the runs asked for, or what is left of them; 0 if every answer is exact."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
-        "--lengths", "--length", nargs="+", type=parse_size, default=[2**20], help="such as 64K 1M"
+        "--lengths", "--length", nargs="+", type=_size, default=[2**20], help="such as 64K 1M"
     )
     parser.add_argument("--attention", nargs="+", choices=["razor", "full"], default=["razor"])
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="of a rank")
-    parser.add_argument("--wave-tokens", type=parse_size, help="default: the engine's")
+    parser.add_argument("--wave-tokens", type=_size, help="default: the engine's")
     parser.add_argument("--window-min", type=int, default=256)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--depths", nargs="+", type=int, default=[10, 50, 90])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    try:  # before the hours that longer ones take
+        hide_words(min(args.lengths), args.depths, args.seed)
+    except ValueError as error:
+        parser.error(str(error))
     wanted = [
         RunSettings(
             length,

@@ -36,6 +36,22 @@ def test_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "table.md").read_text().count("3 of 3") == 2
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--length", "16Q"], "'16Q' is no size"),
+        (["--length", "20"], "20 tokens do not hold 3 sentences"),
+        (["--depths", "101"], "depths must be percentages"),
+    ],
+)
+def test_what_cannot_be_run(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--length", "1K", *options])
+    assert message in capsys.readouterr().err
+
+
 def fake(settings: RunSettings, exact: bool = True, **changes: Any) -> dict[str, Any]:
     """A run whose numbers follow laws that the table must find."""
     n = settings.length
