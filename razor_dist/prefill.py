@@ -189,8 +189,8 @@ class PrefillContext:
     def _positions(self, pool: PagePool, old: list[tuple[int, int]], exact: bool) -> list[Tensor]:
         """Where the tokens of earlier waves stand, for every rank's shard, in its order.
 
-        The ranks tell each other once per wave: not even a decoded prefix moves its tokens between
-        them, but only a rank itself knows the order in which it stored them.
+        The ranks tell each other once per wave: besides waves, a shard may hold decoded tokens and
+        what a fork began with.
         """
         if exact not in self._earlier_positions:
             counts = self._earlier[exact]

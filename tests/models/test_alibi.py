@@ -21,6 +21,7 @@ from transformers.models.mpt import modeling_mpt
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import build_engine
+from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.errors import ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.alibi import press_slopes
@@ -28,9 +29,10 @@ from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.mpt import Model as Mpt
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.zigzag import waves
 from razor_dist.policy import LocalPolicy
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
-from tests.cases import Case, logits_of, model_and_shape
+from tests.cases import Case, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_graph import case_of, story
 from tests.ranks import RankPool
 from tests.test_invariance import assert_same, tokens_of
@@ -154,6 +156,35 @@ def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folde
         for cut in (8192, 47):
             cut_case = dataclasses.replace(case, wave_tokens=cut)
             assert_same(ranks(world).run(logits_of, cut_case)[0], want)
+
+
+def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
+    """Prefill 60 tokens, decode 3, and prefill the rest of the prompt in a fork of that."""
+    runner = make_runner(comm, case, 2)
+    prefill(runner, 0, dataclasses.replace(case, prompt=case.prompt[:60]))
+    for token in case.prompt[60:63]:
+        runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
+    end, logits = len(case.prompt), None
+    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, wave_tokens=20, source=0))
+    for wave in waves(63, end, 20, comm.size):
+        tokens = case.prompt[wave.begin : wave.end]
+        logits = runner.execute(
+            StepPlan(Op.PREFILL, 1, wave.begin, wave.end, last=wave.end == end, payload=tokens)
+        )
+    return logits
+
+
+def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> None:
+    path = folder("mpt6")
+    _, shape = model_and_shape(str(path))
+    flags, windows, local = mixed(shape.layers, shape.kv_heads)
+    tokens = tokens_of(118, seed=6)
+    want = literal_alibi(path, list(tokens), local).float()[-1:]
+    case = Case(
+        str(path), flags, POLICY, tokens, (0,) * 3, wave_tokens=25, page_size=7, windows=windows
+    )
+    for world in (1, 2):
+        assert_same(ranks(world).run(continued, case)[0], want)
 
 
 def test_recorded_decode_steps_are_the_eager_ones(ranks: Ranks, folder: Folder) -> None:
