@@ -1,9 +1,9 @@
-"""Tokenizers for tests: the embedded model's, loaded once, and one that a tiny model's ids hold."""
+"""Tokenizers for tests: the embedded model's, loaded once, and such as a tiny model's ids hold."""
 
 from functools import lru_cache
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from razor_dist.engine.prompts import load_tokenizer
@@ -20,7 +20,52 @@ def smollm2_tokenizer() -> PreTrainedTokenizerBase:
 
 def write_letters(folder: Path) -> None:
     """Put a tokenizer of printable ASCII letters, ids 4 to 98, into a model's folder."""
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=_letters(), unk_token="?!")
+    wrapped.save_pretrained(folder)
+
+
+# In GLM-4's order.
+GLM_SPECIAL = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+# GLM-4's, less the list of tools.
+_GLM_TEMPLATE = (
+    "[gMASK]<sop>{% for item in messages %}{% if item['content'] %}<|{{ item['role'] }}|>"
+    "{{ item['metadata'] }}\n{{ item['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_glm_letters(folder: Path) -> dict[str, int]:
+    """Put one like GLM-4's into a folder: with special tokens, two of them before every text.
+
+    Returns
+    -------
+    dict of str to int
+        Token ids: letters 4 to 98, then the line feed, then `GLM_SPECIAL` from 100 on.
+    """
+    tokenizer = _letters("\n", *GLM_SPECIAL)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A",
+        special_tokens=[(token, ids[token]) for token in ("[gMASK]", "<sop>")],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="?!",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(GLM_SPECIAL),
+        chat_template=_GLM_TEMPLATE,
+    ).save_pretrained(folder)
+    return ids
+
+
+def _letters(*more: str) -> Tokenizer:
+    """Every character a token; ``more`` from id 99 on."""
     letters = {chr(32 + i): i + 4 for i in range(95)} | {"?!": 3}
+    letters |= {token: 99 + i for i, token in enumerate(more)}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?!").save_pretrained(folder)
+    return tokenizer

@@ -71,8 +71,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the causal language model in a local folder, its attention replaced by ours.
 
-    On CPU, where ``dtype`` is the stored one, the parameters are views of the mapped safetensors
-    files: the ranks of one host share those pages, and loading reads nothing until it is used.
+    The safetensors files, however many, are mapped. On CPU, where ``dtype`` is the stored one, the
+    parameters are views of them: the ranks of one host share those pages, and loading reads nothing
+    until it is used. To another device or dtype each weight goes by itself.
 
     Parameters
     ----------
@@ -110,6 +111,9 @@ def load_model(
                 config=without_idle_window(config),
                 dtype=dtype,
                 attn_implementation=RAZOR_ATTENTION,
+                # Without it, weights that change dtype would first be whole on the CPU, once for
+                # each rank of a host.
+                device_map={"": device},
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
@@ -131,7 +135,7 @@ def load_model(
         )
     mark_long_positions(model)
     model.config.use_cache = False
-    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 
 
