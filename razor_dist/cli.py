@@ -22,6 +22,8 @@ COMMANDS = {
     "heads": "Import, export, compare and show head maps.",
     "needle-model": "Write a small model that tests long prompts.",
     "eval": "Measure what is found in long documents.",
+    "summarize": "Summarise documents of any length.",
+    "batch": "Answer the requests of a batch file.",
     "bench": "Measure speed and memory side by side.",
     "bench-identify": "Measure what finding heads costs.",
 }

@@ -44,3 +44,7 @@ class EngineError(RazorError, RuntimeError):
 
 class ClusterError(RazorError, RuntimeError):
     """The cluster cannot hold what is asked for, or cannot be reached."""
+
+
+class DocumentError(RazorError, ValueError):
+    """A document cannot be read; the message says why, without its name."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config import EngineConfig
 from razor_dist.config_sources import build_config
 from razor_dist.engine.assembler import Assembler, Piece, prompt_logprobs
-from razor_dist.engine.client import EngineClient
+from razor_dist.engine.client import EngineClient, EngineInfo
 from razor_dist.engine.local import LocalEngine
 from razor_dist.engine.loop_thread import LoopThread
 from razor_dist.engine.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
@@ -264,6 +264,17 @@ class LLM:
         return self._loop.run(self._client.stats())
 
     @property
+    def info(self) -> EngineInfo:
+        """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
+
+        Raises
+        ------
+        EngineError
+            If it cannot be started again after a failure.
+        """
+        return self._loop.run(self._client.ready())
+
+    @property
     def failed(self) -> bool:
         """Whether the ranks died too often to be started again: every call will fail."""
         return self._engine.client.status.state == "failed"
@@ -351,7 +362,7 @@ class LLM:
     def _check(
         self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
     ) -> list[Checked]:
-        info = self._loop.run(self._client.ready())
+        info = self.info
         return [
             check_prompt(
                 ids,

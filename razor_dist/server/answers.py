@@ -56,8 +56,33 @@ class Answer:
         return self.pieces[-1].finish_reason if self.pieces else None
 
 
-class Answers:
+@dataclass
+class AnswerList:
     """The answers to all prompts of one request, in the order of the prompts.
+
+    Attributes
+    ----------
+    answers : list of Answer
+    created : int
+        Unix time.
+    """
+
+    answers: list[Answer]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens in all prompts."""
+        return sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens in all answers so far."""
+        return sum(len(answer.pieces) for answer in self.answers)
+
+
+class Answers(AnswerList):
+    """Answers that are being generated.
 
     Parameters
     ----------
@@ -87,8 +112,7 @@ class Answers:
         report_progress: bool = False,
     ) -> None:
         client.check_room(len(prompts))
-        self.created = int(time.time())
-        self.answers = [Answer(len(prompt.tokens)) for prompt in prompts]
+        super().__init__([Answer(len(prompt.tokens)) for prompt in prompts])
         self._report_progress = report_progress
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._unfinished = len(prompts)
@@ -99,16 +123,6 @@ class Answers:
             self._streams.append(stream)
             pump = self._pump(index, stream, Assembler(tokenizer, params))
             self._tasks.append(asyncio.create_task(pump))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens in all prompts."""
-        return sum(answer.prompt_tokens for answer in self.answers)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens in all answers so far."""
-        return sum(len(answer.pieces) for answer in self.answers)
 
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[Event | None]:
         """What happens, as it happens, until every answer is finished.

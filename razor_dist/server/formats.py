@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.assembler import Piece
-from razor_dist.server.answers import Answer, Answers, Progress
+from razor_dist.server.answers import Answer, AnswerList, Progress
 from razor_dist.server.logprobs import chat_logprobs, legacy_logprobs
 
 Json = dict[str, Any]
@@ -23,7 +23,7 @@ class Format(ABC):
     ----------
     model : str
         The model's name in the API.
-    answers : Answers
+    answers : AnswerList
         What to tell.
     tokenizer : PreTrainedTokenizerBase or None
         Spells the tokens of log-probabilities.
@@ -34,7 +34,7 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: str, answers: Answers, tokenizer: PreTrainedTokenizerBase | None
+        self, model: str, answers: AnswerList, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self._answers = answers
         self._tokenizer = tokenizer
@@ -143,7 +143,7 @@ class CompletionFormat(Format):
     chunk_object = "text_completion"
 
     def __init__(
-        self, model: str, answers: Answers, tokenizer: PreTrainedTokenizerBase | None
+        self, model: str, answers: AnswerList, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         super().__init__(model, answers, tokenizer)
         # Where in each answer's text the next token's text begins.

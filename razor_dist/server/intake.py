@@ -70,7 +70,19 @@ def take_in(
     RequestError
         If anything about it cannot be served.
     """
-    value = parse_json(raw)
+    return take_in_value(endpoint, parse_json(raw), encoder, limits)
+
+
+def take_in_value(
+    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+) -> Intake:
+    """As `take_in`, for what the body's JSON holds.
+
+    Raises
+    ------
+    RequestError
+        If anything about it cannot be served.
+    """
     body: ChatBody | CompletionBody
     if endpoint == "chat":
         body = parse(ChatBody, value)

@@ -1,0 +1,75 @@
+"""``razor-dist batch``: OpenAI's batch files, answered offline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from razor_dist.commands.options import with_config_flags
+from razor_dist.config_sources import load_config
+from razor_dist.errors import ConfigError
+from razor_dist.jobs.config import JobConfig
+
+
+@with_config_flags(JobConfig)
+def batch(
+    config_file: str | None,
+    flags: dict[str, Any],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSONL: custom_id, method, url, body.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="JSONL with the answers; FILE.job beside it keeps them for a rerun."),
+    ],
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model in the bodies. [default: that of --model]"),
+    ] = None,
+) -> None:
+    """Answer the requests of a batch file.
+
+    Lines that are no request, and requests that are refused, are told of; the exit code is 1 then.
+    """
+    config = load_config(JobConfig, flags, os.environ, config_file)
+    from razor_dist.config import EngineConfig
+    from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
+    from razor_dist.jobs.launch import run_job
+    from razor_dist.jobs.local_engine import settings_of
+    from razor_dist.jobs.results import json_line, read_job
+    from razor_dist.server.logs import set_up_logging
+
+    work = out.with_name(f"{out.name}.job")
+    if out.exists() and not work.exists():
+        raise ConfigError(f"{out} is there and no earlier run of this command wrote it")
+    entries = read_batch(file)
+    if not entries:
+        raise ConfigError(f"{file} holds no line")
+    set_up_logging("info")
+    engine = EngineConfig(**settings_of(config))
+    task = BatchTask(engine, served_model_name or config.model, entries)
+    folder = run_job(task, config, work).folder
+    records = {record["id"]: record for record in read_job(folder).records}
+    draft, failed = out.with_name(f"{out.name}.new"), 0
+    with draft.open("wb") as target:
+        for entry, line in zip(entries, output_lines(entries, records), strict=True):
+            target.write(json_line(line))
+            problem = _problem(line, entry.line.number)
+            if problem:
+                failed += 1
+                typer.echo(f"{file}: {problem}", err=True)
+    draft.replace(out)
+    typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _problem(line: dict[str, Any], number: int) -> str | None:
+    """What is wrong with a line of the output, naming its line of the batch file."""
+    if line["error"] is not None:
+        return str(line["error"]["message"])
+    if line["response"]["status_code"] == 200:
+        return None
+    return f"line {number}: {line['response']['body']['error']['message']}"

@@ -1,0 +1,7 @@
+"""Documents of many formats as texts, cut where they are too long, and their summaries.
+
+`collect` finds the documents that a command line names, `read` makes texts of their files by the
+readers beside it, `split` cuts a text at chapters or paragraphs, and `summary` asks a model.
+Headings are lines that begin with ``#``, in whatever format they were; blocks of text are separated
+by an empty line.
+"""

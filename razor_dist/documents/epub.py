@@ -1,0 +1,93 @@
+"""Text of electronic books: the pages of their spine, in its order.
+
+An EPUB file is a zip archive of XHTML pages; the package EbookLib, which also reads it, is AGPL.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import zipfile
+from html.entities import name2codepoint
+from urllib.parse import unquote
+
+from bs4 import BeautifulSoup
+from lxml import etree
+
+from razor_dist.documents.html import decoded, text_of
+from razor_dist.errors import DocumentError
+
+# Unpacked bytes of one file at most: an archive of kilobytes can hold gigabytes of zeros.
+_LARGEST = 256 * 2**20
+_CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
+# Fonts may be obfuscated; the text of such a book is open.
+_FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+_ENTITY = re.compile(r"&(\w+);")
+
+
+def read(data: bytes) -> str:
+    """The text of an EPUB file.
+
+    Raises
+    ------
+    DocumentError
+        If it is encrypted, or lacks what an EPUB file must hold.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        book = _Book(archive)
+        return "\n\n".join(filter(None, map(book.page, book.pages())))
+
+
+class _Book:
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._names = set(archive.namelist())
+        if _ENCRYPTION in self._names:
+            methods = self._xml(_ENCRYPTION).iter("{*}EncryptionMethod")
+            if any(method.get("Algorithm") not in _FONTS for method in methods):
+                raise DocumentError("is encrypted")
+
+    def pages(self) -> list[str]:
+        """The names of the pages' files."""
+        root = next(self._xml(_CONTAINER).iter("{*}rootfile"), None)
+        package = root.get("full-path") if root is not None else None
+        if not package:
+            raise DocumentError(f"names no package file in {_CONTAINER}")
+        tree = self._xml(package)
+        files = {item.get("id"): item.get("href", "") for item in tree.iter("{*}item")}
+        folder = posixpath.dirname(package)
+        names = []
+        for reference in tree.iter("{*}itemref"):
+            if reference.get("idref") not in files:
+                raise DocumentError(f"has no page {reference.get('idref')!r} of its spine")
+            href = unquote(files[reference.get("idref")])
+            names.append(posixpath.normpath(posixpath.join(folder, href)))
+        return names
+
+    def page(self, name: str) -> str:
+        """The text of a page."""
+        page = _ENTITY.sub(_as_character, decoded(self._bytes(name)))
+        return text_of(BeautifulSoup(page, "xml"))  # <title/> would swallow the page in HTML
+
+    def _xml(self, name: str) -> etree._Element:
+        parser = etree.XMLParser(resolve_entities=False, no_network=True)
+        return etree.fromstring(self._bytes(name), parser)
+
+    def _bytes(self, name: str) -> bytes:
+        if name not in self._names:
+            raise DocumentError(f"lacks the file {name}")
+        info = self._archive.getinfo(name)
+        if info.flag_bits & 1:
+            raise DocumentError("is encrypted")
+        if info.file_size > _LARGEST:
+            raise DocumentError(f"holds {name} of {info.file_size} bytes, more than {_LARGEST}")
+        return self._archive.read(name)
+
+
+def _as_character(entity: re.Match[str]) -> str:
+    """HTML's named characters, which XML does not know; XML's own stay."""
+    if entity[1] in ("amp", "lt", "gt", "quot", "apos"):
+        return entity[0]
+    code = name2codepoint.get(entity[1])
+    return entity[0] if code is None else chr(code)

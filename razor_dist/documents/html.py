@@ -1,0 +1,94 @@
+"""Text of web pages, with their headings and paragraphs."""
+
+from __future__ import annotations
+
+import re
+
+from bs4 import BeautifulSoup, NavigableString, Tag
+from bs4.dammit import UnicodeDammit
+
+from razor_dist.errors import DocumentError
+
+# Elements that are not read: programs, pictures, menus.
+_SKIPPED = re.compile("head|script|style|template|noscript|svg|math|nav|iframe|object")
+# Elements within a paragraph; every other one begins and ends a block of its own.
+_INLINE = re.compile(
+    "a|abbr|acronym|b|bdi|bdo|big|cite|code|data|del|dfn|em|font|i|img|ins|kbd|label"
+    "|mark|q|ruby|rb|rp|rt|s|samp|small|span|strike|strong|sub|sup|time|tt|u|var|wbr"
+)
+_SPACE = re.compile(r"[ \t\r\n\f]+")
+_DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
+
+
+def read(data: bytes) -> str:
+    """The text of an HTML page.
+
+    Raises
+    ------
+    DocumentError
+        If its encoding cannot be found.
+    """
+    return text_of(BeautifulSoup(decoded(data), "lxml"))
+
+
+def decoded(data: bytes) -> str:
+    """A page's characters, by its declarations or, without them, by its bytes."""
+    text = UnicodeDammit(data, is_html=True).unicode_markup
+    if text is None:
+        raise DocumentError("is in an unknown encoding")
+    return _DECLARATION.sub("", text, count=1)
+
+
+def text_of(page: Tag) -> str:
+    """The text of an element: blocks separated by empty lines, headings marked by ``#``."""
+    blocks = _Blocks()
+    blocks.walk(page)
+    blocks.end()
+    return "\n\n".join(blocks.done)
+
+
+class _Blocks:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._open: list[str] = []
+        self._mark = ""
+
+    def walk(self, element: Tag) -> None:
+        for child in element.children:
+            if isinstance(child, Tag):
+                self._enter(child)
+            elif type(child) is NavigableString:  # its subclasses are comments and the like
+                self._open.append(_SPACE.sub(" ", child))
+
+    def _enter(self, tag: Tag) -> None:
+        name = tag.name.lower()
+        if _SKIPPED.fullmatch(name):
+            return
+        if name == "br":
+            self._open.append("\n")
+        elif _INLINE.fullmatch(name):
+            self.walk(tag)
+        elif name in ("td", "th"):
+            self.walk(tag)
+            self._open.append("\t")
+        elif name == "pre":
+            self.end()
+            self.done.append(tag.get_text().strip("\n"))
+        else:
+            self.end()
+            if re.fullmatch("h[1-6]", name):
+                self._mark = "#" * int(name[1]) + " "
+            elif name == "li":
+                self._mark = "- "
+            self.walk(tag)
+            self.end()
+
+    def end(self) -> None:
+        lines = (" ".join(line.split()) for line in "".join(self._open).split("\n"))
+        text = "\n".join(line for line in lines if line)
+        self._open = []
+        if text:
+            if self._mark.startswith("#"):
+                text = text.replace("\n", " ")
+            self.done.append(self._mark + text)
+            self._mark = ""

@@ -1,0 +1,87 @@
+"""What summaries are to be like: the prompt and the settings that fill it in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from razor_dist.errors import ConfigError
+from razor_dist.sampling_params import SamplingParams
+
+# The question comes last, so that every head that keeps recent tokens has it when it is answered.
+TEMPLATE = """Below is {kind}.
+
+{document}
+
+That was {kind}. Summarize it in about {words} words, in {language}. Write only the summary."""
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_NAMES = ("document", "kind", "words", "language")
+# Tokens for each word asked for: some languages take three, and a sentence wants to be ended.
+_TOKENS_PER_WORD = 3
+
+
+@dataclass(frozen=True)
+class Style:
+    """What summaries are to be like; all of it decides the results.
+
+    Parameters
+    ----------
+    words : int
+        Length asked for.
+    language : str
+        In the prompt's words, such as "French".
+    template : str
+        The prompt, with ``{document}`` and, where wanted, ``{kind}`` (what the text is: a document,
+        a part, summaries), ``{words}`` and ``{language}``.
+    max_tokens : int, optional
+        At which an answer is cut off; three for each word if not given.
+    temperature : float
+        0 is greedy.
+    seed : int
+        Of the draws at other temperatures.
+
+    Raises
+    ------
+    ConfigError
+        If a value is wrong.
+    """
+
+    words: int = 200
+    language: str = "the language of the text"
+    template: str = TEMPLATE
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("words", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not self.language.strip():
+            raise ConfigError("language must not be empty")
+        names = set(_PLACEHOLDER.findall(self.template))
+        if unknown := sorted(names - set(_NAMES)):
+            raise ConfigError(
+                f"the template has the unknown placeholder {{{unknown[0]}}}; "
+                f"there are {', '.join('{' + name + '}' for name in _NAMES)}"
+            )
+        if "document" not in names:
+            raise ConfigError("the template has no {document}, where the text is to stand")
+        _ = self.sampling  # the temperature's range is SamplingParams' to refuse
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the answers are drawn."""
+        limit = self.max_tokens or _TOKENS_PER_WORD * self.words
+        return SamplingParams(max_tokens=limit, temperature=self.temperature, seed=self.seed)
+
+    def prompt(self, document: str, kind: str) -> str:
+        """The prompt for a text."""
+        values = {
+            "document": document,
+            "kind": kind,
+            "words": str(self.words),
+            "language": self.language,
+        }
+        return _PLACEHOLDER.sub(lambda match: values[match[1]], self.template)

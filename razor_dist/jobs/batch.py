@@ -1,0 +1,232 @@
+"""OpenAI's batch files as a job: a request in each line, and its answer in a line of the output.
+
+A request is ``{"custom_id", "method": "POST", "url", "body"}``; its body is what the server takes
+at that url, checked by the server's own code. A line of the output is ``{"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error"}``: a body that is refused has the
+response that the server would give; what is no request, and what the engine failed at, has no
+response and an ``error`` of ``code`` and ``message``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.assembler import Piece
+from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.errors import RequestError
+from razor_dist.jobs.lines import Line, digest_of, read_lines
+from razor_dist.jobs.results import Record
+from razor_dist.jobs.task import Item
+from razor_dist.llm import LLM
+from razor_dist.outputs import RequestOutput, TokenLogprobs
+from razor_dist.server.answers import Answer, AnswerList
+from razor_dist.server.body import parse_json
+from razor_dist.server.errors import Failure
+from razor_dist.server.formats import ChatFormat, CompletionFormat
+from razor_dist.server.intake import Endpoint, Limits, take_in_value
+
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+}
+_FIELDS = ("custom_id", "method", "url", "body")
+# Prompts of one request; the engine holds as many as it has room for.
+_MAX_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a batch file.
+
+    Attributes
+    ----------
+    line : Line
+    custom_id : str or None
+        ``None`` if it has none that can be used.
+    problem : str or None
+        Why it is no request; ``None`` if it is one.
+    """
+
+    line: Line
+    custom_id: str | None
+    problem: str | None = None
+
+    @property
+    def item_id(self) -> str:
+        """The name of its record in the results: what it asks is a part of it."""
+        return f"{self.custom_id}#{self.line.digest}"
+
+
+def read_batch(path: str | Path) -> list[Entry]:
+    """The entries of a batch file; their bodies are not checked yet.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read.
+    """
+    entries: list[Entry] = []
+    first: dict[str, int] = {}
+    for line, data in read_lines(path):
+        custom_id = None
+        try:
+            request = _parse(data)
+            custom_id = _custom_id(request)
+            _check(request)
+            if custom_id in first:
+                raise RequestError(
+                    f"custom_id {custom_id!r} is that of line {first[custom_id]} already"
+                )
+            first[custom_id] = line.number
+            entries.append(Entry(line, custom_id))
+        except RequestError as error:
+            entries.append(Entry(line, custom_id, str(error)))
+    return entries
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        request = parse_json(data)
+    except RequestError as error:  # the server's words are of a body
+        raise RequestError(str(error).replace("the body", "the line", 1)) from None
+    if not isinstance(request, dict):
+        raise RequestError("the line must be a JSON object")
+    return request
+
+
+def _custom_id(request: Mapping[str, Any]) -> str:
+    custom_id = request.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise RequestError("custom_id must be a string that is not empty")
+    return custom_id
+
+
+def _check(request: Mapping[str, Any]) -> None:
+    unknown = sorted(set(request) - set(_FIELDS))
+    if unknown:
+        raise RequestError(f"unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
+    if request.get("method") != "POST":
+        raise RequestError(f"method must be 'POST', got {request.get('method')!r:.80}")
+    url = request.get("url")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise RequestError(f"url must be {' or '.join(ENDPOINTS)}, got {url!r:.80}")
+    if not isinstance(request.get("body"), dict):
+        raise RequestError("body must be a JSON object")
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """One item for each request; see `razor_dist.jobs.task.Task`.
+
+    Attributes
+    ----------
+    config : EngineConfig
+    model : str
+        The model's name in the bodies.
+    entries : list of Entry
+    """
+
+    config: EngineConfig
+    model: str
+    entries: list[Entry]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The requests bring their own."""
+        return {"task": "batch", "model": self.model}
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        """One kind of engine."""
+        return {"default": self.config}
+
+    def items(self) -> Sequence[Item]:
+        """The requests; one whose line is changed is another item."""
+        return [
+            Item(entry.item_id, max(1, entry.line.length // 4), data={"line": entry.line})
+            for entry in self.entries
+            if entry.problem is None
+        ]
+
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        """Answer a request: ``status_code`` and ``body``, as the server would."""
+        request = _parse(item.data["line"].read())
+        try:
+            body = _answer(llm, ENDPOINTS[request["url"]], request["body"], self.model, item.id)
+        except RequestError as error:
+            failure = Failure.of(error)
+            return {"status_code": failure.status, "body": failure.body()}
+        return {"status_code": 200, "body": body}
+
+
+def _answer(
+    llm: LLM, endpoint: Endpoint, body: dict[str, Any], model: str, item_id: str
+) -> dict[str, Any]:
+    tokenizer, info = llm.get_tokenizer(), llm.info
+    limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size)
+    intake = take_in_value(endpoint, body, PromptEncoder(tokenizer), limits)
+    if intake.stream:
+        raise RequestError("stream must be false in a batch", param="stream")
+    # Draws that hang on nothing but the request, so that a second run repeats them.
+    digest = hashlib.sha256(item_id.encode()).hexdigest()
+    params = [
+        p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number))
+        for number, (_, p) in enumerate(intake.prompts)
+    ]
+    prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in intake.prompts]
+    answers = AnswerList([_as_pieces(output) for output in llm.generate(prompts, params)])
+    form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
+    return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
+
+
+def _as_pieces(output: RequestOutput) -> Answer:
+    """A finished answer as the server's formats take it: all of its text in the last piece."""
+    [answer] = output.outputs
+    none: list[TokenLogprobs | None] = [None] * len(answer.token_ids)
+    logprobs = answer.logprobs or none
+    pieces = [
+        Piece(token, "", entry) for token, entry in zip(answer.token_ids, logprobs, strict=True)
+    ]
+    pieces[-1] = replace(
+        pieces[-1],
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+    )
+    return Answer(len(output.prompt_token_ids), pieces)
+
+
+def output_lines(
+    entries: Sequence[Entry], records: Mapping[str, Record]
+) -> Iterator[dict[str, Any]]:
+    """The output's lines, in the order of the batch file.
+
+    Parameters
+    ----------
+    entries : sequence of Entry
+    records : mapping
+        The results of a `BatchTask`, by their ids; one for each entry without a problem.
+    """
+    for entry in entries:
+        digest = digest_of(f"{entry.line.number}#{entry.item_id}".encode())
+        line: dict[str, Any] = {
+            "id": f"batch_req_{digest}",
+            "custom_id": entry.custom_id,
+            "response": None,
+            "error": None,
+        }
+        if entry.problem is not None:
+            message = f"line {entry.line.number}: {entry.problem}"
+            line["error"] = {"code": "invalid_request", "message": message}
+        elif (record := records[entry.item_id])["status"] == "done":
+            line["response"] = {"request_id": f"req_{digest}", **record["result"]}
+        else:
+            error = record["error"]
+            message = f"line {entry.line.number}: {error['type']}: {error['message']}"
+            line["error"] = {"code": "engine_error", "message": message}
+        yield line

@@ -1,0 +1,82 @@
+"""Which documents a command line names."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from razor_dist.documents.collect import collect
+from razor_dist.errors import ConfigError, DocumentError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in/b.txt", "in/deep/a.md", "in/picture.png", "in/.hidden/c.txt", "GPL-3"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}")
+    (tmp_path / "in/lines.jsonl").write_text(
+        '{"id": "x", "text": "first"}\n\n{"id": 7, "text": "second"}\n{"id": "y"}\nno JSON\n'
+    )
+    return tmp_path
+
+
+def test_folders_files_and_lines(folder: Path) -> None:
+    sources, left_out = collect(["GPL-3", "in", "in/b.txt"])
+    ids = ["GPL-3", "in/b.txt", "in/deep/a.md", "x", "7", "in/lines.jsonl:4", "in/lines.jsonl:5"]
+    assert [source.id for source in sources] == ids
+    assert sorted(map(str, left_out)) == ["in/.hidden/c.txt", "in/picture.png"]
+    copies = pickle.loads(pickle.dumps(sources))
+    texts = [source.text() for source in copies[:5]]
+    assert texts == ["text of GPL-3", "text of in/b.txt", "text of in/deep/a.md", "first", "second"]
+    with pytest.raises(DocumentError, match="the line has no text"):
+        copies[5].text()
+    with pytest.raises(DocumentError, match="the line is not valid JSON"):
+        copies[6].text()
+
+
+def test_patterns(folder: Path) -> None:
+    sources, left_out = collect(["in/**/*.??*"])
+    assert [source.id for source in sources[:2]] == ["in/b.txt", "in/deep/a.md"]
+    assert [str(path) for path in left_out] == ["in/picture.png"]
+
+
+def test_a_file_that_changed_is_another(folder: Path) -> None:
+    [before] = collect(["in/b.txt"]).sources
+    [line, *_] = collect(["in/lines.jsonl"]).sources
+    Path("in/b.txt").write_text("TEXT of in/b.txt")
+    Path("in/lines.jsonl").write_text('{"id": "x", "text": "FIRST"}\n')
+    assert collect(["in/b.txt"]).sources[0].digest != before.digest
+    for source in (before, line):
+        with pytest.raises(DocumentError, match="was changed since the job began"):
+            source.text()
+
+
+def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
+    [source] = collect(["in/b.txt"]).sources
+    Path("in/b.txt").unlink()
+    with pytest.raises(DocumentError, match="cannot be opened: No such file"):
+        source.text()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "problem"),
+    [
+        (["in/*.epub"], r"no file matches the pattern in/\*.epub"),
+        (["in/*.png"], "holds no document; these are read: .txt"),
+        (["in/picture.png"], "is of no kind that is read"),
+        (["missing.txt"], "missing.txt: there is no such file or folder"),
+        (["empty.jsonl"], "no line with a document"),
+        (["twice.jsonl"], "the id 'x': line 1 of twice.jsonl and line 2 of twice.jsonl"),
+    ],
+)
+def test_inputs_that_name_nothing_are_refused(
+    folder: Path, inputs: list[str], problem: str
+) -> None:
+    Path("empty.jsonl").write_text("\n")
+    Path("twice.jsonl").write_text('{"id": "x", "text": "a"}\n{"id": "x", "text": "b"}\n')
+    with pytest.raises(ConfigError, match=problem):
+        collect(inputs)

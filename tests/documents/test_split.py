@@ -1,0 +1,51 @@
+"""Where texts are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.documents.split import split
+
+
+def words(texts: Sequence[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def characters(texts: Sequence[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+@given(st.text(alphabet="ab. \n#é\u3002", max_size=200), st.integers(1, 40))
+def test_parts_join_to_the_text_and_fit(text: str, limit: int) -> None:
+    parts = split(text, limit, characters)
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= limit for part in parts)
+    # Nothing is cut that need not be: two neighbours never fit together.
+    assert all(len(a + b) > limit for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "parts"),
+    [
+        ("# A\n\none two\n\n# B\n\nthree\n", 4, ["# A\n\none two\n\n", "# B\n\nthree\n"]),
+        (
+            "one\n\nCHAPTER I. Tea\n\ntwo three\n\nCHAPTER II\n\nfour\n",
+            6,
+            ["one\n\nCHAPTER I. Tea\n\ntwo three\n", "\nCHAPTER II\n\nfour\n"],
+        ),
+        ("# A\n\none\n\n## C\n\ntwo\n", 4, ["# A\n\none\n\n", "## C\n\ntwo\n"]),
+        ("one two\n\nthree four\n\nfive", 4, ["one two\n\nthree four\n", "\nfive"]),
+        ("one two\nthree four", 3, ["one two\n", "three four"]),
+        ("One two. Three four.", 3, ["One two.", " Three four."]),
+        ("one two three", 2, ["one two", " three"]),
+        ("short", 9, ["short"]),
+    ],
+)
+def test_the_most_significant_boundaries_are_taken(text: str, limit: int, parts: list[str]) -> None:
+    assert [part.strip() for part in split(text, limit, words)] == [part.strip() for part in parts]
+    assert "".join(split(text, limit, words)) == text

@@ -1,0 +1,120 @@
+"""Summaries of texts that fit the context, and of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from razor_dist.documents.style import Style
+from razor_dist.documents.summary import Summarizer
+from razor_dist.errors import ConfigError, DocumentError, RequestError
+from razor_dist.llm import LLM
+from tests.documents.llm import Quoter
+from tests.tokenizer import smollm2_tokenizer
+
+SENTENCE = "Nothing of note is said here, nor there. "
+
+
+def document(chapters: int, sentences: int = 10) -> str:
+    """Chapters with one word each that summaries keep."""
+    return "\n\n".join(
+        f"# Chapter {n}\n\n{SENTENCE * sentences}fact{n} {SENTENCE}" for n in range(chapters)
+    )
+
+
+def summarize(llm: Quoter, text: str, **style: Any) -> dict[str, Any]:
+    return Summarizer(cast(LLM, llm), Style(**style)).summarize(text)
+
+
+def test_what_fits_is_one_prompt() -> None:
+    llm, text = Quoter(4096), document(3)
+    result = summarize(llm, text, words=10, language="French")
+    assert result == {
+        "tokens": len(smollm2_tokenizer()(text)["input_ids"]),
+        "summary": "fact0 fact1 fact2",
+        "finish_reason": "stop",
+        "parts": 1,
+        "levels": 0,
+    }
+    [[prompt]] = llm.prompts
+    assert "Below is a document." in prompt and "about 10 words, in French." in prompt
+    assert llm.params is not None and (llm.params.max_tokens, llm.params.temperature) == (30, 0)
+
+
+def test_the_context_is_used_to_its_last_token() -> None:
+    text = document(3)
+    llm = Quoter(4096)
+    summarize(llm, text, max_tokens=30)
+    length = len(smollm2_tokenizer()(llm.prompts[0][0])["input_ids"])
+    for context, parts in ((length + 30, 1), (length + 29, 2)):
+        assert summarize(Quoter(context), text, max_tokens=30)["parts"] == parts
+
+
+def test_what_does_not_fit_is_cut_at_chapters_and_summarised_twice() -> None:
+    llm = Quoter(512)
+    result = summarize(llm, document(6), max_tokens=40)
+    assert result["summary"] == " ".join(f"fact{n}" for n in range(6))
+    assert (result["levels"], result["parts"]) == (1, 2)
+    [parts, [last]] = llm.prompts
+    for number, prompt in enumerate(parts, start=1):
+        assert f"Below is part {number} of 2 of a long document" in prompt
+    summaries = [part["summary"] for part in result["part_summaries"]]
+    assert summaries == ["fact0 fact1 fact2", "fact3 fact4 fact5"]
+    # Tokens may meet otherwise where the text is cut.
+    parts_tokens = sum(part["tokens"] for part in result["part_summaries"])
+    assert abs(parts_tokens - result["tokens"]) <= 1
+    assert "# Part 1\n\nfact0 fact1 fact2\n\n# Part 2\n\nfact3" in last
+    assert "the summaries of the consecutive parts" in last
+
+
+def test_too_many_summaries_are_summarised_again() -> None:
+    llm = Quoter(300)
+    result = summarize(llm, document(60), max_tokens=60)
+    assert result["levels"] == len(llm.prompts) - 1 >= 2
+    assert result["parts"] == len(llm.prompts[0]) == len(result["part_summaries"])
+    sizes = [len(prompts) for prompts in llm.prompts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
+    # 60 facts do not fit into 60 tokens, so the last answer is cut.
+    assert result["finish_reason"] == "length" and result["summary"].startswith("fact0 fact1")
+
+
+@pytest.mark.parametrize("context", [70, 130])
+def test_a_context_that_is_too_short_is_refused(context: int) -> None:
+    facts = " ".join(f"fact{n}" for n in range(300))
+    with pytest.raises(DocumentError, match=rf"a context of {context} tokens .*fewer words"):
+        summarize(Quoter(context), facts, max_tokens=60)
+
+
+def test_a_model_without_a_chat_template_gets_a_text() -> None:
+    class Plain(Quoter):
+        def get_tokenizer(self) -> Any:
+            return self.plain
+
+        plain = type(smollm2_tokenizer())(tokenizer_object=smollm2_tokenizer()._tokenizer)
+
+    llm = Plain(4096)
+    assert summarize(llm, document(2))["summary"] == "fact0 fact1"
+    assert llm.prompts[0][0].endswith("Write only the summary.\n\nSummary:")
+
+
+def test_templates() -> None:
+    style = Style(words=7, template="{language}/{words}/{kind}: {document} {}")
+    assert style.prompt("{words}", "a part") == "the language of the text/7/a part: {words} {}"
+
+
+@pytest.mark.parametrize(
+    ("style", "problem"),
+    [
+        ({"words": 0}, "words must be at least 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"language": " "}, "language must not be empty"),
+        ({"template": "{document} {word}"}, r"unknown placeholder \{word\}"),
+        ({"template": "{words}"}, r"no \{document\}"),
+    ],
+)
+def test_a_style_that_makes_no_sense_is_refused(style: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Style(**style)
+    with pytest.raises(RequestError, match="temperature must be between 0 and 2"):
+        Style(temperature=3)

@@ -1,0 +1,133 @@
+"""``razor-dist batch``, on ranks that repeat prompts backwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from razor_dist import cli
+from razor_dist.errors import ConfigError
+from razor_dist.jobs.batch import read_batch
+from tests.test_llm import FakeLLM
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def request(id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": id, "method": "POST", "url": url, "body": {"model": "smollm2", **body}}
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+LINES: list[Any] = [
+    request("text", prompt=" one two three", max_tokens=50),
+    request("several", prompt=[" a b", " c d e"], max_tokens=9, logprobs=1),
+    request("chat", CHAT, messages=HELLO, max_tokens=400),
+    "no JSON",
+    request("cut", prompt=" one two three", max_tokens=2),
+    {**request("get", prompt="x"), "method": "GET"},
+    request("text", prompt="the same id"),
+    request("field", CHAT, messages=HELLO, tempreature=1),
+    request("long", prompt="a " * 600),
+    request("stream", prompt="a", stream=True),
+    {**request("other", prompt="a"), "body": {"model": "gpt-5", "prompt": "a"}},
+]
+
+
+def write(path: Path, lines: list[Any]) -> None:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+
+
+def test_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", FakeLLM)
+    write(tmp_path / "in.jsonl", LINES)
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
+    assert cli.main([*command, "--attention", "full"]) == 1
+    told = capfd.readouterr()
+    assert "4 of 11 requests answered" in told.out
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [a["custom_id"] for a in answers] == [
+        line["custom_id"] if isinstance(line, dict) else None for line in LINES
+    ]
+    assert len({a["id"] for a in answers}) == len(answers)
+    assert all(set(a) == {"id", "custom_id", "response", "error"} for a in answers)
+
+    text, several, cut = (
+        Completion.model_validate(answers[i]["response"]["body"], strict=True) for i in (0, 1, 4)
+    )
+    assert text.choices[0].text == " three two one" and text.choices[0].finish_reason == "stop"
+    assert text.usage is not None
+    assert (text.usage.prompt_tokens, text.usage.completion_tokens) == (3, 4)
+    assert several.choices[0].text == " b a"
+    assert several.choices[1].logprobs is not None
+    assert len(several.choices[1].logprobs.token_logprobs or []) == 4
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (" three two", "length")
+    chat = ChatCompletion.model_validate(answers[2]["response"]["body"])
+    assert chat.choices[0].message.role == "assistant" and chat.choices[0].message.content
+
+    problems = {
+        3: "line 4: the line is not valid JSON",
+        5: "line 6: method must be 'POST', got 'GET'",
+        6: "line 7: custom_id 'text' is that of line 1 already",
+    }
+    for place, problem in problems.items():
+        assert answers[place]["response"] is None
+        assert answers[place]["error"]["code"] == "invalid_request"
+        assert answers[place]["error"]["message"].startswith(problem)
+        assert problem in told.err
+    refused = {
+        7: (400, "tempreature", None),
+        8: (400, "prompt", "context_length_exceeded"),
+        9: (400, "stream", None),
+        10: (404, "model", "model_not_found"),
+    }
+    for place, (status, param, code) in refused.items():
+        response = answers[place]["response"]
+        error = response["body"]["error"]
+        assert (response["status_code"], error["param"], error["code"]) == (status, param, code)
+        assert f"line {place + 1}: {error['message']}" in told.err
+
+    # Again: nothing is computed, and nothing changes.
+    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", None)
+    before = out.read_bytes()
+    assert cli.main([*command, "--attention", "full"]) == 1
+    assert out.read_bytes() == before
+    assert cli.main([*command, "--attention", "streaming"]) == 2
+    assert "holds results of other settings" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[]", "the line must be a JSON object"),
+        ({**request("x"), "custom_id": 7}, "custom_id must be a string"),
+        ({**request("x"), "url": "/v1/embeddings"}, "url must be /v1/chat/completions or"),
+        ({**request("x"), "url": ["x"]}, "url must be /v1/chat/completions or"),
+        ({**request("x"), "body": "x"}, "body must be a JSON object"),
+        ({**request("x"), "extra": 1}, "unknown field 'extra'"),
+    ],
+)
+def test_malformed_lines(tmp_path: Path, line: Any, problem: str) -> None:
+    write(tmp_path / "in.jsonl", ["", line])
+    [entry] = read_batch(tmp_path / "in.jsonl")
+    assert entry.line.number == 2
+    assert entry.problem is not None and entry.problem.startswith(problem)
+
+
+def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*no\.jsonl: No such file"):
+        read_batch(tmp_path / "no.jsonl")
+    empty = tmp_path / "in.jsonl"
+    empty.write_text("\n")
+    assert cli.main(["batch", str(empty), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "holds no line" in capfd.readouterr().err
+    assert cli.main(["batch", str(empty), "--out", str(empty)]) == 2
+    assert "no earlier run of this command wrote it" in capfd.readouterr().err

@@ -1,0 +1,141 @@
+"""``razor-dist summarize``, from files to results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist import cli
+from razor_dist.jobs.results import read_job
+from tests.documents import files
+from tests.documents.llm import Quoter
+from tests.documents.test_summary import document
+from tests.tokenizer import write_letters
+
+FLAGS = ("--no-ray", "--attention", "full")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Quoter]:
+    """The engines that jobs of this process open."""
+    engines: list[Quoter] = []
+
+    def open_engine(**settings: Any) -> Quoter:
+        engines.append(Quoter(settings["max_model_len"] or 512))
+        return engines[-1]
+
+    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", open_engine)
+    return engines
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    Path("in/long.md").write_text(document(6))
+    Path("in/short.pdf").write_bytes(files.pdf("This is fact7 and fact8."))
+    Path("in/lines.jsonl").write_text(json.dumps({"id": "line", "text": "fact9"}) + "\n")
+    return tmp_path
+
+
+def results(folder: str = "out") -> dict[str, Any]:
+    """The records by their documents' ids."""
+    return {record["id"].rpartition("#")[0]: record for record in read_job(folder).records}
+
+
+def test_summaries_of_every_document(
+    folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["summarize", "in", "--out", "out", "--max-tokens", "40", "--markdown", *FLAGS]
+    assert cli.main(command) == 0
+    found = results()
+    job = json.loads(Path("out/job.json").read_text())
+    for id, summary, parts in (
+        ("in/long.md", "fact0 fact1 fact2 fact3 fact4 fact5", 2),
+        ("in/short.pdf", "fact7 fact8.", 1),
+        ("line", "fact9", 1),
+    ):
+        record, result = found[id], found[id]["result"]
+        assert (result["id"], result["summary"], result["parts"]) == (id, summary, parts)
+        assert result["finish_reason"] == "stop" and result["tokens"] > 0
+        assert record["settings"] == job["hash"] and record["run"]["seconds"] >= 0
+    assert found["line"]["result"]["source"] == "in/lines.jsonl"
+    pages = {path.name.rpartition("-")[0]: path.read_text() for path in Path("out/pages").iterdir()}
+    assert pages.keys() == {"in-long.md", "in-short.pdf", "line"}
+    assert "\n\nfact7 fact8.\n" in pages["in-short.pdf"]
+    assert "- read as: 2 parts, each summarised" in pages["in-long.md"]
+    assert "## Part 2 of 2" in pages["in-long.md"]
+    assert "3 of 3 documents summarised" in capfd.readouterr().out
+
+    before = Path("out/results.jsonl").read_bytes()
+    assert cli.main(command) == 0
+    assert len(opened) == 1 and Path("out/results.jsonl").read_bytes() == before
+    Path("in/lines.jsonl").write_text(json.dumps({"id": "line", "text": "fact10"}) + "\n")
+    assert cli.main(command) == 0
+    assert len(opened) == 2 and len(opened[1].prompts) == 1
+
+
+def test_documents_that_cannot_be_read_are_skipped(
+    folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("in/a.pdf").write_bytes(files.pdf("x", password="secret"))
+    Path("in/b.epub").write_bytes(files.epub()[:200])
+    Path("in/c.txt").write_text("\n")
+    Path("in/d.png").write_text("x")
+    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 1
+    told = capfd.readouterr()
+    assert "skipped in/a.pdf: is encrypted" in told.err
+    assert "skipped in/b.epub: cannot be read as epub: " in told.err
+    assert "skipped in/c.txt: holds no text" in told.err
+    assert "in/d.png: of no kind that is read, left out" in told.err
+    assert "3 of 6 documents summarised" in told.out
+    found = results()
+    assert found["in/c.txt"]["error"] == {"type": "DocumentError", "message": "holds no text"}
+    assert found["in/long.md"]["status"] == "done"
+
+    # What is mended is summarised; what was recorded of the broken file is no problem any more.
+    for name in ("a.pdf", "b.epub"):
+        Path("in", name).unlink()
+    Path("in/c.txt").write_text("fact1")
+    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 0
+
+
+def test_a_template_and_a_folder_of_other_settings(
+    folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("ask.txt").write_text("TL;DR in {words} words, {language}: {document}")
+    command = ["summarize", "in/short.pdf", "--out", "out", "--words", "9", *FLAGS]
+    assert cli.main([*command, "--template", "ask.txt", "--language", "Latin"]) == 0
+    assert "TL;DR in 9 words, Latin: This is fact7" in opened[0].prompts[0][0]
+    assert cli.main([*command, "--template", "ask.txt", "--language", "Greek"]) == 2
+    assert 'task.style.language is "Latin" there and "Greek" here' in capfd.readouterr().err
+    assert cli.main([*command, "--template", "no.txt"]) == 2
+    assert "cannot read the file no.txt (--template)" in capfd.readouterr().err
+
+
+def test_mistakes_are_told_before_an_engine_is_opened(
+    folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["summarize", "in/*.docx", "--out", "out", *FLAGS]) == 2
+    assert "no file matches the pattern in/*.docx" in capfd.readouterr().err
+    assert cli.main(["summarize", "in", "--out", "out", "--words", "0", *FLAGS]) == 2
+    assert "words must be at least 1, got 0" in capfd.readouterr().err
+    assert not opened and not Path("out").exists()
+
+
+def test_on_a_real_engine(folder: Path, tiny: Callable[[str], Path]) -> None:
+    """A random model: what it says means nothing, but the parts must fit."""
+    write_letters(tiny("llama"))
+    Path("in/long.md").write_text("# A\n\n" + "word " * 150 + "\n\n# B\n\n" + "text " * 150)
+    command = ["summarize", "in/long.md", "--out", "out", "--model", str(tiny("llama")), *FLAGS]
+    sizes = ["--max-model-len", "1024", "--max-tokens", "8", "--threads", "1"]
+    assert cli.main([*command, *sizes]) == 0
+    [record] = read_job("out").records
+    result = record["result"]
+    assert (result["parts"], result["levels"]) == (2, 1)
+    assert len(result["part_summaries"]) == 2
+    assert all(part["finish_reason"] in ("stop", "length") for part in result["part_summaries"])
