@@ -10,9 +10,12 @@ import pytest
 import typer
 
 from razor_dist import cli
+from razor_dist.commands.batch import batch
 from razor_dist.commands.eval import eval as eval_group
 from razor_dist.commands.heads import heads
 from razor_dist.commands.serve import serve
+from razor_dist.commands.summarize import summarize
+from razor_dist.jobs.config import JobConfig
 
 SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --cuda-graphs --device --dtype
@@ -54,6 +57,23 @@ EVAL_OPTIONS = {
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }
+
+
+SUMMARIZE_OPTIONS = {
+    *("--out", "--words", "--language", "--template", "--max-tokens", "--temperature"),
+    "--markdown",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [(summarize, SUMMARIZE_OPTIONS), (batch, {"--out", "--served-model-name"})],
+    ids=["summarize", "batch"],
+)
+def test_the_options_of_jobs_are_frozen(command: Any, own: set[str]) -> None:
+    settings = {"--" + name.replace("_", "-") for name in JobConfig.model_fields} | {"--config"}
+    found = {name for name in options(command) if name.startswith("--") and name[:5] != "--no-"}
+    assert found == own | settings
 
 
 @pytest.mark.parametrize(
