@@ -180,19 +180,21 @@ class _Pool:
             engine.close()
 
     def work(self, number: int) -> None:
-        """A thread's life: take an item, see to the right engine, run it."""
+        """A thread's life: see to the engine that the next item wants, and run it there.
+
+        No item is held while an engine is being opened, which may take long: another that is free
+        gets it.
+        """
         name = ""
         try:
-            while (item := self._take()) is not None:
-                if number not in self._engines or name != item.engine:
+            while (wanted := self._wanted()) is not None:
+                if number not in self._engines or name != wanted:
                     self._close(number)
-                    name = item.engine
-                    try:
-                        self._keep(number, self._open_patiently(name, number))
-                    except Exception:
-                        self._give_back(item)
-                        raise
-                self._run(item, number)
+                    name = wanted
+                    self._keep(number, self._open_patiently(name, number))
+                item = self._take(name)
+                if item is not None:
+                    self._run(item, number)
         except Exception as error:
             if not self._over.is_set():
                 if not isinstance(error, RazorError):
@@ -250,12 +252,22 @@ class _Pool:
 
     # -------------------------------------------------------------------- items
 
-    def _take(self) -> Item | None:
-        """The next item; waits while others are at work, whose items may come back."""
+    def _wanted(self) -> str | None:
+        """The engine of the next item; waits while others are at work, whose items may come back.
+
+        None if there is nothing left to do.
+        """
         with self._changed:
             while not self._waiting and self._running and not self._over.is_set():
                 self._changed.wait()
             if not self._waiting or self._over.is_set():
+                return None
+            return self._waiting[0].engine
+
+    def _take(self, name: str) -> Item | None:
+        """The next item, if it still is one for this engine."""
+        with self._changed:
+            if not self._waiting or self._waiting[0].engine != name or self._over.is_set():
                 return None
             self._running += 1
             return self._waiting.pop(0)

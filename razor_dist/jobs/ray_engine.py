@@ -29,6 +29,7 @@ from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config import EngineConfig
 from razor_dist.engine.local import LocalEngine as Front
+from razor_dist.errors import EngineError
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.local_engine import LocalEngine, settings_of
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # Seconds that an idle engine gets to end its ranks and remove its files.
 _GOODBYE = 10.0
+# Seconds between two looks at whether the job is over, while an engine is loading or at work.
+_LOOK = 1.0
 
 
 class RayLLM(LLM):
@@ -104,6 +107,8 @@ class RayEngine:
         Removed when the engine is closed.
     bundle : mapping
         The resources of each of its bundles.
+    over : threading.Event
+        Set when nobody waits for it any more.
 
     Raises
     ------
@@ -119,8 +124,9 @@ class RayEngine:
         config: EngineConfig,
         group: PlacementGroup,
         bundle: Mapping[str, float],
+        over: threading.Event,
     ) -> None:
-        self._group = group
+        self._group, self._over = group, over
         self._closing = threading.Lock()
         self._closed = self._busy = False
         make: Any = ray.remote(EngineActor)
@@ -138,14 +144,16 @@ class RayEngine:
 
     def _get(self, ref: Any) -> Any:
         self._busy = True
+        while not ray.wait([ref], timeout=_LOOK)[0]:
+            if self._over.is_set():
+                raise EngineError("the job is over")
+        self._busy = False
         try:
             return ray.get(ref)
         except RayTaskError as error:
             raise error.cause from None  # as it was raised there
         except RayError as error:
             raise EngineLostError(brief(error)) from None
-        finally:
-            self._busy = False
 
     def close(self) -> None:
         """End its actors and give its room back."""
@@ -192,7 +200,7 @@ def ray_crew(task: Task, job: JobConfig) -> Iterator[Crew]:
                 config = EngineConfig(**{**settings_of(config), "threads": threads})
             what = f"engine {number}"
             group = reserve(demand, what, job.cluster_timeout, over, grows=grows)
-            engine = RayEngine(task, config, group, demand.bundle)
+            engine = RayEngine(task, config, group, demand.bundle, over)
             log.info("%s is ready; its ranks are processes %s", what, engine.pids)
             return engine
 

@@ -141,6 +141,27 @@ def test_engines_that_cannot_be_opened() -> None:
     assert no_threads_left()
 
 
+def test_a_lost_engines_item_does_not_wait_for_another_to_be_opened() -> None:
+    """Nor does the job, when its last item is done elsewhere meanwhile."""
+    pool = FakeEngines()
+    both, began = threading.Barrier(2), set[int]()
+    waits: list[bool] = []
+
+    def open_engine(name: str, number: int, over: threading.Event) -> FakeEngine:
+        if number in began:
+            waits.append(over.wait(30))
+            raise ClusterError("there was never any room")
+        began.add(number)
+        both.wait(30)
+        return pool.open(name, number, over)
+
+    items = [Item("lost", size=2, data={"script": [LOST, OK]}), Item("other")]
+    found = {o.item.id: o for o in run_items(items, open_engine, engines=2)}
+    assert found["lost"].attempts == 2 and found["other"].error is None
+    assert waits in ([], [True]), "the item was taken before it was asked for, or while it was"
+    assert no_threads_left()
+
+
 def test_more_engines_than_items_are_not_opened() -> None:
     pool = FakeEngines()
     pool.run(items_of([[OK]]), engines=8)

@@ -167,7 +167,11 @@ def test_a_killed_node(
     def kill() -> None:
         while len(attempts(tmp_path)) < 2 if (tmp_path / RESULTS).exists() else True:
             time.sleep(0.05)
+        everything = psutil.Process(raylet).children(recursive=True)
         os.kill(raylet, signal.SIGKILL)
+        # Its workers would go on for seconds before they notice: a machine that dies has no such.
+        for process in everything:
+            process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
