@@ -120,22 +120,34 @@ class Prompter:
         text: Any = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return str(text)
 
-    def _chat(self, after: str) -> tuple[list[int], list[int]]:
-        text = self._encoder.chat_text([{"role": "user", "content": _MARK + after}])
+    def around(
+        self, before: str, after: str, cue: str = "", *, chat: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids before and after a document.
+
+        Parameters
+        ----------
+        before, after : str
+            What stands there in the user's message.
+        cue : str
+            The answer's beginning, for a base model.
+        chat : bool
+            False asks a model with a chat template as if it had none.
+        """
+        if not (self.is_chat and chat):
+            # As one text, the special tokens that begin it included.
+            return self._encoder.text(before), self.encode(after + cue)
+        text = self._encoder.chat_text([{"role": "user", "content": before + _MARK + after}])
         head, _, tail = text.partition(_MARK)
         return self.encode(head), self.encode(tail)
 
     def document(self, document: Document) -> list[int]:
         """Token ids up to the document's end."""
-        begin = self._chat("")[0] if self.is_chat else self._encoder.text("")
-        return begin + document.ids
+        return self.around("", "")[0] + document.ids
 
     def question(self, needle: Needle) -> list[int]:
         """Token ids from there to where the answer begins."""
-        question = f"\n\n{needle.question}"
-        if self.is_chat:
-            return self._chat(question)[1]
-        return self.encode(f"{question} Answer: The {needle.subject} is")
+        return self.around("", f"\n\n{needle.question}", f" Answer: The {needle.subject} is")[1]
 
 
 @dataclass(frozen=True)

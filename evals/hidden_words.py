@@ -24,13 +24,13 @@ class Hidden:
     key : str
     words : tuple of str
         The answer.
-    depth : int
+    depth : float
         Percent of the document's sentences before it.
     """
 
     key: str
     words: tuple[str, ...]
-    depth: int
+    depth: float
 
     @property
     def sentence(self) -> str:
@@ -63,14 +63,14 @@ class HiddenWords:
     hidden: tuple[Hidden, ...]
 
 
-def hide_words(tokens: int, depths: Sequence[int], seed: int = 0) -> HiddenWords:
+def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> HiddenWords:
     """A document of random sentences, with a sentence to remember at each depth.
 
     Parameters
     ----------
     tokens : int
         Its exact length, special tokens included.
-    depths : sequence of int
+    depths : sequence of float
         In percent, 0 to 100. Keys and answers are drawn too, and occur nowhere else.
     seed : int
         The same seed gives the same document.

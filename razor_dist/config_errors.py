@@ -72,7 +72,7 @@ def _wanted(problem: Any, field: FieldInfo) -> str:
         case "less_than":
             return f"less than {context['lt']}"
         case "literal_error":
-            return f"one of {', '.join(get_args(field.annotation))}"
+            return f"one of {', '.join(_choices(field.annotation))}"
         case "string_too_short":
             return "a non-empty string"
         case "finite_number":
@@ -80,10 +80,28 @@ def _wanted(problem: Any, field: FieldInfo) -> str:
     return kind(field)
 
 
+def _choices(annotation: Any) -> list[str]:
+    """The words of a Literal, also of one that is inside a tuple or optional."""
+    return [
+        word
+        for part in get_args(annotation)
+        for word in ([part] if isinstance(part, str) else _choices(part))
+    ]
+
+
 def kind(field: FieldInfo) -> str:
     """The type of a setting in words, e.g. ``an integer or none``."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    names = [words[t] for t in get_args(field.annotation) or (field.annotation,) if t in words]
+    words = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        tuple[int, ...]: "a list of integers",
+        tuple[float, ...]: "a list of numbers",
+    }
+    whole: Any = field.annotation
+    parts = (whole,) if whole in words else get_args(whole)
+    names = [words[t] for t in parts if t in words]
     if is_optional(field):
         names.append("none")
     return " or ".join(names)

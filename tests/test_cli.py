@@ -53,7 +53,21 @@ ENGINE_OPTIONS = """
     --block --config --device --dtype --kv-dtype --model --sink-tokens --threads
     --trust-remote-code --wave-tokens --window-max --window-min --window-ratio
 """
+NEEDLE_OPTIONS = """
+    --attempts --block --cluster-timeout --collective-timeout --compensation --config
+    --context-lengths --context-lengths-max --context-lengths-min --context-lengths-num-intervals
+    --cpus-per-rank --cuda-graphs --device --document-depth-percent-interval-type
+    --document-depth-percent-intervals --document-depth-percent-max --document-depth-percent-min
+    --document-depth-percents --dtype --duo-head-map --engines --haystack --head-map
+    --heartbeat-timeout --kv-dtype --kv-tokens --max-model-len --max-num-seqs --methods --model
+    --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
+    --ray-address --repeats --retry-failed --ring --seed --share-depths --sink-tokens --threads
+    --trust-remote-code --wave-tokens --weights --window-max --window-min --window-ratio
+    --world-size
+"""
 EVAL_OPTIONS = {
+    "needle": set(NEEDLE_OPTIONS.split()),
+    "report": {"--out"},
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from razor_dist.commands.eval_needle import needle, report
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config import EngineConfig
 from razor_dist.config_sources import load_config
 from razor_dist.errors import ConfigError
+from razor_dist.evals.needle.config import NeedleConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.ablations import Ablations
@@ -25,10 +27,8 @@ eval = typer.Typer(
 )
 
 
-@eval.callback()
-def _group() -> None:
-    """Keeps the group a group, whatever the number of its commands."""
-
+eval.command("needle")(with_config_flags(NeedleConfig, leave_out=frozenset({"attention"}))(needle))
+eval.command("report")(report)
 
 # What a method or the grid decides by itself, and what one rank has no use for.
 _LEFT_OUT = frozenset(EngineConfig.model_fields) - {

@@ -65,6 +65,8 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     else:
         # Text, whatever the type: load_config reads and refuses the same way for every source.
         default = "none" if field.default is None else str(field.default)
+        if isinstance(field.default, tuple):
+            default = ",".join(map(str, field.default))
         names, metavar = flag, _metavar(field.annotation)
     help = f"{field.description} [default: {default}]"
     return _parameter(name, kind, typer.Option(None, names, help=help, metavar=metavar))

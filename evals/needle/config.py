@@ -1,0 +1,225 @@
+"""Settings of the needle test, with the names of the package needlehaystack where it has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError
+from razor_dist.evals.needle.presets import PRESETS, Preset
+from razor_dist.jobs.config import JobConfig
+
+MethodName = Literal["full", "razor", "duo", "streaming"]
+
+# What may be told by a list or by its ends, and not by both.
+_RANGES = {
+    "context_lengths": ("min", "max", "num_intervals"),
+    "document_depth_percents": ("min", "max", "intervals", "interval_type"),
+}
+
+
+class NeedleConfig(JobConfig):
+    """The needle test's settings, the job's and the engines'; frozen.
+
+    Raises
+    ------
+    ConfigError
+        On construction, if a value is wrong or two contradict each other.
+    """
+
+    max_num_seqs: int = Field(
+        default=2, ge=2, description="Sequences at once: the document, and questions asked of it."
+    )
+    methods: tuple[MethodName, ...] = Field(
+        default=("full", "razor", "streaming"),
+        description="What to compare: full, razor, duo (--duo-head-map), streaming.",
+    )
+    duo_head_map: str | None = Field(
+        default=None, min_length=1, description="Path of the head map of the method duo."
+    )
+    preset: Literal["number", "duoattention", "razorattention", "words"] = Field(
+        default="number", description="What is hidden and how it is asked and scored."
+    )
+    query: Literal["after", "before", "middle"] = Field(
+        default="after",
+        description="Where the question stands: after the document, before it, at the needle.",
+    )
+    haystack: str | None = Field(
+        default=None,
+        min_length=1,
+        description="essays, reference, noise, auto, a folder of .txt files; none: the preset's.",
+    )
+    context_lengths: tuple[int, ...] | None = Field(
+        default=None, description="Tokens of prompt and answer; none: from min to max."
+    )
+    context_lengths_min: int = Field(default=1000, ge=1, description="The shortest.")
+    context_lengths_max: int | None = Field(
+        default=None, ge=1, description="The longest; none: all that the model holds."
+    )
+    context_lengths_num_intervals: int | None = Field(
+        default=None, ge=1, description="How many lengths; none: the preset's number."
+    )
+    document_depth_percents: tuple[float, ...] | None = Field(
+        default=None, description="Percent of the document before the needle; none: min to max."
+    )
+    document_depth_percent_min: float = Field(default=0, ge=0, le=100, description="The least.")
+    document_depth_percent_max: float = Field(default=100, ge=0, le=100, description="The most.")
+    document_depth_percent_intervals: int | None = Field(
+        default=None, ge=1, description="How many depths; none: the preset's number."
+    )
+    document_depth_percent_interval_type: Literal["linear", "sigmoid"] = Field(
+        default="linear", description="Evenly spread, or crowded towards both ends."
+    )
+    needles: int = Field(
+        default=1, ge=1, description="Needles in a document, each asked for by itself."
+    )
+    share_depths: bool = Field(
+        default=False, description="Hide the needles of all depths in one document, read once."
+    )
+    repeats: int = Field(default=1, ge=1, description="Other documents of the same kind.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the documents.")
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self._check()
+
+    @field_validator("methods", "context_lengths", "document_depth_percents", mode="before")
+    @classmethod
+    def _words_of_a_text(cls, value: Any) -> Any:
+        """The parts of a text such as 1000,2000; one number is a list of one."""
+        if isinstance(value, str):
+            return tuple(word.strip() for word in value.split(","))
+        if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
+            raise ValueError("true and false are no values for it")
+        return (value,) if isinstance(value, int | float) else value
+
+    def _check(self) -> None:
+        for name, parts in _RANGES.items():
+            given = getattr(self, name)
+            stem = name.removesuffix("s") if name.startswith("document") else name
+            ends = [f"{stem}_{part}" for part in parts if f"{stem}_{part}" in self.model_fields_set]
+            if given is not None and ends:
+                raise ConfigError(f"give either {name} or {ends[0]}, not both")
+        for name in ("methods", *_RANGES):
+            given = getattr(self, name)
+            if given is not None and not 0 < len(given) == len(set(given)):
+                raise ConfigError(f"{name} must be a list without repeats, got {list(given)}")
+        if self.context_lengths is not None and min(self.context_lengths) < 1:
+            raise ConfigError(
+                f"context_lengths must be at least 1 each, got {list(self.context_lengths)}"
+            )
+        percents = self.document_depth_percents or ()
+        if not all(0 <= percent <= 100 for percent in percents):
+            raise ConfigError(
+                f"document_depth_percents must be percents from 0 to 100, got {list(percents)}"
+            )
+        low, high = self.document_depth_percent_min, self.document_depth_percent_max
+        if low > high:
+            raise ConfigError(
+                f"document_depth_percent_min is {low:g}, above document_depth_percent_max, {high:g}"
+            )
+        if ("duo" in self.methods) != (self.duo_head_map is not None):
+            raise ConfigError(
+                "the method duo needs duo_head_map, the path of its head map"
+                if "duo" in self.methods
+                else f"duo_head_map is for the method duo, but methods are {list(self.methods)}"
+            )
+        if "attention" in self.model_fields_set:
+            raise ConfigError("attention is not for the needle test: methods says what to compare")
+        if self.head_map is not None and "razor" not in self.methods:
+            raise ConfigError(
+                f"head_map is for the method razor, but methods are {list(self.methods)}"
+            )
+        self._check_preset()
+
+    def _check_preset(self) -> None:
+        settings = self.settings
+        if self.query not in settings.layouts:
+            raise ConfigError(
+                f"query is {self.query}, but preset {self.preset} asks only "
+                f"{' or '.join(settings.layouts)} the document"
+            )
+        if self.haystack is not None and not settings.haystack:
+            raise ConfigError(f"haystack is of no use: preset {self.preset} makes its own text")
+        together = self.needles * (len(self.depths) if self.share_depths else 1)
+        if together > settings.most_needles:
+            raise ConfigError(
+                f"preset {self.preset} can hide {settings.most_needles} in a document, not "
+                f"{together} (needles: {self.needles}, share_depths: {self.share_depths})"
+            )
+
+    @property
+    def settings(self) -> Preset:
+        """The preset."""
+        return PRESETS[self.preset]
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Percents of a document before the needle, ascending."""
+        if self.document_depth_percents is not None:
+            return tuple(sorted(self.document_depth_percents))
+        count = self.document_depth_percent_intervals or self.settings.depths
+        even = spread(self.document_depth_percent_min, self.document_depth_percent_max, count)
+        if self.document_depth_percent_interval_type == "linear":
+            return tuple(sorted({float(round(depth)) for depth in even}))
+        return tuple(sorted({sigmoid(depth) for depth in even}))
+
+    def lengths(self, most: int) -> tuple[int, ...]:
+        """Tokens of prompt and answer, ascending.
+
+        Parameters
+        ----------
+        most : int
+            What the model holds.
+
+        Raises
+        ------
+        ConfigError
+            If a length is beyond that.
+        """
+        name = "context_lengths_max"
+        if self.context_lengths is not None:
+            name, found = "context_lengths", tuple(sorted(self.context_lengths))
+        else:
+            count = self.context_lengths_num_intervals or self.settings.lengths
+            last = self.context_lengths_max or most
+            if self.context_lengths_min > last:
+                raise ConfigError(
+                    f"context_lengths_min is {self.context_lengths_min}, above the longest, {last}"
+                )
+            lengths = {round(length) for length in spread(self.context_lengths_min, last, count)}
+            found = tuple(sorted(lengths))
+        if found[-1] > most:
+            raise ConfigError(
+                f"{name} is {found[-1]}, but {self.model} holds {most} tokens of prompt and answer"
+            )
+        return found
+
+    def engine(self, method: str, longest: int) -> EngineConfig:
+        """The settings of a method's engine, for prompts of at most ``longest`` tokens."""
+        own = self.model_dump(include=set(EngineConfig.model_fields))
+        own |= {"max_model_len": longest}
+        own["attention"] = "razor" if method == "duo" else method
+        if method == "duo":
+            own["head_map"] = self.duo_head_map
+        return EngineConfig(**own)
+
+
+def spread(first: float, last: float, count: int) -> list[float]:
+    """``count`` numbers at equal distances; the first alone if there is one."""
+    steps = max(1, count - 1)
+    return [first + (last - first) * step / steps for step in range(count)]
+
+
+def sigmoid(percent: float) -> float:
+    """needlehaystack's logistic spacing: ends stay, what is between is drawn towards them.
+
+    Its own formula counts downwards (0.1·(x−50) with the sign turned); over a symmetric range the
+    depths are the same.
+    """
+    if percent in (0, 100):
+        return float(percent)
+    return round(100 / (1 + math.exp(-0.1 * (percent - 50))), 3)

@@ -1,0 +1,223 @@
+"""The needle test's report: a folder is read, and what it tells is written beside its results.
+
+==================  ==========================================================================
+``job.json``        the settings that decide the results (`razor_dist.jobs.results`)
+``results.jsonl``   the answers (the same)
+``config.json``     all settings of the last run, with those that decide nothing
+``environment.json``  of each run that ended: machine, versions, when it began
+``summary.json``    means by method, and by depth and length
+``report.md``       the same as tables, with what failed
+``heatmap.png``     depth by length for each method, one scale of colours
+``difference.png``  full attention's scores less each other method's
+==================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from razor_dist.errors import ConfigError
+from razor_dist.evals.bench import machine
+from razor_dist.evals.grid import FULL
+from razor_dist.evals.grid_results import markdown
+from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.heatmaps import Panel, draw, short_length
+from razor_dist.evals.needle.presets import PRESETS
+from razor_dist.evals.needle.results import MethodSummary, NeedleRun
+
+CONFIG, ENVIRONMENT, SUMMARY = "config.json", "environment.json", "summary.json"
+REPORT, HEATMAP, DIFFERENCE = "report.md", "heatmap.png", "difference.png"
+_WRONG_SHOWN = 20
+
+
+def note_run(folder: Path, config: NeedleConfig, began: datetime) -> None:
+    """Write down with what settings and where a run was made; earlier runs stay listed."""
+    _write_json(folder / CONFIG, config.model_dump(mode="json"))
+    path = folder / ENVIRONMENT
+    try:
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is damaged; remove it, it is written anew") from None
+    here = {"began": began.astimezone(UTC).isoformat(timespec="seconds"), **machine()}
+    here["razor_dist"] = version("razor-dist")
+    _write_json(path, {"runs": [*runs, here]})
+
+
+def write_report(folder: Path) -> str:
+    """Read a folder's results and write all that follows from them; returns the Markdown.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no results of a needle test.
+    """
+    run = NeedleRun(folder)
+    _write_json(folder / SUMMARY, run.as_json())
+    pictures = _draw([run], folder)
+    page = _page(run, pictures)
+    (folder / REPORT).write_text(page + "\n", encoding="utf-8")
+    return page
+
+
+def compare(folders: Sequence[Path], out: Path) -> str:
+    """Put several runs side by side in ``out``; returns the Markdown.
+
+    Raises
+    ------
+    ConfigError
+        If two folders have one name, or one holds no results of a needle test.
+    """
+    runs = [NeedleRun(folder) for folder in folders]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two of the folders have the same name, of {names}; rename one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error.strerror}") from None
+    pictures = _draw(runs, out)
+    about = [["run", "model", "preset", "query", "haystack", "depths", "needles", "repeats"]]
+    for run in runs:
+        own = run.settings
+        texts = [own["model"], own["preset"], own["query"], own["haystack"] or "-"]
+        numbers = [len(own["depths"]), own["needles"], own["repeats"]]
+        about.append([run.name, *texts, *map(str, numbers)])
+    page = "\n\n".join(
+        ["# Needle tests compared", markdown(about), _scores(runs), *_shown(pictures)]
+    )
+    _write_json(out / SUMMARY, {run.name: run.as_json() for run in runs})
+    (out / REPORT).write_text(page + "\n", encoding="utf-8")
+    return page
+
+
+def _page(run: NeedleRun, pictures: Sequence[str]) -> str:
+    own, preset = run.settings, PRESETS[run.settings["preset"]]
+    asked = [
+        f"- model: {own['model']}",
+        f"- preset: {own['preset']} ({preset.source})",
+        f"- score: {preset.score_name}",
+        f"- question: {own['query']} the document"
+        if own["query"] != "middle"
+        else "- question: at the needle",
+        f"- haystack: {own['haystack'] or 'of the preset'}"
+        + (f" ({own['haystack_fingerprint']})" if own["haystack"] else ""),
+        f"- {len(run.lengths)} lengths x {len(run.depths)} depths x {own['needles']} needles x "
+        f"{own['repeats']} repeats = {run.expected_cells} questions for each method"
+        + (", the needles of all depths in one document" if own["share_depths"] else ""),
+    ]
+    parts = ["# Needle test", "\n".join(asked), _scores([run])]
+    parts += [*_shown(pictures), "## Engines", _engines(run), *_wrong(run)]
+    if run.failed:
+        lines = [f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items()]
+        parts += ["## Failed", "\n".join(lines)]
+    return "\n\n".join(parts)
+
+
+def _scores(runs: Sequence[NeedleRun]) -> str:
+    """Mean scores, methods of all runs by lengths; a hyphen where nothing was asked."""
+    lengths = sorted({length for run in runs for length in run.lengths})
+    several = len(runs) > 1
+    head = ["method", *map(short_length, lengths), "all", "questions", "lost", "gained"]
+    rows = [[*(["run"] if several else []), *head, "KV per rank, MiB", "prefill, s"]]
+    for run in runs:
+        for method in run.methods:
+            found = run.summary(method)
+            means = [_mean(found.by_length.get(length)) for length in lengths]
+            against = FULL in run.methods and method != FULL
+            rows.append(
+                [
+                    *([run.name] if several else []),
+                    method,
+                    *means,
+                    _mean(found.score),
+                    f"{found.cells}/{run.expected_cells}",
+                    str(found.lost) if against else "-",
+                    str(found.gained) if against else "-",
+                    *_costs(found),
+                ]
+            )
+    note = (
+        "Mean scores. Lost and gained are questions that score below or above full attention's; "
+        "KV is measured, of the rank that holds most, after a document of the longest length; "
+        "prefill is the median time of its documents, on a machine that may have been busy."
+    )
+    return f"{markdown(rows)}\n\n{note}"
+
+
+def _costs(found: MethodSummary) -> list[str]:
+    return [
+        "-" if found.kv_bytes is None else f"{found.kv_bytes / 2**20:.2f}",
+        "-" if found.prefill_seconds is None else f"{found.prefill_seconds:.1f}",
+    ]
+
+
+def _mean(score: float | None) -> str:
+    return "-" if score is None else f"{score:.3f}"
+
+
+def _engines(run: NeedleRun) -> str:
+    """The settings in which engines differ, or that a local head's cache hangs on."""
+    names = ["attention", "head_map", "prefill", "window_min", "window_ratio", "window_max"]
+    names += ["sink_tokens", "block", "compensation"]
+    rows = [["method", *names]]
+    for method in run.methods:
+        engine = run.engines[method]
+        rows.append([method, *("-" if (v := engine.get(n)) is None else str(v) for n in names)])
+    return markdown(rows)
+
+
+def _wrong(run: NeedleRun) -> list[str]:
+    """Some of the answers that are not what was expected."""
+    wrong = [cell for cell in run.cells if cell.score < 1]
+    if not wrong:
+        return []
+    rows = [["method", "tokens", "depth", "expected", "answer", "score"]]
+    for cell in wrong[:_WRONG_SHOWN]:
+        answer = " ".join(cell.answer.split()).replace("|", "\\|")[:120]
+        place = [short_length(cell.length), f"{cell.depth:g} %"]
+        rows.append([cell.method, *place, cell.expected, answer, _mean(cell.score)])
+    title = f"## Answers with a score below 1 ({min(len(wrong), _WRONG_SHOWN)} of {len(wrong)})"
+    return [title, markdown(rows)]
+
+
+def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
+    """The pictures that there is anything to show in; their names."""
+
+    def panels(difference: bool) -> list[Panel]:
+        return [
+            Panel(
+                f"{run.name}: {title}" if len(runs) > 1 else title,
+                run.lengths,
+                run.depths,
+                run.differences(method) if difference else run.scores(method),
+            )
+            for run in runs
+            for method in run.methods
+            if not difference or (FULL in run.methods and method != FULL)
+            for title in [f"full - {method}" if difference else method]
+        ]
+
+    written = []
+    for name, difference, label in (
+        (HEATMAP, False, "mean score"),
+        (DIFFERENCE, True, "full attention's score less the method's"),
+    ):
+        (folder / name).unlink(missing_ok=True)
+        if found := panels(difference):
+            draw(found, folder / name, label=label, difference=difference)
+            written.append(name)
+    return written
+
+
+def _shown(pictures: Sequence[str]) -> list[str]:
+    titles = {HEATMAP: "Scores by depth and length", DIFFERENCE: "Full attention less the others"}
+    return [f"![{titles[name]}]({name})" for name in pictures]
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

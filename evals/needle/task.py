@@ -1,0 +1,209 @@
+"""The needle test as a job: an item is one document with its questions, asked by one method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.evals.grid import Prompter
+from razor_dist.evals.haystack import Haystack, fingerprint, haystack_paragraphs, open_haystack
+from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.documents import Spot, readings, share_out
+from razor_dist.evals.needle.results import KIND
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.jobs.task import Item
+from razor_dist.llm import LLM
+from razor_dist.models.loader import read_config
+from razor_dist.models.needle_tokenizer import needle_vocabulary
+from razor_dist.models.registry import config_folder, display_name
+from razor_dist.models.shape import ModelShape
+from razor_dist.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """A task of `razor_dist.jobs`; build it with `plan`.
+
+    Attributes
+    ----------
+    config : NeedleConfig
+    lengths : tuple of int
+        Tokens of prompt and answer.
+    haystack : tuple of str, optional
+        Name and fingerprint of the text around the needles; None where the preset makes it.
+    """
+
+    config: NeedleConfig
+    lengths: tuple[int, ...]
+    haystack: tuple[str, str] | None
+
+    @classmethod
+    def plan(cls, config: NeedleConfig) -> NeedleTask:
+        """Settle the lengths by the model, and the haystack by what is installed.
+
+        Raises
+        ------
+        ConfigError
+            If a length is beyond the model, the haystack is missing, or model and preset do not
+            fit.
+        ModelError
+            If there is no such model.
+        HeadMapError
+            If a head map is missing, or the one of method duo was made in another way.
+        """
+        trust = config.trust_remote_code
+        folder = config_folder(config.model)
+        shape = ModelShape.from_config(read_config(folder, trust_remote_code=trust))
+        most = min(config.max_model_len or shape.max_positions, shape.max_positions)
+        if config.preset == "words" and shape.vocab_size != len(needle_vocabulary()):
+            raise ConfigError(
+                f"preset words is for the needle model (razor-dist needle-model), not for "
+                f"{config.model}"
+            )
+        if config.duo_head_map is not None:
+            found = HeadMap.load(config.duo_head_map)
+            if found.method != "duo":
+                raise HeadMapError(
+                    f"duo_head_map is {config.duo_head_map}, made by method {found.method!r}, "
+                    "not duo"
+                )
+        haystack = None
+        if config.settings.haystack:
+            name, paragraphs = haystack_paragraphs(config.haystack or config.settings.haystack)
+            haystack = (name, fingerprint(paragraphs))
+        return cls(config, config.lengths(most), haystack)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.task.Task`."""
+        config = self.config
+        name, text = self.haystack or (None, None)
+        return {
+            "kind": KIND,
+            "model": display_name(config.model),
+            "preset": config.preset,
+            "query": config.query,
+            "methods": list(config.methods),
+            "lengths": list(self.lengths),
+            "depths": list(config.depths),
+            "needles": config.needles,
+            "share_depths": config.share_depths,
+            "repeats": config.repeats,
+            "haystack": name,
+            "haystack_fingerprint": text,
+            "seed": config.seed,
+        }
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        """One for each method."""
+        longest = self.lengths[-1]
+        return {method: self.config.engine(method, longest) for method in self.config.methods}
+
+    @property
+    def _documents(self) -> list[list[Spot]]:
+        config = self.config
+        return share_out(config.depths, config.needles, together=config.share_depths)
+
+    def items(self) -> Sequence[Item]:
+        """A document for each method, length, repeat and set of spots."""
+        return [
+            Item(
+                f"{method}/{length}/{repeat}/{document}",
+                length,
+                method,
+                {"length": length, "repeat": repeat, "document": document},
+            )
+            for method in self.config.methods
+            for length in self.lengths
+            for repeat in range(self.config.repeats)
+            for document in range(len(self._documents))
+        ]
+
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        """Read a document and ask its questions.
+
+        Raises
+        ------
+        ConfigError
+            If this node's haystack is another text, or the length does not hold the needles.
+        ModelError
+            If the model has no tokenizer.
+        """
+        length, repeat, document = (item.data[key] for key in ("length", "repeat", "document"))
+        preset = self.config.settings
+        tokenizer = llm.get_tokenizer()
+        prompter = Prompter(tokenizer)
+        made = readings(
+            preset,
+            self.config.query,
+            prompter,
+            self._haystack(tokenizer),
+            length,
+            self._documents[document],
+            f"{self.config.seed}:{length}:{repeat}:{document}",
+        )
+        # Greedy, so that the answer is the prompt's and the settings' alone.
+        params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
+        cells, kv_bytes = [], 0
+        prefilled = answered = 0.0
+        for reading in made:
+            began = time.perf_counter()
+            with llm.prefill(reading.prefix) as prefix:
+                read = time.perf_counter()
+                kv_bytes = max(kv_bytes, *llm.stats()["kv_bytes_per_rank"])
+                prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
+                outputs = llm.generate(prompts, params, prefix=prefix)
+            prefilled += read - began
+            answered += time.perf_counter() - read
+            for question, output in zip(reading.questions, outputs, strict=True):
+                answer = output.outputs[0].text
+                cells.append(
+                    {
+                        "depth": question.spot.depth,
+                        "needle": question.spot.needle,
+                        "expected": question.expected,
+                        "answer": answer,
+                        "score": preset.score(answer, question.expected),
+                    }
+                )
+        return {
+            "method": item.engine,
+            "length": length,
+            "repeat": repeat,
+            "cells": cells,
+            # Of the rank that holds most, when the document was read.
+            "kv_bytes": kv_bytes,
+            "timing": {
+                "prefill_seconds": round(prefilled, 3),
+                "answer_seconds": round(answered, 3),
+            },
+        }
+
+    def _haystack(self, tokenizer: PreTrainedTokenizerBase | None) -> Haystack | None:
+        if self.haystack is None:
+            return None
+        assert tokenizer is not None, "Prompter refuses a model without one"
+        name, text = self.haystack
+        found = _opened(name, tokenizer)
+        if found.fingerprint != text:
+            raise ConfigError(f"the haystack {name} is another text on this node than on the first")
+        return found
+
+
+@lru_cache(maxsize=1)
+def _opened(name: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
+    """A haystack as tokens: seconds of work that the next item need not repeat."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return open_haystack(name, encode, repeat=True)

@@ -1,0 +1,194 @@
+"""The needle test as a job, by a reader that finds what it keeps; and once by the real engine."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist import cli
+from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.report import compare, note_run, write_report
+from razor_dist.evals.needle.results import NeedleRun
+from razor_dist.evals.needle.task import NeedleTask
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.jobs.job import run_task
+from razor_dist.jobs.results import read_job
+from razor_dist.models.needle import HEAD_MAP, build_needle_model
+from tests.evals.needle.readers import Reader, readers
+
+SMALL: dict[str, Any] = {
+    "context_lengths": (1500, 3000),
+    "document_depth_percents": (0, 50, 100),
+    "methods": ("full", "streaming"),
+    "haystack": "noise",
+}
+
+
+def run(folder: Path, **settings: Any) -> tuple[NeedleRun, list[Reader]]:
+    made: list[Reader] = []
+    task = NeedleTask.plan(NeedleConfig(**(SMALL | settings)))
+    task = pickle.loads(pickle.dumps(task))  # as it travels to an engine
+    summary = run_task(task, folder, readers(task, made))
+    assert summary.failed == 0
+    return NeedleRun(folder), made
+
+
+@pytest.mark.parametrize("query", ["after", "before", "middle"])
+@pytest.mark.parametrize("preset", ["number", "duoattention", "razorattention"])
+def test_what_is_kept_is_found(tmp_path: Path, preset: str, query: str) -> None:
+    found, (full, streaming) = run(tmp_path, preset=preset, query=query)
+    right = 1.0 if preset == "number" else 11 / 12
+    assert found.scores("full") == [[right] * 2] * 3
+    lost = [row[0] < 0.2 for row in found.scores("streaming")]
+    assert lost == [True, True, False], "a window holds the last of the text"
+    assert full.most == streaming.most == 3000, "a length is that of prompt and answer"
+    assert full.read == streaming.read, "every method is asked the same"
+    assert found.summary("streaming").lost == 4 and found.summary("full").lost == 0
+    assert found.differences("streaming")[2] == [0, 0]
+    assert found.summary("streaming").kv_bytes == 305
+
+
+def test_prompts_are_those_of_the_paper(tmp_path: Path) -> None:
+    _, (full, _) = run(tmp_path / "a", preset="duoattention", document_depth_percents=(50,))
+    begin = "<|im_start|> This is a very long story book: <book> "
+    needle = (
+        " Remember, the best thing to do in San Francisco is eat a sandwich and sit in Dolores "
+        "Park on a sunny day."
+    )
+    for text in full.read:
+        assert text.startswith(begin) and text.count(needle) == 1
+        assert abs(text.index(needle) / len(text) - 0.5) < 0.1
+    _, (full, _) = run(
+        tmp_path / "b", preset="duoattention", query="middle", document_depth_percents=(50,)
+    )
+    assert (
+        " Q: What is the best thing to do in San Francisco? A: The best thing to do in San "
+        "Francisco is eat a sandwich" in full.read[0]
+    )
+
+
+def test_cells_of_a_document_share_its_prefill(tmp_path: Path) -> None:
+    apart, (full, _) = run(tmp_path / "apart", needles=3, repeats=2)
+    assert len(full.read) == 2 * 3 * 2 and apart.summary("full").cells == 2 * 3 * 3 * 2
+    assert all(text.count("The special magic number of") == 3 for text in full.read)
+    together, (full, _) = run(tmp_path / "together", needles=3, share_depths=True)
+    assert len(full.read) == 2 and together.summary("full").cells == 2 * 3 * 3
+    assert apart.summary("full").score == together.summary("full").score == 1
+    assert len(set(full.read)) == 2
+    # Each needle of a document is another's, and its answer its own.
+    expected = [c.expected for c in together.cells if (c.method, c.length) == ("full", 3000)]
+    assert len(set(expected)) == 9
+
+
+def test_each_question_before_its_document_reads_it_anew(tmp_path: Path) -> None:
+    _, (full, _) = run(tmp_path, needles=2, query="before", document_depth_percents=(20, 80))
+    assert len(full.read) == 2 * 2 * 2
+    assert all(text.startswith("What is the special magic number of") for text in full.read)
+
+
+def test_a_second_run_asks_nothing_and_other_settings_are_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    _, made = run(tmp_path)
+    assert made == []
+    with pytest.raises(ConfigError, match=r"task\.seed is 0 there and 1 here"):
+        run(tmp_path, seed=1)
+
+
+def test_the_report_can_be_rebuilt_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from datetime import UTC, datetime
+
+    folders = [tmp_path / name for name in ("first", "second")]
+    for seed, folder in enumerate(folders):
+        run(folder, seed=seed)
+        note_run(folder, NeedleConfig(**SMALL), datetime.now(UTC))
+    page = write_report(folders[0])
+    assert "| full | 1.000 | 1.000 | 1.000 | 6/6 | - | - |" in page
+    assert "| streaming | 0.333 | 0.333 | 0.333 | 6/6 | 4 | 0 |" in page
+    names = {path.name for path in folders[0].iterdir()} - {"lock"}
+    pictures = {"heatmap.png", "difference.png"}
+    files = {"job.json", "results.jsonl", "config.json", "environment.json", "summary.json"}
+    assert names == files | pictures | {"report.md"}
+    before = {name: (folders[0] / name).read_bytes() for name in names}
+    assert before["heatmap.png"].startswith(b"\x89PNG")
+    for name in (*pictures, "summary.json", "report.md"):
+        (folders[0] / name).unlink()
+    out = tmp_path / "both"
+    assert cli.main(["eval", "report", *map(str, folders), "--out", str(out)]) == 0
+    assert {name: (folders[0] / name).read_bytes() for name in names} == before
+    said = capsys.readouterr().out
+    assert "| first | streaming | 0.333 |" in said and "| second | full | 1.000 |" in said
+    assert said == (out / "report.md").read_text()
+    assert {path.name for path in out.iterdir()} == pictures | {"summary.json", "report.md"}
+    environment = json.loads(before["environment.json"])
+    assert [set(entry) >= {"cpu", "torch", "began"} for entry in environment["runs"]] == [True]
+    with pytest.raises(ConfigError, match="the same name"):
+        compare([folders[0], folders[0]], out)
+
+
+def test_mistakes_of_the_commands_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert cli.main(["eval", *arguments]) == 2
+        return capfd.readouterr().err
+
+    needle = ("needle", "--out", str(tmp_path / "new"))
+    assert "preset must be one of" in refused(*needle, "--preset", "duo")
+    assert "must be at least 0" in refused(*needle, "--document-depth-percent-min", "-1")
+    assert "holds 8192 tokens" in refused(*needle, "--context-lengths", "9000")
+    assert "preset words is for the needle model" in refused(*needle, "--preset", "words")
+    assert "holds no .txt files" in refused(*needle, "--haystack", str(tmp_path))
+    assert not (tmp_path / "new").exists()
+    assert "holds no results" in refused("report", str(tmp_path))
+    assert "give --out" in refused("report", str(tmp_path), str(tmp_path))
+    run(tmp_path / "old")
+    flags = ["--haystack", "noise", "--methods", "full", "--context-lengths", "1500"]
+    said = refused("needle", "--no-ray", "--out", str(tmp_path / "old"), *flags)
+    assert "holds results of other settings" in said
+
+
+def test_a_map_of_another_method_is_not_duos(tmp_path: Path) -> None:
+    own = shipped_head_map("smollm2")
+    assert HeadMap.load(own).method == "razor"
+    with pytest.raises(HeadMapError, match="made by method 'razor', not duo"):
+        NeedleTask.plan(NeedleConfig(methods="duo", duo_head_map=str(own)))
+
+
+def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path: Path) -> None:
+    model = build_needle_model(tmp_path / "model")
+    settings = {
+        "model": str(model),
+        "head-map": str(model / HEAD_MAP),
+        "methods": "razor,streaming",
+        "preset": "words",
+        "context-lengths": "1024,1536",
+        "document-depth-percents": "0,50,100",
+        "share-depths": None,
+        "window-min": "256",
+        "window-ratio": "none",
+        "world-size": "2",
+        "threads": "1",
+        "kv-tokens": "1600",
+        "no-ray": None,
+    }
+    flags = [
+        f"--{name}" if value is None else f"--{name}={value}" for name, value in settings.items()
+    ]
+    out = tmp_path / "out"
+    assert cli.main(["eval", "needle", "--out", str(out), *flags]) == 0
+    found = NeedleRun(out)
+    assert found.scores("razor") == [[1, 1]] * 3
+    assert found.scores("streaming") == [[0, 0], [0, 0], [1, 1]]
+    records = read_job(out).records
+    assert [len(record["result"]["cells"]) for record in records] == [3] * 4
+    razor, streaming = (found.summary(method) for method in ("razor", "streaming"))
+    assert razor.kv_bytes is not None and streaming.kv_bytes is not None
+    assert razor.kv_bytes > streaming.kv_bytes > 0
+    assert (out / "heatmap.png").exists() and not (out / "difference.png").exists()
