@@ -38,7 +38,7 @@ _CITIES = [
     "Zurich",
 ]
 # RULER's noise (arXiv 2404.06654, appendix B): these sentences over and over.
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 # Tables, grammar and code of the language reference; what is left reads as prose.
 _NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
@@ -124,7 +124,7 @@ class Haystack:
         self._sentences = [
             encode(("\n\n" if first else " ") + sentence)
             for paragraph in paragraphs
-            for first, sentence in _with_first(_SENTENCE_END.split(" ".join(paragraph.split())))
+            for first, sentence in _with_first(sentences_of(paragraph))
         ]
 
     def document(self, length: int, needles: Sequence[Needle], seed: int) -> Document:
@@ -244,6 +244,11 @@ def folder_paragraphs(folder: Path) -> list[str]:
     return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
+def sentences_of(paragraph: str) -> list[str]:
+    """A paragraph's sentences, without its line breaks."""
+    return _SENTENCE_END.split(" ".join(paragraph.split()))
+
+
 def open_haystack(name: str, encode: Encode, *, repeat: bool = False) -> Haystack:
     """A haystack by name.
 
@@ -284,7 +289,7 @@ def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
     if name == "reference":
         return name, reference_paragraphs()
     if name == "noise":
-        return name, [_NOISE]
+        return name, [NOISE]
     return name, folder_paragraphs(_folder(name))
 
 

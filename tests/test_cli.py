@@ -69,6 +69,11 @@ EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
+    "ruler": {
+        *("--out", "--config", "--tasks", "--lengths", "--samples", "--methods", "--haystack"),
+        *("--squad", "--hotpotqa"),
+        *("--" + name.replace("_", "-") for name in JobConfig.model_fields if name != "attention"),
+    },
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }
 

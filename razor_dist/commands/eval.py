@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from razor_dist.commands.eval_needle import needle, report
+from razor_dist.commands.eval_ruler import ruler
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config import EngineConfig
 from razor_dist.config_sources import load_config
 from razor_dist.errors import ConfigError
 from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.ruler.config import RulerConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.ablations import Ablations
@@ -29,6 +31,9 @@ eval = typer.Typer(
 
 eval.command("needle")(with_config_flags(NeedleConfig, leave_out=frozenset({"attention"}))(needle))
 eval.command("report")(report)
+
+# Attention is what the methods differ in.
+eval.command("ruler")(with_config_flags(RulerConfig, leave_out=frozenset({"attention"}))(ruler))
 
 # What a method or the grid decides by itself, and what one rank has no use for.
 _LEFT_OUT = frozenset(EngineConfig.model_fields) - {

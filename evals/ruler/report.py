@@ -1,0 +1,81 @@
+"""RULER's table: tasks by lengths for each method, and their averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from razor_dist.errors import ConfigError
+from razor_dist.evals.ruler.task import KIND
+from razor_dist.jobs.results import read_job
+
+PAGE = "report.md"
+
+
+def write_report(folder: str | Path) -> str:
+    """Write a run's table into its folder, and return it.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no run of RULER.
+    """
+    settings, records = read_job(folder)
+    if settings["task"].get("kind") != KIND:
+        raise ConfigError(f"{folder} holds results of another job than RULER")
+    page = report(settings["task"], records)
+    (Path(folder) / PAGE).write_text(page + "\n", encoding="utf-8")
+    return page
+
+
+def report(task: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+    """The page of a run.
+
+    A cell is the mean score of its samples in percent, a task's row. The average of a length is
+    the mean over tasks, as the paper's, and the last column the mean over lengths. An average that
+    lacks a cell is not given.
+    """
+    scores: dict[tuple[str, str, int], list[float]] = {}
+    for record in records:
+        if record["status"] == "done":
+            result = record["result"]
+            place = result["method"], result["task"], result["length"]
+            scores.setdefault(place, []).append(result["score"])
+    failed = sum(record["status"] == "failed" for record in records)
+    lengths, tasks, samples = task["lengths"], task["tasks"], task["samples"]
+    lines = [
+        f"# RULER: {task['model']}",
+        "",
+        f"{samples} samples of each task and length, seed {task['seed']}, prose: "
+        f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent.",
+    ]
+    if failed:
+        lines += ["", f"{failed} of {len(records)} samples failed and count in no cell."]
+    for method in task["methods"]:
+        rows: dict[str, list[float | None]] = {
+            name: [_percent(scores.get((method, name, length))) for length in lengths]
+            for name in tasks
+        }
+        rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
+        lines += ["", f"## {method}", ""]
+        lines.append("| task | " + " | ".join(map(str, lengths)) + " | average |")
+        lines.append("|---" * (len(lengths) + 2) + "|")
+        for name, cells in rows.items():
+            shown = [_shown(cell) for cell in [*cells, _mean(cells)]]
+            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _percent(scores: Sequence[float] | None) -> float | None:
+    return 100 * fmean(scores) if scores else None
+
+
+def _mean(cells: Sequence[float | None]) -> float | None:
+    known = [cell for cell in cells if cell is not None]
+    return fmean(known) if len(known) == len(cells) else None
+
+
+def _shown(cell: float | None) -> str:
+    return "-" if cell is None else f"{cell:.1f}"

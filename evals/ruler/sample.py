@@ -1,0 +1,148 @@
+"""What a RULER task makes, and the words it makes it of."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from razor_dist.errors import ConfigError
+
+_INTERPOLATIONS = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about a long text.
+
+    Attributes
+    ----------
+    text : str
+        The user's message: instruction, haystack, question.
+    cue : str
+        The answer's beginning, which the model goes on from.
+    answers : tuple of str
+        All of them are wanted, or for a `qa` task one.
+    """
+
+    text: str
+    cue: str
+    answers: tuple[str, ...]
+
+
+Builder = Callable[[int], Sample]
+"""Makes the sample of a number of haystack units; each call gives the same for the same number."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """A sample that can be made at any size.
+
+    Attributes
+    ----------
+    build : callable
+        Of a number of units.
+    least : int
+        The fewest units that make the task.
+    most : int, optional
+        None: as many as wanted.
+    """
+
+    build: Builder
+    least: int = 0
+    most: int | None = None
+
+
+def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
+    """The longest sample of at most ``room`` tokens.
+
+    The search takes tokens to grow with the units. Where they do not quite, the sample is a little
+    shorter than it might be; it is never longer.
+
+    Parameters
+    ----------
+    units : Units
+    tokens : callable
+        Tokens of a sample's prompt.
+    room : int
+
+    Raises
+    ------
+    ConfigError
+        If the smallest sample has more; the message names its tokens. If there are no units left
+        before the room is filled.
+    """
+    made: dict[int, Sample] = {}
+
+    def used(count: int) -> int:
+        made.clear()  # at a million tokens samples are large: only the last is kept
+        made[count] = units.build(count)
+        return tokens(made[count])
+
+    low, below = units.least, used(units.least)
+    if below > room:
+        raise ConfigError(f"it takes at least {below} tokens of prompt, {room} are left")
+    high, step = low, 1
+    while True:
+        high = low + step if units.most is None else min(low + step, units.most)
+        above = used(high)
+        if above > room:
+            break
+        low, below, step = high, above, 2 * step
+        if high == units.most:
+            raise ConfigError(f"its data fill {below} tokens of prompt, not {room}")
+    for attempt in itertools.count():
+        if high - low <= 1:
+            return made[low] if low in made else units.build(low)
+        guess = (low + high) // 2
+        if attempt < _INTERPOLATIONS:  # nearly linear, so this is nearly the answer
+            guess = low + (room - below) * (high - low) // (above - below)
+            guess = min(max(guess, low + 1), high - 1)
+        if (found := used(guess)) > room:
+            high, above = guess, found
+        else:
+            low, below = guess, found
+    raise AssertionError  # the loop has no other end
+
+
+@lru_cache(maxsize=1)
+def single_words() -> tuple[str, ...]:
+    """Ordinary English words, each once."""
+    from razor_dist.models.needle_tokenizer import needle_words  # imports transformers
+
+    return tuple(sorted(set(needle_words())))
+
+
+def word_pairs(draw: random.Random) -> Iterator[str]:
+    """Two words with a hyphen, never the same pair twice: keys that name nothing."""
+    words, seen = single_words(), set()
+    while True:
+        pair = "-".join(draw.sample(words, 2))
+        if pair not in seen:
+            seen.add(pair)
+            yield pair
+
+
+def numbers(draw: random.Random, digits: int) -> Iterator[str]:
+    """Numbers of so many digits, never the same twice."""
+    seen = set()
+    while True:
+        number = draw.randrange(10 ** (digits - 1), 10**digits)
+        if number not in seen:
+            seen.add(number)
+            yield str(number)
+
+
+def uuids(draw: random.Random) -> Iterator[str]:
+    """Random UUIDs (version 4)."""
+    while True:
+        yield str(uuid.UUID(int=draw.getrandbits(128), version=4))
+
+
+def listed(parts: Sequence[str]) -> str:
+    """The parts as a sentence names them: a, b, and c."""
+    *first, last = parts
+    return f"{', '.join(first)}, and {last}" if first else last

@@ -1,0 +1,198 @@
+"""RULER as a job: an item is one sample, answered by one method."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.errors import ConfigError, ModelError
+from razor_dist.evals.haystack import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.evals.ruler.config import RulerConfig
+from razor_dist.evals.ruler.qa import read_hotpotqa, read_squad
+from razor_dist.evals.ruler.sample import Sample
+from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, Material, make_sample, score
+from razor_dist.jobs.task import Item
+from razor_dist.llm import LLM
+from razor_dist.models.loader import read_config
+from razor_dist.models.registry import config_folder, display_name
+from razor_dist.models.shape import ModelShape
+from razor_dist.sampling_params import SamplingParams
+
+KIND = "ruler"
+"""What ``settings.task.kind`` of a folder of results says."""
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """A task of `razor_dist.jobs`; build it with `plan`.
+
+    Attributes
+    ----------
+    config : RulerConfig
+    haystack : tuple of str
+        Name and fingerprint of the prose.
+    data : dict
+        Fingerprint of each question task's file.
+    """
+
+    config: RulerConfig
+    haystack: tuple[str, str]
+    data: dict[str, str]
+
+    @classmethod
+    def plan(cls, config: RulerConfig) -> RulerTask:
+        """Settle the prose by what is installed, and read the questions' files once.
+
+        Raises
+        ------
+        ConfigError
+            If a length is beyond the model, or text or data are missing.
+        ModelError
+            If there is no such model.
+        """
+        folder = config_folder(config.model)
+        shape = ModelShape.from_config(
+            read_config(folder, trust_remote_code=config.trust_remote_code)
+        )
+        most = min(config.max_model_len or shape.max_positions, shape.max_positions)
+        if (longest := config.token_lengths[-1]) > most:
+            raise ConfigError(
+                f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
+                "and answer"
+            )
+        name, paragraphs = haystack_paragraphs(config.haystack)
+        files = {"qa_1": config.squad, "qa_2": config.hotpotqa}
+        _questions(config.squad, config.hotpotqa)
+        data = {
+            task: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+            for task, path in files.items()
+            if path is not None
+        }
+        return cls(config, (name, fingerprint(paragraphs)), data)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.task.Task`."""
+        config = self.config
+        return {
+            "kind": KIND,
+            "model": display_name(config.model),
+            "tasks": list(config.task_names),
+            "lengths": list(config.token_lengths),
+            "samples": config.samples,
+            "methods": list(config.method_settings),
+            "haystack": self.haystack[0],
+            "haystack_fingerprint": self.haystack[1],
+            "data": self.data,
+            "seed": config.seed,
+        }
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        """One for each method."""
+        return {method: self.config.engine(method) for method in self.config.method_settings}
+
+    def items(self) -> Sequence[Item]:
+        """Each sample, for each method."""
+        return [
+            Item(
+                f"{method}/{task}/{length}/{number}",
+                length,
+                method,
+                {"task": task, "length": length, "number": number},
+            )
+            for method in self.config.method_settings
+            for task in self.config.task_names
+            for length in self.config.token_lengths
+            for number in range(self.config.samples)
+        ]
+
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+        """Make a sample, ask it, score the answer.
+
+        Raises
+        ------
+        ConfigError
+            If the sample cannot be made at this length, or this node's prose is another text.
+        ModelError
+            If the model has no tokenizer.
+        """
+        config = self.config
+        task, length, number = (item.data[key] for key in ("task", "length", "number"))
+        encoder = PromptEncoder(_needed(llm.get_tokenizer()))
+        sample = make_sample(
+            task,
+            length,
+            number,
+            config.seed,
+            self._material(),
+            lambda sample: len(prompt_ids(encoder, sample)),
+        )
+        prompt = prompt_ids(encoder, sample)
+        params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS[task])
+        [output] = llm.generate(prompt, params)
+        [answer] = output.outputs
+        return {
+            **item.data,
+            "method": item.engine,
+            "prompt_tokens": len(prompt),
+            "answer": answer.text,
+            "wanted": list(sample.answers),
+            "score": score(task, answer.text, sample.answers),
+            "timing": {"seconds": output.metrics.total_seconds},
+        }
+
+    def _material(self) -> Material:
+        found, essay = _essay(self.config.haystack)
+        if found != self.haystack[1]:
+            raise ConfigError(
+                f"the haystack {self.haystack[0]} is another text on this node than where the job "
+                "was begun: give a folder that all nodes share"
+            )
+        return Material(essay, _questions(self.config.squad, self.config.hotpotqa))
+
+
+def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
+    """A sample's prompt.
+
+    A model with a chat template is asked in a user's message, and the cue begins its answer, as in
+    the reference implementation; any other reads text and cue as one.
+    """
+    if not getattr(encoder.tokenizer, "chat_template", None):
+        return encoder.text(f"{sample.text} {sample.cue}")
+    chat = encoder.chat_text([{"role": "user", "content": sample.text}])
+    return encoder.text(chat + sample.cue, special_tokens=False)
+
+
+def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise ModelError(
+            "the model has no tokenizer, which RULER's texts need: put its tokenizer.json and "
+            "tokenizer_config.json into its folder"
+        )
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _essay(name: str) -> tuple[str, tuple[str, ...]]:
+    """Fingerprint and sentences of the prose."""
+    _, paragraphs = haystack_paragraphs(name)
+    return fingerprint(paragraphs), tuple(s for p in paragraphs for s in sentences_of(p))
+
+
+@lru_cache(maxsize=1)
+def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, Any]:
+    found = {}
+    if squad is not None:
+        found["qa_1"] = read_squad(Path(squad))
+    if hotpotqa is not None:
+        found["qa_2"] = read_hotpotqa(Path(hotpotqa))
+    return found
