@@ -12,8 +12,8 @@ from typing import Any
 from razor_dist.errors import ConfigError
 from razor_dist.evals.bench import machine
 from razor_dist.evals.identify_cost import Cost, CostSettings, Work
+from razor_dist.evals.timing import Say
 
-Say = Callable[[str], None]
 Measure = Callable[[CostSettings], "Cost | str"]
 
 
@@ -44,7 +44,8 @@ class CostResults:
         one, other = (
             [score for rows in scores.values() for row in rows for score in row] for scores in found
         )
-        return max(abs(a - b) for a, b in zip(one, other, strict=True)) / max(one)
+        largest = max(one) or 1.0  # random weights may score 0 everywhere
+        return max(abs(a - b) for a, b in zip(one, other, strict=True)) / largest
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the scores, the machine included."""

@@ -10,7 +10,7 @@ a document has to be read by every method.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from razor_dist.evals.grid import ANSWER_TOKENS, Method, Place, Prompter
 from razor_dist.evals.grid import FULL_METHOD as FULL
 from razor_dist.evals.grid_results import Cell, Results
 from razor_dist.evals.haystack import Document
+from razor_dist.evals.timing import Say
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
@@ -43,7 +44,6 @@ from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Wave
 from razor_dist.sampling_params import SamplingParams
 
-Say = Callable[[str], None]
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values ``[K, T, D]`` of each layer."""
 

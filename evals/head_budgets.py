@@ -180,7 +180,7 @@ class Contest:
                 counts = (choice.selected[kind] for kind in ("induction", "echo"))
                 said = (f"{count} ({count / heads:.1%})" for count in counts)
                 rows.append([name, f"{len(choice.kept)} ({percent:g} %)", *said])
-        title = "Query heads selected to fill each budget, 14 by induction to 1 by echo score"
+        title = "Query heads selected to fill each budget, 1 % by echo score, then by induction"
         return f"{title}:\n\n{markdown(rows)}" if len(rows) > 1 else ""
 
     def _chosen_table(self) -> str:

@@ -85,6 +85,9 @@ def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> HiddenWor
     draw = random.Random(f"{seed}:{tokens}")
     words = [word for word in needle_words() if word != _VERB]
     draw.shuffle(words)
+    most = len(words) // (1 + _ANSWER_WORDS) - 1  # the last ones are the document's own
+    if len(depths) > most:
+        raise ValueError(f"there are words for {most} answers, not for {len(depths)}")
     hidden = []
     for depth in depths:
         key, *answer = (words.pop() for _ in range(1 + _ANSWER_WORDS))

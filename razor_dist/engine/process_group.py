@@ -53,6 +53,11 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
             "ring is ring_flash_attn, which needs a GPU for each rank; here ranks share one: "
             "use ring: own"
         )
+    if config.weights != "replicated":
+        raise ConfigError(
+            f"weights is {config.weights}, for which DeepSpeed needs a GPU for each rank; here "
+            "ranks share one: use weights: replicated, or fewer ranks"
+        )
     if rank == 0:
         log.warning("ranks share a GPU, so what they send goes through the host's memory, slowly")
     return HostLinks(dist.group.WORLD)

@@ -9,8 +9,8 @@ from typing import Final
 from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.heads.head_map import Flags, HeadMap, Pairs, flags, ranked
 
-# RazorAttention's Table 2: of 15 retrieval query heads, 14 are chosen as induction heads.
-_RAZOR_PARTS: Final = 15
+# RazorAttention's Table 4 varies the share of induction heads beside 1 % of echo heads.
+_ECHO_PERCENT: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def kv_budget(head_map: HeadMap, percent: float) -> int:
 def choose(head_map: HeadMap, kv_heads: int) -> Choice:
     """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
 
-    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: these are
-    selected one by one, 14 by induction score to one by echo score (and at least one of these),
-    until the groups that they promote are as many as the budget. Each adds one KV head at most, so
-    the budget is met exactly.
+    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
+    1 % of all by echo score, whatever the budget, then one by one by induction score, until the
+    groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
+    is met exactly.
 
     Parameters
     ----------
@@ -82,15 +82,15 @@ def choose(head_map: HeadMap, kv_heads: int) -> Choice:
 
 
 def _by_query_heads(head_map: HeadMap, kv_heads: int) -> tuple[Pairs, dict[str, int]]:
-    order = {kind: iter(ranked(head_map.scores[kind])) for kind in ("echo", "induction")}
-    selected = dict.fromkeys(order, 0)
+    echo = ranked(head_map.scores["echo"])
+    echo = echo[: max(1, math.floor(_ECHO_PERCENT * len(echo) / 100 + 0.5))]
+    selected = {"echo": 0, "induction": 0}
     # Insertion-ordered: the KV heads, first come first.
     kept: dict[tuple[int, int], None] = {}
-    while len(kept) < kv_heads:
-        total = sum(selected.values()) + 1
-        echo = max(1, math.floor(total / _RAZOR_PARTS + 0.5))
-        kind = "echo" if selected["echo"] < echo else "induction"
-        layer, head = next(order[kind])
-        selected[kind] += 1
-        kept[layer, head // head_map.group] = None
+    for kind, order in (("echo", echo), ("induction", ranked(head_map.scores["induction"]))):
+        for layer, head in order:
+            if len(kept) == kv_heads:
+                break
+            selected[kind] += 1
+            kept[layer, head // head_map.group] = None
     return tuple(kept), selected

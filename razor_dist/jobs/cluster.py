@@ -74,7 +74,7 @@ def _check_listens(address: str) -> None:
     if not host:
         return  # "auto", which looks for a cluster of this host
     try:
-        socket.create_connection((host, int(port)), _PATIENCE).close()
+        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
     except (OSError, ValueError) as error:
         raise ClusterError(f"cannot join the Ray cluster {address!r}: {error}") from None
 

@@ -150,9 +150,11 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     Raises
     ------
     ModelError
-        If it is none that a model can be loaded in.
+        If there are no weights, or their dtype is none that a model can be loaded in.
     """
-    file = min(Path(path).glob("*.safetensors"))
+    file = min(Path(path).glob("*.safetensors"), default=None)
+    if file is None:
+        raise ModelError(f"the model folder {path} has no *.safetensors weights")
     with safe_open(file, framework="pt") as weights:
         name = weights.get_slice(min(weights.keys())).get_dtype()
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
