@@ -129,7 +129,7 @@ class Job:
         typer.echo(
             f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds:.1f} s"
         )
-        typer.echo(f"{_kept(found)}: scope of {found.settings['context']} tokens or more")
+        typer.echo(f"{_kept(found)}: window of {found.settings['context']} tokens or more")
         windows = sorted(w for row in found.windows or () for w in row if w is not None)
         if windows:
             typer.echo(

@@ -7,8 +7,8 @@ exceeds epsilon (Theorem 1, equation 2)::
     L = (2 ||W_Q W_K^T|| (||gain||^2 + ||shift||^2) - log epsilon) / l
 
 with the spectral norm, and gain and shift the weight and bias of the norm. A head needs a window of
-L tokens and no more, no sinks, and nothing that stands for what is dropped. Heads whose scope
-reaches the context are retrieval heads.
+L tokens and no more, no sinks, and nothing that stands for what is dropped. Heads whose scope,
+rounded up (`window_of`), reaches the context are retrieval heads.
 
 Here W_Q holds the scale of the scores, and the bias of the queries as one more column, for an input
 that is always 1; the bias of the keys adds the same to all scores of a query and is left out.
@@ -61,7 +61,7 @@ class ScopeSettings:
     bound : str
         ``paper``: Theorem 1. ``strict``: what holds for all weights and inputs.
     context : int, optional
-        Tokens; heads whose scope reaches it are retrieval heads. By default the model's own.
+        Tokens; heads whose window would reach it are retrieval heads. By default the model's own.
     """
 
     epsilon: float = 0.001
@@ -151,14 +151,13 @@ def window_of(scope: float, context: int) -> int | None:
     """The window that covers a scope, in tokens; None if it reaches the context.
 
     Rounded up to ``2**n`` or ``3 * 2**(n-1)``: heads with one window share a cache and a kernel
-    call, and a layer's scopes are all different.
+    call, and a layer's scopes are all different. A window that holds the whole context would drop
+    nothing, and every rank would keep all of it: a retrieval head's keys are sharded.
     """
     least = math.ceil(scope)
-    if least >= context:
-        return None
     power: int = 1 << max(0, least - 1).bit_length()
-    fitting = power * 3 // 4 if power >= 4 and least <= power * 3 // 4 else power
-    return min(fitting, context)
+    window = power * 3 // 4 if power >= 4 and least <= power * 3 // 4 else power
+    return window if window < context else None
 
 
 def measure(

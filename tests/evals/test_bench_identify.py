@@ -11,6 +11,7 @@ from razor_dist import cli
 from razor_dist.errors import ConfigError
 from razor_dist.evals.bench_identify import in_process, run
 from razor_dist.evals.identify_cost import Cost, CostSettings, measure
+from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 
 
@@ -76,6 +77,16 @@ def test_the_command_says_and_writes_what_was_measured(
     assert stored["costs"]["probe"]["peak_bytes"] == 160 << 20
     assert stored["costs"]["materialised"] == {"failed": "out of memory"}
     assert stored["largest_difference_of_scores"] is None and "cpu" in stored["machine"]
+
+
+@pytest.mark.parametrize("option", ["--model", "--shape"])
+def test_models_without_a_probe_are_refused(
+    option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = make_alibi("bloom", tmp_path / "tiny-bloom")
+    assert cli.main(["bench-identify", option, str(path), "--training"]) == 2
+    said = capfd.readouterr().err
+    assert "not biased by distance (ALiBi), and tiny-bloom is" in said and "failed" not in said
 
 
 def test_mistakes_are_named(capfd: pytest.CaptureFixture[str]) -> None:
