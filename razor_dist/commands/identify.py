@@ -37,6 +37,7 @@ _BELONGS = {
     "epsilon": ("alibi",),
     "bound": ("alibi",),
     "context_tokens": ("alibi",),
+    "verify_window": ("razor", "duo", "onthefly"),
 }
 
 
@@ -157,7 +158,10 @@ def identify(
     ] = None,
     verify_window: Annotated[
         int | None,
-        typer.Option(min=1, help="Least window of a local head. [default: the model's]"),
+        typer.Option(
+            min=1,
+            help="razor, duo, onthefly: least window of a local head. [default: the model's]",
+        ),
     ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")

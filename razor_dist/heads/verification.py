@@ -23,7 +23,8 @@ class Verification:
     seed : int
     dtype : str
     settings : dict
-        The engine's: prefill and what a local head sees.
+        The engine's: prefill and what a local head sees; its window is the map's own if the map
+        has windows.
     found_full, found : int
         Needles found with full attention, and with the map.
     lost, gained : int
@@ -48,12 +49,12 @@ class Verification:
 
     def __str__(self) -> str:
         """Two lines for people."""
-        window = self.settings.get("window_min")
+        least = self.settings.get("window_min")
+        window = "" if least is None else f", window of at least {least}"
         return (
             f"{self.documents} documents of {self.tokens} tokens ({self.haystack}), "
-            f"{self.settings.get('prefill')} prefill, window of at least {window}: full attention "
-            f"finds {self.found_full}, this map {self.found}; {self.lost} lost, "
-            f"{self.gained} gained\n"
+            f"{self.settings.get('prefill')} prefill{window}: full attention finds "
+            f"{self.found_full}, this map {self.found}; {self.lost} lost, {self.gained} gained\n"
             f"KV of a document: {self.kv_bytes / 2**20:.1f} MiB instead of "
             f"{self.kv_bytes_full / 2**20:.1f} ({self.kv_bytes / self.kv_bytes_full:.0%})"
         )

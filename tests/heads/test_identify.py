@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,15 @@ from typer.testing import CliRunner
 
 from razor_dist import cli
 from razor_dist.commands.identify import identify
+from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.evals.grid import GridSettings
+from razor_dist.evals.haystack import open_haystack
+from razor_dist.evals.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.needle import HEAD_MAP, build_needle_model
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
@@ -93,13 +100,51 @@ def test_verify_records_what_the_map_loses(
     assert (found.documents, found.tokens, found.seed, found.dtype) == (5, 400, 1, "float32")
     assert found.haystack == str(tmp_path)
     assert found.settings["window_min"] == 150 and found.settings["prefill"] == "local"
-    assert found.found - found.gained == found.found_full - found.lost  # found by both
     kept = HeadMap.load(out).kv_fraction
     assert kept < found.kv_bytes / found.kv_bytes_full < 1
     assert f"verified on {found}" in text
     assert f"full attention finds {found.found_full}, this map {found.found}; " in text
     assert cli.main(["heads", "show", str(out)]) == 0
     assert f"verified on {found}" in capsys.readouterr().out
+
+
+def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
+    """By the needle model, whose one retrieval head finds what no window holds."""
+    folder = build_needle_model(tmp_path / "needle")
+    (tmp_path / "prose.txt").write_text("Rain may come and go again before noon there. " * 80)
+    ask_for_numbers(folder, GridSettings((600,), needles=1, haystack=str(tmp_path)))
+    # Of 600 tokens the window holds the last 100 to 115 and the question: the needle at 90 %.
+    config = EngineConfig(model=str(folder), window_min=100, window_ratio=None, block=16)
+    check = Check.plan(config, 600, str(tmp_path), seed=0)
+    whole = HeadMap.load(folder / HEAD_MAP)
+    without = dataclasses.replace(whole, retrieval=((False, False), (False, False)))
+    counts = [
+        (found.found_full, found.found, found.lost, found.gained)
+        for found in (check.run(head_map, print) for head_map in (whole, without))
+    ]
+    assert counts == [(5, 5, 0, 0), (5, 1, 4, 0)]
+
+
+def ask_for_numbers(folder: Path, settings: GridSettings) -> None:
+    """Teach the needle model's tokenizer the numbers and the questions of a grid.
+
+    The model says what followed the prompt's last word before. A base model's question ends in
+    "The special magic number of Oslo is": the numbers become words, and the question's other "is"
+    part of another word.
+    """
+    file = folder / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    documents = settings.documents(open_haystack(settings.haystack, lambda text: [0] * len(text)))
+    vocabulary = fields["model"]["vocab"]
+    for word, document in zip(
+        ("academic", "accept", "accurate", "achieve", "acquire"), documents.values(), strict=True
+    ):
+        (needle,) = document.needles
+        vocabulary[needle.number] = vocabulary.pop(word)
+    joined = {"type": "Replace", "pattern": {"String": "What is"}, "content": "what"}
+    fields["normalizer"] = {"type": "Sequence", "normalizers": [joined, fields["normalizer"]]}
+    file.write_text(json.dumps(fields))
+    (folder / "chat_template.jinja").unlink()
 
 
 @pytest.mark.parametrize(

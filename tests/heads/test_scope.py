@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.test_invariance import tokens_of
 from tests.tiny_models import make_tiny
+from tests.tokenizer import write_letters
 
 TOKENS = 120
 
@@ -153,11 +155,17 @@ def test_the_strict_bound_holds_where_the_papers_does_not() -> None:
 
 @given(scope=st.floats(0.01, 1e6), context=st.integers(1, 200000))
 def test_windows_cover_their_scope_with_little_to_spare(scope: float, context: int) -> None:
-    window, least = window_of(scope, context), math.ceil(scope)
-    if least >= context:
-        assert window is None
-    else:
-        assert window is not None and least <= window <= min(context, 1.5 * least)
+    sizes = [size for n in range(21) for size in (2**n, 3 * 2**n)]
+    fitting = min(size for size in sizes if size >= scope)
+    assert fitting <= 1.5 * math.ceil(scope)
+    assert window_of(scope, context) == (fitting if fitting < context else None)
+
+
+@pytest.mark.parametrize(("scope", "window"), [(1536.0, 1536), (1536.1, None), (1600.0, None)])
+def test_a_window_that_would_hold_the_context_makes_a_retrieval_head(
+    scope: float, window: int | None
+) -> None:
+    assert window_of(scope, 2048) == window
 
 
 def test_settings_out_of_range() -> None:
@@ -169,7 +177,9 @@ def test_settings_out_of_range() -> None:
 @pytest.fixture(scope="module")
 def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Narrow weights, so that scopes are short.
-    return make_alibi("bloom", tmp_path_factory.mktemp("models") / "tiny-bloom", wide=0.03)
+    folder = make_alibi("bloom", tmp_path_factory.mktemp("models") / "tiny-bloom", wide=0.03)
+    write_letters(folder)
+    return folder
 
 
 def run(*options: str) -> str:
@@ -196,11 +206,12 @@ def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
         found.retrieval, found.windows, found.scores["scope"], strict=True
     ):
         for flag, window, scope in zip(flags, windows, row, strict=True):
-            assert flag is (math.ceil(scope) >= 200) is (window is None)
+            # Windows come in sizes of 128, 192, 256: beyond 192 it would be the context.
+            assert flag is (scope > 192) is (window is None)
             assert window is None or window >= scope
     # Steep heads see little: windows of different lengths, and real caches of those lengths.
     lengths = {w for row in found.windows for w in row if w is not None}
-    assert len(lengths) > 2 and max(lengths) <= 200 and any(map(any, found.retrieval))
+    assert len(lengths) > 2 and max(lengths) <= 192 and any(map(any, found.retrieval))
     policy = LocalPolicy(block=8)
     tokens = tokens_of(300)
     case = Case(
@@ -230,6 +241,34 @@ def test_identify_refuses_the_other_methods(
     llama = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
     with pytest.raises(ConfigError, match=r"--method alibi is for .* tiny-llama is none"):
         run(str(llama), "--out", out, "--method", "alibi")
+
+
+def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> None:
+    """Not the settings' window of 4000 tokens or more, in which 400 tokens would all be."""
+    out, prose = tmp_path / "map.json", "A sentence of some length is what a haystack is made of. "
+    (tmp_path / "prose.txt").write_text(prose * 10)
+    options = ["--context-tokens", "200", "--verify", "--haystack", str(tmp_path)]
+    text = run(str(bloom), "--out", str(out), *options, "--verify-tokens", "400")
+    found = HeadMap.load(out)
+    checked = found.verification
+    assert checked is not None and (checked.documents, checked.tokens) == (5, 400)
+    assert checked.settings == {"prefill": "local", "block": 128}
+    assert "local prefill: full attention finds" in str(checked)
+    assert f"verified on {checked}" in text
+    assert found.kv_fraction < checked.kv_bytes / checked.kv_bytes_full < 1
+    windows = [w for row in found.windows or () for w in row if w is not None]
+    with pytest.raises(ConfigError) as refused:
+        run(str(bloom), "--out", str(out), *options, "--verify-tokens", "120")
+    assert str(refused.value) == (
+        f"--verify would test nothing: a local head's window of at least {min(windows)} tokens "
+        "holds a document of 120 whole; give more --verify-tokens, up to 3964"
+    )
+    assert HeadMap.load(out) == dataclasses.replace(found, verification=None)
+    with pytest.raises(ConfigError, match="every head keeps the whole context"):
+        run(str(bloom), "--out", str(out), "--context-tokens", "1", *options[2:])
+    for method in ("auto", "alibi"):
+        with pytest.raises(ConfigError, match=r"--verify-window belongs to .*, not to alibi"):
+            run(str(bloom), "--out", str(out), *options, "--verify-window", "9", "--method", method)
 
 
 def test_windows_in_the_file(bloom: Path, tmp_path: Path) -> None:
