@@ -34,7 +34,7 @@ def outcome(
     for token in case.forced:
         rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
     caches = runner.caches
-    pools = [caches.pages, caches.local, *([caches.scratch] if caches.scratch else [])]
+    pools = [caches.pages, *caches.local, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]
     assert {pool.k.dtype for pool in pools} == {case.kv_dtype}
     logits = torch.cat([row for row in rows if row is not None]) if comm.rank == 0 else None

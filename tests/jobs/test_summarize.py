@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from razor_dist.jobs.results import read_job
 from tests.documents import files
 from tests.documents.llm import Quoter
 from tests.documents.test_summary import document
+from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 
 FLAGS = ("--no-ray", "--attention", "full")
@@ -127,11 +127,12 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert not opened and not Path("out").exists()
 
 
-def test_on_a_real_engine(folder: Path, tiny: Callable[[str], Path]) -> None:
+def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:
     """A random model: what it says means nothing, but the parts must fit."""
-    write_letters(tiny("llama"))
+    model = make_tiny("llama", tmp_path / "tiny")  # its own: the shared one has no tokenizer
+    write_letters(model)
     Path("in/long.md").write_text("# A\n\n" + "word " * 150 + "\n\n# B\n\n" + "text " * 150)
-    command = ["summarize", "in/long.md", "--out", "out", "--model", str(tiny("llama")), *FLAGS]
+    command = ["summarize", "in/long.md", "--out", "out", "--model", str(model), *FLAGS]
     sizes = ["--max-model-len", "1024", "--max-tokens", "8", "--threads", "1"]
     assert cli.main([*command, *sizes]) == 0
     [record] = read_job("out").records
