@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from razor_dist.attention import NAME as RAZOR_ATTENTION
 from razor_dist.config import EngineConfig
 from razor_dist.engine.build import make_engine, torch_device, torch_dtype
 from razor_dist.errors import ConfigError
 from razor_dist.evals.bench import Ratio, machine
 from razor_dist.evals.bench_engines import OWN, OwnEngine
 from razor_dist.evals.timing import Generate, Say, Timing, random_tokens, take_turns
-from razor_dist.models.loader import dtype_name, read_config
+from razor_dist.heads.head_map import spread
+from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 
@@ -104,28 +104,11 @@ class ShapeResults:
         }
 
 
-def spread(kept: float, layers: int, kv_heads: int) -> list[list[bool]]:
-    """A decision that keeps a fraction of the KV heads, evenly spread over the model.
-
-    At least one head is kept, and the count is the nearest to ``kept`` of all.
-    """
-    total = layers * kv_heads
-    count = max(1, round(kept * total))
-    flat = [(i + 1) * count // total > i * count // total for i in range(total)]
-    return [flat[layer * kv_heads : (layer + 1) * kv_heads] for layer in range(layers)]
-
-
 def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a ``config.json``, its weights drawn on the device."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"shape is {folder!r}; give a folder with a config.json")
-    config = read_config(folder)
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=RAZOR_ATTENTION
-        )
-    model.config.use_cache = False
-    return model.eval().requires_grad_(False)
+    return model_from_config(read_config(folder), device=device, dtype=dtype)
 
 
 def run(settings: ShapeSettings, say: Say) -> ShapeResults:

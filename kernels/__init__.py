@@ -32,7 +32,7 @@ __all__ = [
 _CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.
-BACKENDS = ("flash_attn", "torch_cuda", "torch_cpu", "reference")
+BACKENDS = ("flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
 
 
 def _backend(name: str) -> ModuleType:

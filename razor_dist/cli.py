@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "Measure what is found in long documents.",
     "summarize": "Summarise documents of any length.",
     "batch": "Answer the requests of a batch file.",
+    "plan": "Plan memory, time and traffic without weights.",
     "bench": "Measure speed and memory side by side.",
     "bench-identify": "Measure what finding heads costs.",
 }

@@ -15,7 +15,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from razor_dist.config_errors import explain
+from razor_dist.errors import ConfigError
 from razor_dist.policy import LocalPolicy
+from razor_dist.sizes import parse_size
 
 
 class EngineConfig(BaseModel):
@@ -122,6 +124,18 @@ class EngineConfig(BaseModel):
         # pydantic would take True for 1; `max_num_seqs: yes` in YAML is a mistake, not a 1.
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("true and false are no values for it")
+        return value
+
+    @field_validator(
+        "max_model_len", "kv_tokens", "wave_tokens", "window_min", "window_max", mode="before"
+    )
+    @classmethod
+    def _sizes_may_have_units(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                return parse_size(value)
+            except ConfigError:
+                pass  # "must be an integer", as for any other setting
         return value
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from razor_dist.parallel.window import (
     plan_window,
     window_attention,
 )
-from razor_dist.parallel.zigzag import Interval, Wave
+from razor_dist.parallel.zigzag import Interval, Wave, holdings
 
 
 @dataclass
@@ -86,15 +85,7 @@ class LocalWave:
                 return None
             return plan_compression(policy, [*sequence.done, wave], comm.rank)
         retained = Interval(base, wave.begin)
-        # From the newest wave back to where the window begins: not all waves of a long prompt.
-        recent = itertools.takewhile(lambda before: before.end > base, reversed(sequence.done))
-        held = [
-            (chunk & retained, rank)
-            for before in recent
-            for rank in range(comm.size)
-            for chunk in before.owned(rank)
-            if len(chunk & retained)
-        ]
+        held = holdings(sequence.done, retained)
         return plan_window(policy, wave, comm.rank, base=base, held=held, last=self._last)
 
     def start(

@@ -13,6 +13,7 @@ from razor_dist import cli
 from razor_dist.commands.batch import batch
 from razor_dist.commands.eval import eval as eval_group
 from razor_dist.commands.heads import heads
+from razor_dist.commands.plan import plan
 from razor_dist.commands.serve import serve
 from razor_dist.commands.summarize import summarize
 from razor_dist.jobs.config import JobConfig
@@ -38,6 +39,18 @@ def options(command: Any) -> set[str]:
 def test_the_options_of_serve_are_frozen() -> None:
     """Renaming or dropping a flag breaks scripts: change this list on purpose only."""
     assert options(serve) == set(SERVE_OPTIONS.split())
+
+
+PLAN_OPTIONS = """
+    --attention --block --compensation --config --context --device --dtype --head-map
+    --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
+    --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
+    --wave-tokens --weights --window-max --window-min --window-ratio --world-size
+"""
+
+
+def test_the_options_of_plan_are_frozen() -> None:
+    assert {name for name in options(plan) if name.startswith("--")} == set(PLAN_OPTIONS.split())
 
 
 HEADS_OPTIONS = {

@@ -248,7 +248,7 @@ def test_merges_on_cuda_are_the_whole(dtype: torch.dtype) -> None:
 
 
 def test_backends_are_listed_in_order_of_preference() -> None:
-    assert BACKENDS == ("flash_attn", "torch_cuda", "torch_cpu", "reference")
+    assert BACKENDS == ("flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
 
 
 @pytest.mark.parametrize("queries", [1, 40])

@@ -296,6 +296,18 @@ def flags(kept: Iterable[tuple[int, int]], layers: int, heads: int) -> Flags:
     return tuple(tuple((layer, head) in kept for head in range(heads)) for layer in range(layers))
 
 
+def spread(kept: float, layers: int, kv_heads: int) -> Flags:
+    """A decision that keeps a fraction of the KV heads, evenly spread over the model.
+
+    For sizes alone, where no head map is at hand. At least one head is kept, and the count is the
+    nearest to ``kept`` of all.
+    """
+    total = layers * kv_heads
+    count = max(1, round(kept * total))
+    flat = [(i + 1) * count // total > i * count // total for i in range(total)]
+    return tuple(tuple(flat[i : i + kv_heads]) for i in range(0, total, kv_heads))
+
+
 def check_percent(kind: str, percent: float) -> None:
     """Raise `ConfigError` unless ``percent``, of heads chosen by the score ``kind``, is one."""
     if not 0 <= percent <= 100:

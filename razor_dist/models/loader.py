@@ -30,6 +30,7 @@ __all__ = [
     "layer_classes",
     "load_model",
     "model_fingerprint",
+    "model_from_config",
     "no_progress_bars",
     "read_config",
     "stored_dtype",
@@ -168,6 +169,29 @@ def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
     """The classes of a model's decoder layers, as transformers names them."""
     names = set(model._no_split_modules or ())
     return {type(module) for module in model.modules() if type(module).__name__ in names}
+
+
+def model_from_config(
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model of a configuration with our attention and no weights of its own.
+
+    They are drawn at random; on the meta device there are none, and it is made at once.
+    """
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            without_idle_window(config),
+            dtype=dtype,
+            attn_implementation=RAZOR_ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    mark_long_positions(model)
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
 
 
 def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:

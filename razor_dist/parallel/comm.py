@@ -34,6 +34,8 @@ class Pending:
         for work in self.works:
             work.wait()
         self.done = True
+        # A work keeps the tensors that it moved, for as long as it lives itself.
+        self.works.clear()
         self.sent.clear()
         return self.received
 

@@ -82,9 +82,10 @@ class Exchange:
     ) -> None:
         self._sends: dict[int, list[Interval]] = {}
         self._receives: dict[int, list[Interval]] = {}
+        in_order = sorted(holdings, key=lambda h: h[0].begin)
         for receiver, wanted in enumerate(wants):
             for want in union(wanted):
-                for held, holder in sorted(holdings, key=lambda h: h[0].begin):
+                for held, holder in in_order:
                     both = held & want
                     if not len(both) or holder == receiver:
                         continue
@@ -92,6 +93,11 @@ class Exchange:
                         self._sends.setdefault(receiver, []).append(both)
                     elif receiver == rank:
                         self._receives.setdefault(holder, []).append(both)
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens that this rank sends of every layer."""
+        return sum(len(interval) for sent in self._sends.values() for interval in sent)
 
     def start(self, comm: Communicator, pieces: Sequence[Piece], purpose: Purpose) -> Arriving:
         """Post one layer's transfers.

@@ -8,6 +8,7 @@ chunk 2P-1 and so on rank 0, which samples.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,3 +63,16 @@ class Wave:
 def waves(begin: int, end: int, wave_tokens: int, world_size: int) -> list[Wave]:
     """Cut ``[begin, end)`` into waves of at most ``wave_tokens`` tokens."""
     return [Wave(a, min(a + wave_tokens, end), world_size) for a in range(begin, end, wave_tokens)]
+
+
+def holdings(done: Sequence[Wave], retained: Interval) -> list[tuple[Interval, int]]:
+    """Which rank holds which part of ``retained`` after the waves ``done``, which are in order."""
+    # From the newest wave back to where it begins: not all waves of a long prompt.
+    recent = itertools.takewhile(lambda wave: wave.end > retained.begin, reversed(done))
+    return [
+        (chunk & retained, rank)
+        for wave in recent
+        for rank in range(wave.world_size)
+        for chunk in wave.owned(rank)
+        if len(chunk & retained)
+    ]

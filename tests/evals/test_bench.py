@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from razor_dist import cli
-from razor_dist.evals import bench, bench_shape
+from razor_dist.evals import bench
 from razor_dist.evals.bench_engines import OWN, STOCK, rank_name
 from razor_dist.evals.timing import BenchSettings, Run, Timing, take_turns
+from razor_dist.heads.head_map import spread
 
 
 def timing(name: str, *runs: tuple[float, float]) -> Timing:
@@ -106,7 +107,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 @pytest.mark.parametrize(("kept", "count"), [(0.3, 48), (0.001, 1), (1.0, 160), (0.25, 40)])
 def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
-    decision = bench_shape.spread(kept, 40, 4)
+    decision = spread(kept, 40, 4)
     assert sum(map(sum, decision)) == count
     per_layer = [sum(row) for row in decision]
     assert max(per_layer) - min(per_layer) <= 1

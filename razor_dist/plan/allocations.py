@@ -1,0 +1,144 @@
+"""What code allocates, counted tensor by tensor: on any device, the meta device included."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
+# On the meta device these are Python that works out strides and promotions, in milliseconds each,
+# and merging partial results is hundreds of them. All that counts here is a result's size.
+_COMPARISONS = frozenset({_aten.gt.Scalar, _aten.eq.Scalar, _aten.eq.Tensor})
+_POINTWISE = _COMPARISONS | {
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.mul.Tensor,
+    _aten.div.Tensor,
+    _aten.exp.default,
+    _aten.log.default,
+    _aten.reciprocal.default,
+    _aten.maximum.default,
+    _aten.masked_fill.Scalar,
+    _aten.where.self,
+    _aten.where.ScalarOther,
+}
+
+
+def _like_pointwise(func: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """A meta tensor of the size of a pointwise operation's result."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    dtypes = [t.dtype for t in inputs if t.dtype != torch.bool] or [torch.bool]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    if func in _COMPARISONS:
+        dtype = torch.bool
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it is active, until they are freed.
+
+    Every operation's results pass through `__torch_dispatch__`; a storage that was not seen before
+    counts from then until Python frees it. What a kernel allocates for itself and frees again is
+    not seen, nor is what an allocator holds back.
+
+    Attributes
+    ----------
+    label : str
+        Which part of the code what is made now belongs to; see `labelled`.
+    live, peak : int
+        Bytes now, and at most so far.
+    at_peak : dict of int to (str, int)
+        Label and bytes of every storage that was alive then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = "model"
+        self.live = self.peak = 0
+        self.at_peak: dict[int, tuple[str, int]] = {}
+        self._alive: dict[int, tuple[str, int]] = {}
+        self._numbers = 0
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count what it made.
+
+        A question about a number is answered with zero on the meta device, which has none.
+        transformers asks one, whether the positions are those of several packed sequences, to
+        decide on a mask; ours is none in either case (`razor_dist.attention`).
+        """
+        if func in _READS and args[0].is_meta:
+            return 0
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in inputs:
+            self._mark(tensor)
+        if func in _POINTWISE and inputs[0].is_meta:
+            result = _like_pointwise(func, inputs)
+        else:
+            result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return result
+
+    def _mark(self, tensor: Tensor) -> None:
+        """Remember a tensor from outside, which is not counted."""
+        storage = tensor.untyped_storage()
+        if storage not in self._known:
+            self._known[storage] = -1
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._numbers += 1
+        number, size = self._numbers, storage.nbytes()
+        self._known[storage] = number
+        self._alive[number] = (self.label, size)
+        weakref.finalize(storage, self._free, number)
+        self.live += size
+        if self.live > self.peak:
+            self.peak = self.live
+            self.at_peak = dict(self._alive)
+
+    def _free(self, number: int) -> None:
+        self.live -= self._alive.pop(number)[1]
+
+    def relabel(self, tensor: Tensor, label: str) -> None:
+        """Count a tensor that is alive, and that was made here, under another label."""
+        number = self._known.get(tensor.untyped_storage(), -1)
+        if number in self._alive:
+            self._alive[number] = (label, self._alive[number][1])
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """What is made inside counts under ``label``."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def transient(self) -> Counter[str]:
+        """Bytes at the peak by label, without what is alive still."""
+        sizes: Counter[str] = Counter()
+        for number, (label, size) in self.at_peak.items():
+            if number not in self._alive:
+                sizes[label] += size
+        return sizes

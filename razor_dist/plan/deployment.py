@@ -1,0 +1,303 @@
+"""What the engine would build from settings: the same decisions, by the engine's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.build import (
+    cache_config,
+    head_map_of,
+    torch_dtype,
+    torch_kv_dtype,
+    wave_length,
+)
+from razor_dist.engine.runner import CacheConfig
+from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.heads.head_map import shipped_head_map, spread
+from razor_dist.heads.layout import HeadLayout, Windows
+from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
+from razor_dist.models.registry import config_folder
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zigzag import Wave, waves
+from razor_dist.policy import LocalPolicy
+
+# The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
+ASSUMED_FRACTION = 0.3
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """Local heads that share a policy.
+
+    Attributes
+    ----------
+    policy : LocalPolicy
+    per_layer : tuple of int
+        How many KV heads of each layer.
+    """
+
+    policy: LocalPolicy
+    per_layer: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all layers together."""
+        return sum(self.per_layer)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which KV heads are retrieval heads, and who says so.
+
+    Attributes
+    ----------
+    retrieval : sequence of sequence of bool
+        ``[layers][KV heads]``.
+    source : str
+        For people.
+    assumed : bool
+        Whether it is a guess, for want of a head map.
+    selected_fraction : float or None
+        Fraction of query heads that were chosen for their own scores, of a head map that says.
+    windows : sequence of sequence of (int or None), optional
+        For every layer and KV head, a local head's own window.
+    """
+
+    retrieval: Sequence[Sequence[bool]]
+    source: str
+    assumed: bool = False
+    selected_fraction: float | None = None
+    windows: Windows | None = None
+
+    @property
+    def kv_fraction(self) -> float:
+        """Fraction of KV heads that keep the whole context."""
+        flags = [flag for row in self.retrieval for flag in row]
+        return sum(flags) / len(flags)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
+    ) -> Decision:
+        """The engine's decision, or one that keeps a ``fraction`` of the KV heads.
+
+        Raises
+        ------
+        ConfigError
+            If a fraction is given beside a head map, or out of range.
+        HeadMapError
+            If the head map that is named cannot be read or is another model's.
+        """
+        if fraction is not None:
+            if not 0 < fraction <= 1:
+                raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
+            if config.head_map is not None or config.attention != "razor":
+                raise ConfigError("give --retrieval, or a head map or attention, not both")
+            kept = spread(fraction, shape.layers, shape.kv_heads)
+            return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly (--retrieval)")
+        if config.attention == "razor" and config.head_map is None:
+            try:
+                shipped_head_map(config.model)
+            except HeadMapError:
+                kept = spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads)
+                source = (
+                    f"assumed: {ASSUMED_FRACTION:.0%} of the KV heads, spread evenly; no head map "
+                    "was given and none is shipped for this model"
+                )
+                return cls(kept, source, assumed=True)
+        found = head_map_of(config, shape, fingerprint)
+        if config.attention != "razor":
+            return cls(found.retrieval, f"attention: {config.attention}")
+        source = f"head map {config.head_map or 'shipped with the model'}"
+        chosen = found.selected_fraction if found.selected else None
+        return cls(found.retrieval, source, selected_fraction=chosen, windows=found.windows)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of a model's parameters, counted in the model's own class on the meta device.
+
+    Attributes
+    ----------
+    parameters : int
+        Each counted once, also where it serves twice (tied embeddings).
+    nbytes : int
+        Of parameters and buffers, in the dtype of the deployment.
+    matmul : int
+        Parameters that multiply every token: all matrices but the embedding and the output head;
+        of experts, those that a token is sent to.
+    head : int
+        Parameters of the output head, which multiplies the last token alone.
+    embedding_bytes : int
+        Bytes of which a token reads one row: the embedding's, unless it is the output head, too.
+    """
+
+    parameters: int
+    nbytes: int
+    matmul: int
+    head: int
+    embedding_bytes: int
+
+    @classmethod
+    def of(
+        cls, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+    ) -> Weights:
+        """Count them."""
+        model = model_from_config(
+            config, device=META, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        embedding: nn.Module = model.get_input_embeddings()
+        table, head = embedding.weight, model.get_output_embeddings().weight
+        assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
+        routed = getattr(config, "num_experts_per_tok", None)
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        matmul = 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2 or parameter is table or parameter is head:
+                continue
+            share = routed / experts if routed and experts and ".experts." in name else 1.0
+            matmul += parameter.numel() * share
+        held = [*model.parameters(), *model.buffers()]
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            nbytes=sum(t.nbytes for t in held),
+            matmul=round(matmul),
+            head=head.numel(),
+            embedding_bytes=0 if table is head else table.nbytes,
+        )
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, its settings and the ranks that it would run on.
+
+    Attributes
+    ----------
+    config : EngineConfig
+    model : PretrainedConfig
+    shape : ModelShape
+    decision : Decision
+    kind : str
+        Of the ranks' device.
+    """
+
+    config: EngineConfig
+    model: PretrainedConfig
+    shape: ModelShape
+    decision: Decision
+    kind: Literal["cuda", "cpu"]
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, kind: Literal["cuda", "cpu"], fraction: float | None = None
+    ) -> Deployment:
+        """Read the model's ``config.json`` and the head map.
+
+        Raises
+        ------
+        ConfigError, ModelError, HeadMapError
+            As the engine raises them.
+        """
+        if config.device not in ("auto", kind):
+            raise ConfigError(f"device is {config.device}, but the device of the plan is a {kind}")
+        if config.weights != "replicated":
+            raise ConfigError(
+                f"weights is {config.weights}, but the planner knows replicated weights only"
+            )
+        folder = config_folder(config.model)
+        model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        shape = ModelShape.from_config(model)
+        if shape.alibi:
+            raise ModelError(
+                f"models of type {model.model_type!r} are biased by distance (ALiBi), which the "
+                "planner does not know how to plan; the engine serves them"
+            )
+        decision = Decision.of(config, shape, model_fingerprint(model), fraction)
+        return cls(config, model, shape, decision, kind)
+
+    @property
+    def world_size(self) -> int:
+        """P."""
+        return self.config.world_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and computing."""
+        return torch_dtype(self.config, torch.device(self.kind))
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return torch_kv_dtype(self.config, self.dtype)
+
+    @property
+    def wave_tokens(self) -> int:
+        """Tokens of a prompt that all ranks prefill together."""
+        return wave_length(self.config, self.world_size, torch.device(self.kind))
+
+    def waves(self, prompt: int) -> list[Wave]:
+        """The waves of a prompt of so many tokens."""
+        return waves(0, prompt, self.wave_tokens, self.world_size)
+
+    def cache(self, max_model_len: int, *, bounded: bool = True) -> CacheConfig:
+        """The caches that the engine would make for sequences of up to so many tokens.
+
+        Not ``bounded``, as if ``kv_tokens`` were not set.
+        """
+        config = self.config if bounded else self.config.model_copy(update={"kv_tokens": None})
+        return cache_config(
+            config, self.shape, max_model_len, self.wave_tokens, self.world_size, self.kv_dtype
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether local heads attend in full at prefill."""
+        return self.config.prefill == "exact"
+
+    @property
+    def retrieval_per_layer(self) -> tuple[int, ...]:
+        """Retrieval KV heads of every layer."""
+        return tuple(sum(row) for row in self.decision.retrieval)
+
+    @cached_property
+    def layout(self) -> HeadLayout:
+        """Where each head's keys and values live, on the meta device."""
+        return HeadLayout.from_decision(self.decision.retrieval, META, self.decision.windows)
+
+    @cached_property
+    def local(self) -> tuple[LocalHeads, ...]:
+        """The local heads, by window, in the order of `HeadLayout.windows`."""
+        policy, found = self.config.policy, []
+        for index, window in enumerate(self.layout.windows):
+            per_layer = tuple(
+                sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
+                for heads in self.layout.layers
+            )
+            found.append(LocalHeads(policy.with_window(window), per_layer))
+        return tuple(found)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Sizes of the parameters."""
+        remote = self.config.trust_remote_code
+        return Weights.of(self.model, self.dtype, trust_remote_code=remote)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one KV head's key and value of one token."""
+        return 2 * self.shape.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def full_kv_bytes(self) -> int:
+        """Bytes of all heads' keys and values of one token."""
+        return self.shape.layers * self.shape.kv_heads * self.kv_bytes

@@ -1,0 +1,138 @@
+"""The device table: what one rank's device can hold, read, compute and send."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from razor_dist.config_errors import unknown
+from razor_dist.errors import ConfigError
+
+_GB = 1e9
+
+
+class Efficiency(BaseModel):
+    """Which fraction of a peak is reached in practice, above 0 and at most 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    matmul: float = Field(gt=0, le=1)
+    attention: float = Field(gt=0, le=1)
+    bandwidth: float = Field(gt=0, le=1)
+    link: float = Field(gt=0, le=1)
+
+
+class Device(BaseModel):
+    """One device, in the units of its file; GB are 10⁹ bytes.
+
+    Attributes
+    ----------
+    kind : str
+        ``cuda`` or ``cpu``: chooses the engine's defaults.
+    shared : bool
+        Whether all ranks run on this one device and share its memory, bandwidth and peaks.
+    memory_gb, bandwidth_gb_s : float
+        Its memory, and how fast that is read.
+    bf16_tflops, fp32_tflops : float
+        Dense peaks.
+    link_gb_s, link_latency_us : float
+        What a rank sends per second at most, and how long a collective takes at least.
+    reserve_gb : float
+        Memory that is gone before anything of ours is allocated.
+    efficiency : Efficiency
+    sources : tuple of str
+        Where the numbers are from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Literal["cuda", "cpu"]
+    shared: bool = False
+    memory_gb: float = Field(gt=0)
+    bandwidth_gb_s: float = Field(gt=0)
+    bf16_tflops: float = Field(gt=0)
+    fp32_tflops: float = Field(gt=0)
+    link_gb_s: float = Field(gt=0)
+    link_latency_us: float = Field(ge=0)
+    reserve_gb: float = Field(ge=0)
+    efficiency: Efficiency
+    sources: tuple[str, ...] = Field(min_length=1)
+
+    def _share(self, world_size: int) -> float:
+        return 1 / world_size if self.shared else 1.0
+
+    def memory(self, world_size: int) -> float:
+        """Bytes that a rank may use, the reserve taken off."""
+        return (self.memory_gb - self.reserve_gb) * _GB * self._share(world_size)
+
+    def bandwidth(self, world_size: int) -> float:
+        """Bytes per second that a rank reads at peak."""
+        return self.bandwidth_gb_s * _GB * self._share(world_size)
+
+    def flops(self, dtype: str, world_size: int) -> float:
+        """Operations per second of a rank at peak; ``dtype`` is ``bf16`` or ``fp32``."""
+        peak = {"bf16": self.bf16_tflops, "fp32": self.fp32_tflops}[dtype]
+        return peak * 1e12 * self._share(world_size)
+
+    @property
+    def link(self) -> float:
+        """Bytes per second that a rank sends at peak."""
+        return self.link_gb_s * _GB
+
+    @property
+    def link_latency(self) -> float:
+        """Seconds that a collective takes at least."""
+        return self.link_latency_us * 1e-6
+
+
+def device_names() -> list[str]:
+    """The devices that come with razor_dist."""
+    folder = resources.files("razor_dist.configs") / "devices"
+    names = (file.name for file in folder.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def load_device(name: str) -> Device:
+    """A device by its name in the table, or by the path of a file of the same form.
+
+    Raises
+    ------
+    ConfigError
+        If there is none, or a field is missing or wrong.
+    """
+    if name in device_names():
+        text = (resources.files("razor_dist.configs") / "devices" / f"{name}.yaml").read_text()
+        return _parse(text, f"configs/devices/{name}.yaml")
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{unknown(name, device_names(), 'device')}; or give a YAML file")
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the device file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the device file {path} is not UTF-8 text") from None
+
+
+def _parse(text: str, source: str) -> Device:
+    try:
+        values: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} must hold a mapping of a device's fields")
+    try:
+        return Device.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        field = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "extra_forbidden":
+            known = Efficiency.model_fields if "." in field else Device.model_fields
+            raise ConfigError(
+                f"{source}: {unknown(str(fault['loc'][-1]), known, 'field')}"
+            ) from None
+        raise ConfigError(f"{source}: {field}: {fault['msg'].lower()}") from None

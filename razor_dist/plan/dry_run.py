@@ -1,0 +1,264 @@
+"""A wave's memory: the engine's own prefill, run on tensors without numbers.
+
+Formulas for what prefill allocates would repeat the model's and the engine's code line by line, and
+drift from it. So the planner runs that code itself, on torch's meta device: a model of the real
+sizes with one layer of each kind that matters, `ModelRunner`, the real `PrefillContext`, and a
+communicator that sends nothing. `Allocations` counts the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.errors import ConfigError, EngineError
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.loader import model_from_config
+from razor_dist.parallel.comm import Communicator, Pending, Purpose
+from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.ring import ring_attention
+from razor_dist.parallel.zigzag import Interval, Wave, holdings
+from razor_dist.plan.allocations import Allocations
+from razor_dist.plan.deployment import META, Decision, Deployment
+from razor_dist.plan.traffic import keys_travel_until
+from razor_dist.policy import LocalPolicy, Run
+from razor_dist.prefill import Caches
+
+_MOST_RUNS = 16
+
+
+class SilentCommunicator(Communicator):
+    """One of several ranks, alone: what it would receive is there at once, and holds nothing.
+
+    Parameters
+    ----------
+    rank, size : int
+    allocations : Allocations
+        Told which tensors are buffers of an exchange.
+    """
+
+    def __init__(self, rank: int, size: int, allocations: Allocations) -> None:
+        super().__init__(None)
+        self.rank, self.size, self._allocations = rank, size, allocations
+
+    def exchange(
+        self, sends: Seq[tuple[int, Tensor]], receives: Seq[tuple[int, Tensor]], purpose: Purpose
+    ) -> Pending:
+        """See `Communicator`."""
+        for _, tensor in [*sends, *receives]:
+            self._allocations.relabel(tensor, purpose)
+        return Pending([b for _, b in receives], sent=[t for _, t in sends])
+
+    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """See `Communicator`."""
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
+        """See `Communicator`."""
+        self._allocations.relabel(tensor, purpose)
+        return Pending([tensor])
+
+
+class _FewRuns(LocalPolicy):
+    """A policy whose adjacent runs are joined, so that a long wave is few operations.
+
+    Their results are as large as before; what is made for one run and freed is larger, by a few
+    hundredths of the local heads' results.
+    """
+
+    def runs(self, begin: int, end: int) -> list[Run]:
+        """See `LocalPolicy`."""
+        runs = super().runs(begin, end)
+        step = -(-len(runs) // _MOST_RUNS) or 1
+        groups = [runs[i : i + step] for i in range(0, len(runs), step)]
+        return [Run(group[0].begin, group[-1].end, group[0].start) for group in groups]
+
+
+class DryRun:
+    """Waves of one deployment, on the meta device.
+
+    Parameters
+    ----------
+    deployment : Deployment
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._d = deployment
+        chosen = _kinds_of_layers(deployment.decision)
+        self._model = _short_model(deployment, len(chosen.retrieval))
+        self._layout = HeadLayout.from_decision(chosen.retrieval, META, chosen.windows)
+
+    def reserved(self, max_model_len: int) -> dict[str, int]:
+        """Bytes of the caches that a rank makes at start, by their names in `Memory`."""
+        return _reserved(self._whole(max_model_len, 0).caches)
+
+    def caches(self, max_model_len: int, context: int) -> dict[str, int]:
+        """The same, and what a sequence of ``context`` tokens takes on the fullest rank.
+
+        Raises
+        ------
+        ConfigError
+            If ``kv_tokens`` has no room for it.
+        """
+        used: Counter[str] = Counter()
+        for rank in range(self._d.world_size):
+            runner = self._whole(max_model_len, rank)
+            try:
+                runner.execute(
+                    StepPlan(
+                        Op.OPEN, 0, end=context, total=context, wave_tokens=self._d.wave_tokens
+                    )
+                )
+            except EngineError:
+                raise ConfigError(
+                    f"kv_tokens is {self._d.config.kv_tokens}, too few for a sequence of {context}"
+                ) from None
+            used |= Counter(
+                sequence_retrieval_kv=runner.caches.pages.used_bytes,
+                sequence_local_cache=sum(cache.used_bytes for cache in runner.caches.local),
+            )
+        names = ("sequence_retrieval_kv", "sequence_local_cache")
+        return _reserved(runner.caches) | {name: used[name] for name in names}
+
+    def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
+        """A runner with the caches of all layers."""
+        cache = self._d.cache(max_model_len)
+        return self._runner(cache, rank, Allocations(), self._d.layout)
+
+    def activations(self, prompt: int) -> Counter[str]:
+        """Bytes by label at the highest peak of any wave, on the rank where it is.
+
+        What outlives a wave (the window between waves, the caches) is not part of it. The waves
+        looked at are the last one, the last full one and the last in which earlier keys travel, on
+        the last rank, which attends to every block in full; the last also on rank 0, which computes
+        the logits.
+        """
+        waves = self._d.waves(prompt)
+        last, far = len(waves) - 1, self._d.world_size - 1
+        places = {(last, 0), (last, far), (keys_travel_until(self._d, waves), far)}
+        if waves[last].end - waves[last].begin < self._d.wave_tokens:
+            places.add((max(0, last - 1), far))
+        found = [self.wave(waves, *place) for place in sorted(places)]
+        return max(found, key=lambda sizes: sum(sizes.values()))
+
+    def wave(self, waves: Seq[Wave], index: int, rank: int) -> Counter[str]:
+        """Bytes by label at the peak of one wave on one rank."""
+        allocations = Allocations()
+        wave, prompt = waves[index], waves[-1].end
+        cache = self._d.cache(prompt, bounded=False)
+        runner = self._runner(cache, rank, allocations, self._layout)
+        runner.execute(
+            StepPlan(
+                Op.OPEN, 0, end=prompt, total=prompt, wave_tokens=self._d.wave_tokens, reach=prompt
+            )
+        )
+        self._skip(runner, waves[:index])
+        plan = StepPlan(
+            Op.PREFILL,
+            0,
+            begin=wave.begin,
+            end=wave.end,
+            last=wave.end == prompt,
+            payload=(0,) * (wave.end - wave.begin),
+        )
+        with allocations:
+            runner.execute(plan)
+        sizes = allocations.transient()
+        halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
+        return Counter(ring=sizes["ring"], halo=halo, wave=sizes["model"])
+
+    def _runner(
+        self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
+    ) -> ModelRunner:
+        def ring(*arguments: Any) -> Tensor:
+            with allocations.labelled("ring"):
+                return ring_attention(*arguments)
+
+        return ModelRunner(
+            self._model,
+            self._d.shape,
+            layout,
+            replace(cache, policy=_FewRuns(**vars(cache.policy))),
+            SilentCommunicator(rank, self._d.world_size, allocations),
+            ring,
+        )
+
+    def _skip(self, runner: ModelRunner, done: Seq[Wave]) -> None:
+        """Leave a sequence as if the waves ``done`` had been prefilled."""
+        sequence, rank = runner.sequences[0], runner.comm.rank
+        if not done:
+            return
+        sequence.done, sequence.length = list(done), done[-1].end
+        for r in range(runner.comm.size):
+            sequence.shard_tokens[r] = sum(wave.tokens(r) for wave in done)
+        sequence.table.tokens = sequence.shard_tokens[rank]
+        if sequence.scratch is not None:
+            sequence.scratch.tokens = sequence.shard_tokens[rank]
+            return
+        sequence.window = []
+        for index, (cache, slot) in enumerate(
+            zip(runner.caches.local, sequence.local, strict=True)
+        ):
+            slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
+            kept = Interval(slot.start, sequence.length)
+            mine = [at for at, holder in holdings(done, kept) if holder == rank]
+            sequence.window.append(
+                {
+                    layer: [self._piece(at, group.rows.stop - group.rows.start) for at in mine]
+                    for layer, heads in enumerate(runner.caches.layout.layers)
+                    for group in heads.groups
+                    if group.index == index
+                }
+            )
+
+    def _piece(self, at: Interval, rows: int) -> Piece:
+        shape = (rows, len(at), self._d.shape.head_dim)
+        k, v = (torch.empty(shape, dtype=self._d.kv_dtype, device=META) for _ in "kv")
+        return Piece(at, k, v)
+
+
+def _reserved(caches: Caches) -> dict[str, int]:
+    return {
+        "retrieval_kv": caches.pages.reserved_bytes,
+        "local_cache": sum(cache.reserved_bytes for cache in caches.local),
+        "scratch": 0 if caches.scratch is None else caches.scratch.reserved_bytes,
+    }
+
+
+def _kinds_of_layers(decision: Decision) -> Decision:
+    """Of a few layers: most local heads, most retrieval heads, most even.
+
+    One of them comes first once more, since a model's first layer has less in memory than the
+    others: its input is the embedding itself.
+    """
+    kept = [sum(row) for row in decision.retrieval]
+    order = sorted(range(len(kept)), key=lambda layer: kept[layer])
+    half = len(decision.retrieval[0]) / 2
+    even = min(order, key=lambda layer: abs(kept[layer] - half))
+    kinds = {kept[layer]: layer for layer in (order[0], even, order[-1])}
+    layers = [order[-1], *kinds.values()]
+    windows = decision.windows
+    return Decision(
+        [decision.retrieval[layer] for layer in layers],
+        decision.source,
+        windows=None if windows is None else [windows[layer] for layer in layers],
+    )
+
+
+def _short_model(d: Deployment, layers: int) -> PreTrainedModel:
+    """The model on the meta device with so many layers."""
+    fields: dict[str, Any] = d.model.to_dict()
+    fields["num_hidden_layers"] = layers
+    if fields.get("layer_types"):
+        fields["layer_types"] = fields["layer_types"][:layers]
+    config: PretrainedConfig = type(d.model).from_dict(fields)
+    remote = d.config.trust_remote_code
+    return model_from_config(config, device=META, dtype=d.dtype, trust_remote_code=remote)

@@ -1,0 +1,56 @@
+"""The device table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from razor_dist.errors import ConfigError
+from razor_dist.plan.devices import device_names, load_device
+
+
+def test_the_table_is_whole() -> None:
+    assert {"h200", "h100", "a100", "l40s", "4090", "cpu"} <= set(device_names())
+    for name in device_names():
+        device = load_device(name)
+        assert device.memory(1) < device.memory_gb * 1e9
+        assert device.flops("bf16", 1) > device.flops("fp32", 1)
+        assert device.sources
+
+
+def test_a_hosts_ranks_share_it() -> None:
+    cpu, h200 = load_device("cpu"), load_device("h200")
+    assert cpu.memory(4) == cpu.memory(1) / 4
+    assert cpu.bandwidth(4) == cpu.bandwidth(1) / 4
+    assert h200.memory(4) == h200.memory(1) == 139e9
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "configs" / "devices" / "h200.yaml"
+    own = tmp_path / "mine.yaml"
+    own.write_text(shipped.read_text().replace("memory_gb: 141", "memory_gb: 96"))
+    assert load_device(str(own)).memory(1) == 94e9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory_gb: 1", "kind: field required"),
+        ("- 1", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+        ("memory_gbs: 1", "field required|did you mean 'memory_gb'"),
+    ],
+)
+def test_mistakes_in_it_are_named(tmp_path: Path, text: str, message: str) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(own))
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown device 'h20'; did you mean 'h200'"):
+        load_device("h20")
+    with pytest.raises(ConfigError, match="cannot read the device file"):
+        load_device("none.yaml")

@@ -1,0 +1,189 @@
+"""What the planner says against what the engine does: bytes to the byte, activations within 5 %."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.config_sources import build_config
+from razor_dist.engine.build import make_engine
+from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.heads.head_map import shipped_head_map
+from razor_dist.models.needle import HEAD_MAP, build_needle_model
+from razor_dist.models.smollm2 import embedded_model
+from razor_dist.parallel.comm import Communicator
+from razor_dist.plan.allocations import Allocations
+from razor_dist.plan.deployment import Decision, Deployment
+from razor_dist.plan.dry_run import DryRun
+from razor_dist.plan.traffic import Traffic, traffic, window_tokens_between_waves
+from tests.cases import model_and_shape
+from tests.ranks import RankPool
+
+LLAMA = ((True, False), (False, False), (True, True), (False, True))
+GLM = ((True, False), (False, False), (True, True))
+STEPS = 5
+# A rank's share of a wave is large enough for the ordinary kernels, the last wave is shorter.
+SETTINGS = {
+    "wave_tokens": 512, "window_min": 96, "window_ratio": None, "block": 32, "max_num_seqs": 2,
+    "page_size": 16,
+}  # fmt: skip
+PROMPT = 1900
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank."""
+
+    reserved: int
+    used: int
+    peak: int
+    prefill: dict[str, int]
+    decode: dict[str, int]
+    activations: list[int]
+
+
+def measure(
+    comm: Communicator, settings: str, retrieval: tuple[tuple[bool, ...], ...], prompt: int
+) -> Measured:
+    """Run the engine's steps on every rank, told by rank 0 as the engine tells them."""
+    config = EngineConfig.from_json(settings)
+    model, _ = model_and_shape(config.model)
+    runner = make_engine(model, config, retrieval, comm, eos_token_ids=()).runner
+    waves = Deployment.of(config, "cpu").waves(prompt)
+
+    def step(plan: StepPlan) -> None:
+        if comm.rank == 0:
+            plan.send(comm, runner.device)
+        else:
+            assert StepPlan.receive(comm, runner.device).op == plan.op
+        runner.execute(plan)
+
+    comm.bytes_sent.clear()
+    total = prompt + STEPS
+    step(StepPlan(Op.OPEN, 0, end=prompt, total=total, wave_tokens=config.wave_tokens or 0))
+    used, activations = runner.kv_bytes, []
+    tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
+    for wave in waves:
+        payload = tuple(tokens[wave.begin : wave.end])
+        allocations = Allocations()
+        with allocations:
+            step(
+                StepPlan(
+                    Op.PREFILL,
+                    0,
+                    begin=wave.begin,
+                    end=wave.end,
+                    last=wave.end == prompt,
+                    payload=payload,
+                )
+            )
+        activations.append(sum(allocations.transient().values()))
+    prefill = dict(comm.bytes_sent)
+    for _ in range(STEPS):
+        step(StepPlan(Op.DECODE, payload=(0, 7)))
+    decode = {p: n - prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
+    return Measured(
+        runner.reserved_bytes,
+        used,
+        runner.peak_kv_bytes,
+        {p: n for p, n in prefill.items() if n},
+        {p: n for p, n in decode.items() if n},
+        activations,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("prefill", ["local", "exact"])
+def test_the_engine_does_what_was_planned(
+    ranks: Callable[[int], RankPool],
+    tiny: Callable[[str], Path],
+    family: str,
+    size: int,
+    prefill: str,
+) -> None:
+    retrieval = LLAMA if family == "llama" else GLM
+    config = build_config(
+        EngineConfig,
+        model=str(tiny(family)),
+        world_size=size,
+        prefill=prefill,
+        max_model_len=PROMPT + STEPS,
+        **SETTINGS,
+    )
+    found: list[Measured] = ranks(size).run(measure, config.engine_json(), retrieval, PROMPT)
+    d = replace(Deployment.of(config, "cpu"), decision=Decision(retrieval, "test"))
+    planned, dry_run = traffic(d, PROMPT), DryRun(d)
+
+    for rank, measured in enumerate(found):
+        assert dict(planned.prefill[rank]) == measured.prefill
+        step = {p: STEPS * n for p, n in planned.decode[rank].items()}
+        assert step == measured.decode
+
+    caches = dry_run.caches(PROMPT + STEPS, PROMPT + STEPS)
+    reserved = sum(caches[name] for name in ("retrieval_kv", "local_cache", "scratch"))
+    assert all(measured.reserved == reserved for measured in found)
+    used = caches["sequence_retrieval_kv"] + caches["sequence_local_cache"]
+    page = 2 * config.page_size * d.shape.head_dim * 4 * sum(map(sum, retrieval))
+    if prefill == "local":
+        assert abs(max(measured.used for measured in found) - used) <= page
+        between = sum(
+            heads.rows * d.kv_bytes * window_tokens_between_waves(d, heads.policy, PROMPT)
+            for heads in d.local
+        )
+        # The engine counts after each wave, when the window of the wave before is gone.
+        most = max(measured.peak - measured.used for measured in found)
+        assert between / 2 <= most <= between
+
+    waves = d.waves(PROMPT)
+    for rank in {0, size - 1}:
+        for index, measured_bytes in enumerate(found[rank].activations):
+            said = sum(dry_run.wave(waves, index, rank).values())
+            assert said == pytest.approx(measured_bytes, rel=0.05), (rank, index)
+    highest = max(max(measured.activations) for measured in found)
+    assert sum(dry_run.activations(PROMPT).values()) == pytest.approx(highest, rel=0.05)
+
+
+def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -> None:
+    for family in ("llama", "glm", "qwen2"):
+        config = build_config(EngineConfig, model=str(tiny(family)))
+        weights = Deployment.of(config, "cpu").weights
+        model, _ = model_and_shape(str(tiny(family)))
+        assert weights.parameters == sum(p.numel() for p in model.parameters())
+        held = [*model.parameters(), *model.buffers()]
+        assert weights.nbytes == sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("name", ["embedded", "needle"])
+def test_real_models_on_two_ranks(
+    ranks: Callable[[int], RankPool], tmp_path: Path, name: str
+) -> None:
+    """Their own head maps, several waves: bytes exact, activations within 5 %."""
+    if name == "embedded":
+        folder, head_map, parameters = embedded_model(), shipped_head_map("smollm2"), 134_515_008
+    else:
+        folder = build_needle_model(tmp_path / "needle")
+        head_map, parameters = folder / HEAD_MAP, None
+    config = build_config(
+        EngineConfig, model=str(folder), head_map=str(head_map), world_size=2, wave_tokens=512,
+        max_model_len=1300, window_min=128, window_ratio=5, block=64, max_num_seqs=1,
+    )  # fmt: skip
+    d = Deployment.of(config, "cpu")
+    model, _ = model_and_shape(str(folder))
+    counted = sum(p.numel() for p in model.parameters())
+    assert d.weights.parameters == counted == (parameters or counted)
+    found = ranks(2).run(measure, config.engine_json(), d.decision.retrieval, 1280)
+    planned = traffic(d, 1280)
+    for rank, measured in enumerate(found):
+        assert dict(planned.prefill[rank]) == measured.prefill
+        assert {p: STEPS * n for p, n in planned.decode[rank].items()} == measured.decode
+    assert Traffic.total(planned.prefill).keys() == {
+        "ring", "halo", "sinks", "compensation", "control"
+    }  # fmt: skip
+    highest = max(max(measured.activations) for measured in found)
+    assert sum(DryRun(d).activations(1280).values()) == pytest.approx(highest, rel=0.05)

@@ -1,0 +1,196 @@
+"""The plan of GLM-4-9B-1M against limits worked out by hand, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist import cli
+from razor_dist.config import EngineConfig
+from razor_dist.errors import ConfigError, ModelError
+from razor_dist.plan.compute import decode_reads, visible
+from razor_dist.plan.deployment import Deployment
+from razor_dist.plan.devices import load_device
+from razor_dist.plan.memory import MemoryPlanner
+from razor_dist.plan.planner import Plan, plan
+from razor_dist.policy import LocalPolicy
+
+GLM = str(Path(__file__).parents[2] / "configs" / "shapes" / "glm-4-9b-chat-1m")
+N = 2**20
+
+
+def settings(**given: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": GLM,
+            "world_size": 8,
+            "window_min": 4000,
+            "window_max": 8192,
+            "max_num_seqs": 1,
+            **given,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def million() -> Plan:
+    return plan(settings(), "h100", load_device("h100"), context=N, retrieval=0.3)
+
+
+def test_operations_of_a_million_tokens(million: Plan) -> None:
+    """360 PFLOP of full attention, 17 of all else; 30 % of it, and an 8K window."""
+    work = million.work
+    assert work.full == 4 * 128 * 32 * 40 * N * (N + 1) // 2
+    assert work.full / 1e15 == pytest.approx(360, rel=0.005)
+    # q, k, v, o; gate, up, down; the output head of one token.
+    layer = 4096 * (4096 + 2 * 512 + 4096) + 3 * 4096 * 13696
+    assert work.linear == 2 * (40 * layer * N + 151552 * 4096)
+    assert work.linear / 1e15 == pytest.approx(17, rel=0.02)
+    assert work.retrieval == 48 * work.full // 160
+    assert work.local / 1e15 == pytest.approx(0.7 * 4 * 128 * 32 * 40 * N * 8192 / 1e15, rel=0.01)
+
+
+def test_prefill_on_eight_h100(million: Plan) -> None:
+    """16 s at peak, and 22 s at FlashAttention-3's best of 740 TFLOP/s."""
+    assert million.prefill_time.at_peak == pytest.approx(16, rel=0.03)
+    assert million.prefill_time.limit == "compute"
+    assert million.work.total / (8 * 740e12) == pytest.approx(22, rel=0.01)
+
+
+def test_decode_on_h200() -> None:
+    """4.5 ms per token with replicated weights; 1.2 ms if they were sharded 8 ways."""
+    found = plan(settings(), "h200", load_device("h200"), context=N, retrieval=0.3)
+    assert found.decode_time.floor["memory"] == pytest.approx(4.5e-3, rel=0.02)
+    assert found.decode_time.limit == "memory"
+    d = Deployment.of(settings(), "cuda", 0.3)
+    weights = d.weights.nbytes - d.weights.embedding_bytes
+    sharded = (decode_reads(d, N) - weights * 7 / 8) / 4.8e12
+    assert sharded == pytest.approx(1.2e-3, rel=0.04)
+
+
+def test_memory_of_a_million_tokens(million: Plan) -> None:
+    """80 KiB per token in full: 80 GiB, and 30 % of it over 8 ranks."""
+    assert million.full_kv_per_rank == 80 * 2**30 / 8
+    memory = million.memory
+    assert memory.weights == million.parameters.nbytes == pytest.approx(18.97e9, rel=1e-3)
+    assert memory.sequence_retrieval_kv == 0.3 * 80 * 2**30 / 8
+    slot = 112 * ((1 + 4 + 8192 + 127) * 512 + 2 * 128 * 4)
+    assert memory.local_cache == memory.sequence_local_cache == slot
+    assert million.fits and million.links.prefill["ring"] / million.links.full_prefill < 0.31
+
+
+def test_one_wave_moves_each_key_once() -> None:
+    """80 KiB per token in full, past P-1 ranks: the retrieval heads' share of it."""
+    found = plan(settings(wave_tokens=N), "h200", load_device("h200"), context=N, retrieval=0.3)
+    assert found.links.prefill["ring"] == 0.3 * 80 * 1024 * N * 7
+    # Each of 2P chunks fetches its window: about 12 % of the prompt.
+    assert found.links.prefill["halo"] / (0.7 * 80 * 1024) < 3 * 8 * (8192 + 127)
+
+
+def test_the_longest_context_is_the_longest() -> None:
+    device = load_device("h100")
+    d = Deployment.of(settings(), "cuda", 0.3)
+    planner = MemoryPlanner(d, device)
+    longest = planner.longest_context(N)
+    assert longest > N
+    assert planner.at(longest, longest).total <= planner.budget
+    more = longest + longest // 32
+    assert planner.at(more, more).total > planner.budget
+
+
+def test_what_never_fits() -> None:
+    small = load_device("4090").model_copy(update={"memory_gb": 16.0})
+    found = plan(settings(), "small", small, context=N, retrieval=0.3)
+    assert not found.fits and found.longest == 0
+    assert any("does not fit" in said and "no context" in said for said in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("given", "retrieval", "message"),
+    [
+        ({"window_max": None}, 0.3, "no smaller than a shard"),
+        ({"wave_tokens": 65536}, 0.3, "the halo moves 1.8 times all local keys"),
+        ({}, 0.9, "90% of the KV heads are retrieval heads"),
+        ({"prefill": "exact"}, 0.3, "prefill is exact"),
+        ({"max_num_seqs": 64}, 0.3, "does not fit"),
+        ({"window_max": None}, 0.3, "nothing is saved"),
+    ],
+)
+def test_settings_that_defeat_themselves(
+    given: dict[str, Any], retrieval: float, message: str
+) -> None:
+    found = plan(settings(**given), "h200", load_device("h200"), context=N, retrieval=retrieval)
+    assert any(message in said for said in found.warnings), found.warnings
+
+
+def test_nothing_is_said_of_good_settings() -> None:
+    found = plan(
+        settings(wave_tokens=262144), "h200", load_device("h200"), context=N, retrieval=0.3
+    )
+    assert found.warnings == []
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 40, 333])
+def test_keys_that_a_local_head_sees(prompt: int) -> None:
+    """Counted one by one, by the definition."""
+    paper = LocalPolicy(window_min=16, window_ratio=5, window_max=40, sinks=4, block=8)
+    for policy in (paper, replace(paper, compensation=False)):
+        seen = 0
+        for i in range(prompt):
+            start = policy.start(i)
+            if start <= policy.sinks:
+                seen += i + 1
+            else:
+                seen += policy.sinks + policy.compensation + i + 1 - start
+        assert visible(policy, prompt) == seen
+
+
+def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--world-size", "8", "--context", "256K", "--window-max", "8K", "--max-num-seqs", "1"]
+    assert cli.main(["plan", GLM, *sizes]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("262,144 (256K) tokens", "assumed: 30%", "retrieval KV", "limited by", "halo"):
+        assert words in shown
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\n")
+    assert cli.main(["plan", "smollm2", "--device", "cpu", "--config", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world_size"], found["context"], found["dtype"]) == (2, 8192, "float32")
+    assert found["heads"] == "head map shipped with the model"
+    assert found["memory"]["total"] > found["memory"]["weights"] > 0
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", GLM, "--context", "1m"]) == 2
+    assert "'1m' is no size" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="retrieval must be above 0"):
+        plan(settings(), "h200", load_device("h200"), retrieval=1.5)
+    with pytest.raises(ConfigError, match="not both"):
+        plan(settings(attention="full"), "h200", load_device("h200"), retrieval=0.5)
+    with pytest.raises(ConfigError, match="device is cpu"):
+        plan(settings(device="cpu"), "h200", load_device("h200"))
+    with pytest.raises(ConfigError, match="kv_tokens is 1000, too few"):
+        plan(settings(kv_tokens=1000), "h200", load_device("h200"), context=8192)
+    with pytest.raises(ConfigError, match="replicated weights only"):
+        plan(settings(weights="zero3"), "h200", load_device("h200"))
+    with pytest.raises(ConfigError, match="above max_model_len"):
+        plan(settings(max_model_len=1024), "h200", load_device("h200"), context=2048)
+    with pytest.raises(ModelError, match="has no config"):
+        plan(settings(model=str(Path(GLM).parent)), "h200", load_device("h200"))
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from razor_dist.cli import main; main(['plan', '--help']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

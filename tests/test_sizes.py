@@ -1,0 +1,44 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.config import EngineConfig
+from razor_dist.config_sources import load_config
+from razor_dist.errors import ConfigError
+from razor_dist.sizes import parse_size, tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("1k", 1000), ("1K", 1024), ("1M", 2**20), ("0.5M", 2**19), ("1.5k", 1500)],
+)
+def test_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "1m", "1 000", "-1K", "1e6", "K", "1.3K", "0.5"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"no size|no whole number"):
+        parse_size(text)
+
+
+@given(st.integers(min_value=0, max_value=2**40))
+def test_what_is_shown_reads_back(size: int) -> None:
+    number, _, name = tokens(size).partition(" ")
+    assert parse_size(number.replace(",", "")) == size
+    if name:
+        assert parse_size(name.strip("()")) == size
+
+
+def test_settings_in_tokens_take_them() -> None:
+    given = {"max_model_len": "1M", "kv_tokens": "2M", "wave_tokens": "64k", "window_max": "8K"}
+    config = load_config(EngineConfig, {**given, "window_min": "1K"})
+    assert (config.max_model_len, config.kv_tokens, config.wave_tokens) == (2**20, 2**21, 64000)
+    assert (config.window_min, config.window_max) == (1024, 8192)
+    for wrong, message in (("8Q", "must be an integer or none"), ("-8", "must be at least 1")):
+        with pytest.raises(ConfigError, match=f"max_model_len {message}, got .*{wrong}"):
+            load_config(EngineConfig, {"max_model_len": wrong})
