@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -58,15 +59,15 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _ticks(axis: object, panel: Panel) -> None:
+def _ticks(axis: Axes, panel: Panel) -> None:
     across = _some(len(panel.lengths), 8)
     down = _some(len(panel.depths), 11)
     lengths = [short_length(panel.lengths[index]) for index in across]
-    axis.set_xticks(across, lengths, rotation=45, fontsize=8)  # type: ignore[attr-defined]
+    axis.set_xticks(across, lengths, rotation=45, fontsize=8)
     depths = [f"{panel.depths[index]:g}" for index in down]
-    axis.set_yticks(down, depths, fontsize=8)  # type: ignore[attr-defined]
-    axis.set_xlabel("tokens", fontsize=9)  # type: ignore[attr-defined]
-    axis.set_ylabel("depth of the needle, %", fontsize=9)  # type: ignore[attr-defined]
+    axis.set_yticks(down, depths, fontsize=8)
+    axis.set_xlabel("tokens", fontsize=9)
+    axis.set_ylabel("depth of the needle, %", fontsize=9)
 
 
 def _some(count: int, most: int) -> list[int]:

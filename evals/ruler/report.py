@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from razor_dist.errors import ConfigError
+from razor_dist.evals.grid_results import markdown
 from razor_dist.evals.ruler.task import KIND
 from razor_dist.jobs.results import read_job
 
@@ -59,12 +60,9 @@ def report(task: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str
             for name in tasks
         }
         rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
-        lines += ["", f"## {method}", ""]
-        lines.append("| task | " + " | ".join(map(str, lengths)) + " | average |")
-        lines.append("|---" * (len(lengths) + 2) + "|")
-        for name, cells in rows.items():
-            shown = [_shown(cell) for cell in [*cells, _mean(cells)]]
-            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+        head = ["task", *map(str, lengths), "average"]
+        body = [[name, *map(_shown, [*cells, _mean(cells)])] for name, cells in rows.items()]
+        lines += ["", f"## {method}", "", markdown([head, *body])]
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ from transformers import PretrainedConfig
 from razor_dist.errors import ConfigError
 from razor_dist.heads.head_map import HeadMap, Scores, rounded
 from razor_dist.models.alibi import AlibiModel, LayerWeights
-from razor_dist.models.loader import model_fingerprint
+from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
 
 METHOD: Final = "alibi"
@@ -227,7 +227,7 @@ def head_map(
         settings={
             **asdict(settings),
             "context": context,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         query_heads=shape.query_heads,
         retrieval=tuple(tuple(window is None for window in row) for row in windows),

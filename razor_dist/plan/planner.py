@@ -9,6 +9,7 @@ from typing import Any
 
 from razor_dist.config import EngineConfig
 from razor_dist.errors import ConfigError
+from razor_dist.models.loader import dtype_name
 from razor_dist.plan.compute import Estimate, Operations, decode_time, operations, prefill_time
 from razor_dist.plan.deployment import Deployment, Weights
 from razor_dist.plan.devices import Device
@@ -166,8 +167,8 @@ def plan(
         max_model_len=max_model_len,
         wave_tokens=d.wave_tokens,
         waves=len(d.waves(context)),
-        dtype=str(d.dtype).removeprefix("torch."),
-        kv_dtype=str(d.kv_dtype).removeprefix("torch."),
+        dtype=dtype_name(d.dtype),
+        kv_dtype=dtype_name(d.kv_dtype),
         prefill=config.prefill,
         heads=d.decision.source,
         kv_fraction=d.decision.kv_fraction,
