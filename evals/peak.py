@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 
 from razor_dist.engine.memory import resident_bytes
+from razor_dist.errors import ConfigError
+
+# Linux's way to begin a new peak of resident memory (proc_pid_clear_refs(5)).
+_NEW_PEAK = Path("/proc/self/clear_refs")
 
 
 def synchronize(device: torch.device) -> None:
@@ -30,6 +34,11 @@ class Peak:
     seconds : float
     before, peak : int
         Bytes held when the block began, and at most during it. Known once it has ended.
+
+    Raises
+    ------
+    ConfigError
+        On entering, where a CPU's peak cannot be measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,8 +51,12 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self._device)
             self.before = torch.cuda.memory_allocated(self._device)
         else:
-            # Linux's way to begin a new peak of resident memory (proc_pid_clear_refs(5)).
-            Path("/proc/self/clear_refs").write_text("5")
+            if not _NEW_PEAK.exists():
+                raise ConfigError(
+                    "the peak of a CPU's memory is measured with Linux's /proc/self/clear_refs, "
+                    "which is missing here; measure on Linux, or with device cuda"
+                )
+            _NEW_PEAK.write_text("5")
             self.before, _ = resident_bytes()
         self._began = time.perf_counter()
         return self

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def note_run(folder: Path, config: JobConfig) -> None:
         raise ConfigError(f"{path} is damaged; remove it, it is written anew") from None
     here = {"began": datetime.now(UTC).isoformat(timespec="seconds"), **machine()}
     here["razor_dist"] = version("razor-dist")
-    if find_spec("kvpress"):
+    with suppress(PackageNotFoundError):
         here["kvpress"] = version("kvpress")
     write_json(folder / CONFIG, config.model_dump(mode="json"))
     write_json(path, {"runs": [*runs, here]})

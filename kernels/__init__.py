@@ -19,7 +19,14 @@ from razor_dist.kernels.alibi import (
     attend_away,
     distance_bias,
 )
-from razor_dist.kernels.partial import HIDDEN, Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.partial import (
+    HIDDEN,
+    Partial,
+    empty_partial,
+    merge,
+    merge_stacked,
+    over_keys,
+)
 
 __all__ = [
     "BACKENDS",
@@ -129,21 +136,19 @@ def _attend_converted(
     """`attend` to keys and values of another dtype than the queries'."""
     # Causal attention is over as many keys as queries: a chunk of a wave, and short.
     block = k.shape[1] if causal else _CONVERTED_KEYS
-    partials = []
-    for begin in range(0, k.shape[1], block):
-        span = slice(begin, begin + block)
-        partials.append(
-            attend(
-                q,
-                k[:, span].to(q.dtype),
-                v[:, span].to(q.dtype),
-                scale=scale,
-                causal=causal,
-                bias=None if bias is None else bias[..., span],
-                backend=backend,
-            )
+
+    def converted(span: slice) -> Partial:
+        return attend(
+            q,
+            k[:, span].to(q.dtype),
+            v[:, span].to(q.dtype),
+            scale=scale,
+            causal=causal,
+            bias=None if bias is None else bias[..., span],
+            backend=backend,
         )
-    return partials[0] if len(partials) == 1 else merge(partials)
+
+    return over_keys(converted, k.shape[1], block)
 
 
 def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: float) -> Partial:

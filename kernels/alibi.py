@@ -24,13 +24,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from razor_dist.kernels.partial import Partial, merge
+from razor_dist.kernels.partial import Partial, merge, over_keys
 
 # Queries that share a reference.
 BLOCK = 512
 # Place values of a distance's digits; the last is for those that are no whole numbers, of which the
 # compensation token's is one.
 _PLACES = (65536.0, 256.0, 1.0, 1 / 256)
+# Keys that `widened` copies at a time.
+WIDENED_KEYS = 16384
 # Dimensions that `widened` adds: a digit times two parts of the slope.
 WIDER = 2 * len(_PLACES)
 
@@ -209,9 +211,15 @@ def attend_away(
     """
     slopes, (number, digits) = away
     if digits is not None:
-        wide = widened(q, k, v, scale, slopes, digits)
-        out, lse = attend(*wide, scale=scale, causal=causal, bias=bias)
-        return Partial(out[..., : q.shape[3]], lse)
+
+        def wider(span: slice) -> Partial:
+            wide = widened(q, k[:, span], v[:, span], scale, slopes, digits[span])
+            part = None if bias is None else bias[span]
+            out, lse = attend(*wide, scale=scale, causal=causal, bias=part)
+            return Partial(out[..., : q.shape[3]], lse)
+
+        # Causal attention is over one block of queries at most.
+        return over_keys(wider, k.shape[1], k.shape[1] if causal else WIDENED_KEYS)
     if q.device.type == "cuda" and q.dtype == torch.float16:
         # It does not reach as far as the digits do.
         q, k, v = q.float(), k.float(), v.float()

@@ -6,7 +6,7 @@ head, T queries, S keys, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,27 @@ class Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Partial:
+    """Attention over ``keys`` keys, at most ``block`` of them at a time.
+
+    For what has to copy keys and values first: the copy is then of a block, however many there are.
+
+    Parameters
+    ----------
+    attend : callable
+        Attention over a slice of the keys.
+    keys, block : int
+        At least 1.
+
+    Returns
+    -------
+    Partial
+        As `attend` gives it where one block is all, else in float32.
+    """
+    partials = [attend(slice(begin, begin + block)) for begin in range(0, keys, block)]
+    return partials[0] if len(partials) == 1 else merge(partials)
 
 
 def merge(partials: Sequence[Partial]) -> Partial:

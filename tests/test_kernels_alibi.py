@@ -137,6 +137,7 @@ def test_decode_in_bfloat16_a_million_tokens_out(monkeypatch: pytest.MonkeyPatch
         return attend(q, k, v, scale=scale, bias=rounded, backend="reference")
 
     monkeypatch.setattr(torch_cpu, "attend", rounding)
+    monkeypatch.setattr(alibi, "WIDENED_KEYS", 1000)
     errors = []
     for digits in (True, False):
         monkeypatch.setattr(alibi, "needs_digits", lambda *_, digits=digits: digits)
@@ -147,6 +148,8 @@ def test_decode_in_bfloat16_a_million_tokens_out(monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(got.out, want.out.float(), atol=1e-4, rtol=0)
     assert errors[0] < 1e-5 and errors[1] > 1e-4
     assert masks[0] is not None and set(masks[0].tolist()) == {0.0, torch.tensor(HIDDEN).item()}
+    # No more keys at a time than are to be copied; without digits nothing is.
+    assert [m.shape[-1] for m in masks if m is not None] == [1000] * 4 + [100, 4100]
 
 
 def test_alibi_and_bias_are_one_or_the_other() -> None:

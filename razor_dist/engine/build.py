@@ -153,7 +153,7 @@ def make_engine(
         warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
     layout = HeadLayout.from_decision(retrieval, device, windows)
-    wave_tokens = wave_length(config, layout.windows, max_model_len, comm.size, device)
+    wave_tokens = wave_length(config, shape, layout.windows, max_model_len, comm.size, device)
     try:
         runner = ModelRunner(
             model,

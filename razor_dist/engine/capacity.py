@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 # caches: a 7000-token prompt in one wave took 1.2 times as long (docs/LOG.md).
 _WAVE_CPU = 2048
 _WAVE_CUDA = 8192
-# With long windows it is longer on CUDA, up to this: activations grow with it, GLM-4-9B's to 4 GB
-# (docs/million.md).
+# With long windows it is longer on CUDA, up to this for heads of this many dimensions together.
+# Activations grow with both; these are GLM-4-9B's, and make 4 GB (docs/million.md).
 _LONGEST_WAVE_CUDA = 32768
+_WIDTH_OF_LONGEST = 4096
 # So many windows per rank. Each of a wave's 2P chunks fetches its window: of 2P windows' length, a
 # wave would have the local heads send all of their keys and values, of twice that, half of them.
 _WINDOWS_IN_WAVE = 4
@@ -60,6 +61,7 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
 
 def wave_length(
     config: EngineConfig,
+    shape: ModelShape,
     windows: Sequence[int | None],
     max_model_len: int,
     world_size: int,
@@ -70,6 +72,7 @@ def wave_length(
     Parameters
     ----------
     config : EngineConfig
+    shape : ModelShape
     windows : sequence of (int or None)
         The local heads' (`HeadLayout.windows`).
     max_model_len, world_size : int
@@ -84,7 +87,9 @@ def wave_length(
     policies = [config.policy.with_window(window) for window in windows]
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
     wanted = max(_WAVE_CUDA, _WINDOWS_IN_WAVE * longest)
-    return world_size * min(wanted, _LONGEST_WAVE_CUDA)
+    width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
+    most = max(_WAVE_CUDA, _LONGEST_WAVE_CUDA * _WIDTH_OF_LONGEST // width)
+    return world_size * min(wanted, most)
 
 
 def cache_config(

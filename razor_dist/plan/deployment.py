@@ -239,7 +239,9 @@ class Deployment:
         """Tokens of a prompt that all ranks prefill together."""
         length = self.config.max_model_len or self.shape.max_positions
         device = torch.device(self.kind)
-        return wave_length(self.config, self.layout.windows, length, self.world_size, device)
+        return wave_length(
+            self.config, self.shape, self.layout.windows, length, self.world_size, device
+        )
 
     def waves(self, prompt: int) -> list[Wave]:
         """The waves of a prompt of so many tokens."""

@@ -39,6 +39,10 @@ from razor_dist.server.intake import Endpoint, Intake, Limits, take_in
 
 # Bytes of a body that are written to the process at a time.
 _PIECE = 1 << 20
+# Seconds that the process may take for a body, and more for each of its megabytes. Tokenizers
+# take up to a few seconds for one, those written in Python too; the first body waits for its
+# loading as well.
+_PATIENCE, _PATIENCE_PER_MB = 120.0, 60.0
 
 
 class IntakeProcess:
@@ -70,7 +74,8 @@ class IntakeProcess:
         RequestError
             If the request cannot be served.
         EngineError
-            If the process dies. The next body gets a new one.
+            If the process dies, or takes so long that it must be stuck. The next body gets a new
+            one.
         """
         await self._turn.acquire()
         # In a task of its own, which gives the turn on: what the process answers must be taken from
@@ -83,10 +88,16 @@ class IntakeProcess:
 
     async def _ask(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Message:
         """The process's answer to one body; the turn is the next one's then."""
+        patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
         try:
-            return await _exchange(await self._running(), endpoint, raw, limits)
+            async with asyncio.timeout(patience):
+                return await _exchange(await self._running(), endpoint, raw, limits)
         except BaseException as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"the request was not read within {patience:.0f} s and is given up"
+                ) from None
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise EngineError(
                     "the process that reads long requests has died; send the request again"

@@ -122,11 +122,21 @@ def test_an_engine_says_of_a_head_map_that_it_keeps_nearly_all(
 def test_waves_are_long_for_long_windows_on_cuda(
     device: str, world: int, settings: dict[str, Any], per_rank: int
 ) -> None:
-    config = EngineConfig(**settings)
-    got = wave_length(config, (None,), 2**20, world, torch.device(device))
+    config, longest = EngineConfig(**settings), 2**20
+    shape = ModelShape(40, 32, 2, 128, 151_552, longest)
+    got = wave_length(config, shape, (None,), longest, world, torch.device(device))
     assert got == world * per_rank
     if device == "cuda" and not settings.get("wave_tokens"):
-        none_local = wave_length(config, (), 2**20, world, torch.device(device))
-        own = wave_length(config, (100, 5000), 2**20, world, torch.device(device))
+        none_local = wave_length(config, shape, (), longest, world, torch.device(device))
+        own = wave_length(config, shape, (100, 5000), longest, world, torch.device(device))
         assert none_local == 8192 * world
         assert own == world * (20000 if world > 1 and config.prefill == "local" else 8192)
+
+
+@pytest.mark.parametrize(("heads", "per_rank"), [(8, 32768), (32, 32768), (64, 16384), (512, 8192)])
+def test_the_longest_wave_of_a_wide_model_is_shorter(heads: int, per_rank: int) -> None:
+    """For activations grow with both."""
+    shape = ModelShape(80, heads, 8, 128, 128_256, 2**20)
+    config = EngineConfig(window_max=8192)
+    got = wave_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))
+    assert got == 8 * per_rank

@@ -25,6 +25,7 @@ from razor_dist.engine.local import LocalEngine
 from razor_dist.engine.prompts import PromptEncoder
 from razor_dist.errors import EngineError, RequestError
 from razor_dist.models.registry import resolve_model
+from razor_dist.server import intake_process
 from razor_dist.server.app import build_app
 from razor_dist.server.intake import Endpoint, Intake, Limits, take_in
 from razor_dist.server.intake_process import IntakeProcess
@@ -89,7 +90,7 @@ def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
     return str(error), error.param, error.code
 
 
-def test_another_process_reads_bodies_as_this_one_does() -> None:
+def test_another_process_reads_bodies_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
         for endpoint, fields in GOOD:
@@ -135,6 +136,20 @@ def test_another_process_reads_bodies_as_this_one_does() -> None:
             await reading
         third = await process.take_in("completions", body(prompt=[8, 9]), LIMITS)
         assert third.prompts[0].tokens.tolist() == [8, 9]
+        # One that is stuck is given up, and does not hold up those that wait for it.
+        child = process._process
+        os.kill(child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(intake_process, "_PATIENCE", 1.0)
+        tasks = [
+            asyncio.create_task(process.take_in("completions", body(prompt=[prompt]), LIMITS))
+            for prompt in (5, 4)
+        ]
+        await asyncio.sleep(0.1)
+        monkeypatch.undo()  # the first has begun; the second will wait for a new process
+        with pytest.raises(EngineError, match="was not read within 1 s and is given up"):
+            await tasks[0]
+        assert await child.wait() == -signal.SIGKILL
+        assert (await tasks[1]).prompts[0].tokens.tolist() == [4]
         child = process._process
         process.close()
         await child.wait()
