@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from razor_dist.errors import ConfigError
-from razor_dist.sizes import parse_size
+from razor_dist.commands.bench_options import BenchOptions
+from razor_dist.commands.options import with_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,108 +20,27 @@ if TYPE_CHECKING:
     from razor_dist.evals.timing import Timing
 
 
-def bench(
-    model: Annotated[
-        str | None, typer.Option(help="smollm2 (embedded, the default), a local folder or hub id.")
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of the prompt: 8K is 8192, 8k is 8000; with --shape several lengths if "
-            "you like, such as 128K,1M. Default: 7000, with --shape 32K."
-        ),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated after it.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each engine.")] = 3,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Threads of one rank; several ranks share them. Default: 2, with --shape torch's "
-            "own number.",
-        ),
-    ] = None,
-    world_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of ranks; the others are compared with the first. Default: 1,8."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompt's random token ids.")] = 0,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Instead: razor against full attention with random weights at the sizes of this "
-            "folder's config.json, one rank; beside what the device can do at most.",
-        ),
-    ] = None,
-    kept: Annotated[
-        float | None,
-        typer.Option(help="With --shape: fraction of KV heads that razor keeps. Default: 0.3."),
-    ] = None,
-    window_max: Annotated[
-        str | None, typer.Option(help="With --shape: longest local window. Default: 8K.")
-    ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --shape: where it runs.")
-    ] = None,
-    markdown_file: Annotated[
-        Path | None,
-        typer.Option("--markdown", metavar="FILE", help="With --shape: table to write (Markdown)."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File to write (JSON).")
-    ] = None,
-) -> None:
+@with_options(BenchOptions)
+def bench(options: BenchOptions, given: AbstractSet[str]) -> None:
     """Measure speed and memory: transformers' generate, our engine, and our ranks."""
-    files = [file for file in (json_file, markdown_file) if file is not None]
-    for file in files:
-        if not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: there is no such folder")
-    stock: dict[str, Any] = {"model": model, "world_sizes": world_sizes}
-    shaped: dict[str, Any] = {
-        "kept": kept,
-        "window_max": window_max,
-        "device": device,
-        "markdown": markdown_file,
-    }
-    for name, value in (shaped if shape is None else stock).items():
-        if value is not None:
-            what = "an option of --shape only" if shape is None else "no option of --shape"
-            raise ConfigError(f"{name} is {what}")
-    del shaped["markdown"]
-    if window_max is not None:
-        shaped["window_max"] = parse_size(window_max)
-    common: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
-    common |= _given({"threads": threads})
+    options.check(given)
     results: Results | ShapeResults
-    if shape is None:
-        if world_sizes is not None:
-            stock["world_sizes"] = _sizes(world_sizes)
-        if tokens is not None:
-            stock["tokens"] = _one(_lengths(tokens))
-        results, tables = _compare(_given(stock) | common)
+    if options.shape is None:
+        results, tables = _compare(options.settings())
     else:
-        if tokens is not None:
-            shaped["tokens"] = _lengths(tokens)
-        results = _compare_shape(_given(shaped) | common | {"shape": shape})
+        results = _compare_shape(options.settings())
         tables = [page := results.markdown()]
-        if markdown_file is not None:
-            markdown_file.write_text(page)
-    if json_file is not None:
-        json_file.write_text(json.dumps(results.as_json(), indent=2) + "\n")
+        if options.markdown is not None:
+            options.markdown.write_text(page)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results.as_json(), indent=2) + "\n")
     from rich.console import Console
 
     console = Console(highlight=False)
     for table in tables:
         console.print(table)
-    for file in files:
+    for file in options.files:
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _say(line: str) -> None:
@@ -153,31 +72,6 @@ def _compare_shape(settings: dict[str, Any]) -> ShapeResults:
     from razor_dist.evals.bench_shape import ShapeSettings, run
 
     return run(ShapeSettings(**settings), _say)
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    """The sizes in ``--tokens``."""
-    lengths = tuple(parse_size(word) for word in text.split(","))
-    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise ConfigError(f"tokens is {text!r}; give lengths of at least 1, each once")
-    return lengths
-
-
-def _one(lengths: tuple[int, ...]) -> int:
-    if len(lengths) > 1:
-        raise ConfigError("tokens may be several lengths with --shape only; give one")
-    return lengths[0]
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """The numbers in ``--world-sizes``."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"world_sizes is {text!r}; give positive integers such as 1,8")
-    sizes = tuple(int(word) for word in words)
-    if len(set(sizes)) < len(sizes):
-        raise ConfigError(f"world_sizes is {text!r}; give each number once")
-    return sizes
 
 
 def _table(title: str, *headings: str) -> Table:
