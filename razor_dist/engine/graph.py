@@ -2,9 +2,9 @@
 
 A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
 CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
-of two parts (`razor_dist.decode`): the memory that it touches, which a recording fixes, and the
-`StepInputs`, one tensor that is written before every replay. What grows with the sequence is read
-up to a padded length, with a bias over what is not there yet.
+of two parts (`razor_dist.decode_step`): the memory that it touches, which a recording fixes, and
+the `StepInputs`, one tensor that is written before every replay. What grows with the sequence is
+read up to a padded length, with a bias over what is not there yet.
 
 Whether a collective is captured must be the same on all ranks of a step (NCCL's rule: captured
 everywhere or nowhere, replayed by all from one common capture). So everything decided here follows
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from razor_dist.cache.sequence import Sequence, owner_of
-from razor_dist.decode import Reach, StepInputs, exact_reach, local_widths, padded_reach
+from razor_dist.decode_step import Reach, StepInputs, exact_reach, local_widths, padded_reach
 from razor_dist.parallel.comm import Communicator, Purpose
 from razor_dist.prefill import Caches
 
@@ -178,7 +178,7 @@ class DecodeGraphs:
         ----------
         sequences : sequence of Sequence
         inputs : Tensor
-            `razor_dist.decode.step_inputs` of them.
+            `razor_dist.decode_step.step_inputs` of them.
         """
         if not self.enabled:
             return self._eager(sequences, inputs)

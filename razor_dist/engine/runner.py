@@ -14,8 +14,8 @@ from razor_dist.attention import AttentionContext
 from razor_dist.cache.local import LocalCache
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import Sequence, shard_sizes
-from razor_dist.decode import (
-    DecodeContext,
+from razor_dist.decode import DecodeContext
+from razor_dist.decode_step import (
     Reach,
     StepInputs,
     account,

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.decode import drop_outdated, step_inputs
+from razor_dist.decode_step import drop_outdated, step_inputs
 from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
