@@ -99,9 +99,15 @@ class Decision:
             if not 0 < fraction <= 1:
                 raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
             if config.head_map is not None or config.attention != "razor":
-                raise ConfigError("give --retrieval, or a head map or attention, not both")
+                given = f"head_map is {config.head_map}"
+                if config.attention != "razor":
+                    given = f"attention is {config.attention}"
+                raise ConfigError(
+                    f"--retrieval stands in place of a head map, but {given}; leave one out, or "
+                    "say --head-map none --attention razor"
+                )
             kept = spread(fraction, shape.layers, shape.kv_heads)
-            return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly (--retrieval)")
+            return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly")
         if config.attention == "razor" and config.head_map is None:
             try:
                 shipped_head_map(config.model)

@@ -180,7 +180,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'1m' is no size" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="retrieval must be above 0"):
         plan(settings(), "h200", load_device("h200"), retrieval=1.5)
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="in place of a head map, but attention is full"):
         plan(settings(attention="full"), "h200", load_device("h200"), retrieval=0.5)
     with pytest.raises(ConfigError, match="device is cpu"):
         plan(settings(device="cpu"), "h200", load_device("h200"))
