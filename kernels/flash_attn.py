@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 
 import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import Partial
 
+log = logging.getLogger(__name__)
+
 
 @functools.cache
 def _installed() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    """Whether it can be imported: one that was built for another torch is there and cannot."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    try:
+        from flash_attn import flash_attn_func  # noqa: F401
+    except ImportError as error:
+        log.warning("flash-attn is installed and not used, for it cannot be imported: %s", error)
+        return False
+    return True
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from razor_dist.kernels import (
     attend,
     compensate,
     empty_partial,
+    flash_attn,
     merge,
     merge_stacked,
 )
@@ -46,6 +48,18 @@ def test_cpu_flash_is_the_reference(shape: tuple[int, int, int, int], biased: bo
         want = attend(q, k, v, scale=0.3, causal=causal, bias=bias, backend="reference")
         torch.testing.assert_close(got.out, want.out, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=1e-5)
+
+
+def test_flash_attn_that_cannot_be_imported_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one is that was built for another torch."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn._installed.cache_clear()
+    assert not flash_attn._installed()
+    flash_attn._installed.cache_clear()
+    assert "not used, for it cannot be imported: undefined symbol" in caplog.text
 
 
 def test_lse_is_a_natural_logarithm() -> None:

@@ -36,11 +36,31 @@ def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights, and in which the model computes."""
+    """The dtype of weights, and in which the model computes.
+
+    Raises
+    ------
+    ConfigError
+        If it is bf16 on a GPU that has no kernels for it.
+    """
     if config.dtype == "auto":
         # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return _DTYPES[config.dtype]
+        fp32 = device.type == "cpu" or not _computes_bf16(device)
+        return torch.float32 if fp32 else torch.bfloat16
+    dtype = _DTYPES[config.dtype]
+    if dtype == torch.bfloat16 and not _computes_bf16(device):
+        raise ConfigError(
+            f"dtype is bf16, for which {torch.cuda.get_device_name(device)} has no fused "
+            "attention (Ampere, compute capability 8.0, is the first that has); use fp32"
+        )
+    return dtype
+
+
+def _computes_bf16(device: torch.device) -> bool:
+    """Whether attention in bf16 has kernels there."""
+    if device.type != "cuda" or device.index is None:  # one that is planned for, and not here
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

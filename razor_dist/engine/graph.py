@@ -20,6 +20,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,12 +81,21 @@ class CudaRecorder:
 
     def record(self, step: Step) -> Step:
         """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            logits = step()
+        )
+        try:
+            with capture:
+                logits = step()
+        except BaseException:
+            # A capture that fails as it ends leaves its stream the current one, and memory going
+            # to its pool.
+            torch.cuda.set_stream(stream)
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+            raise
 
         def replay() -> Tensor:
             graph.replay()
@@ -171,6 +181,15 @@ class DecodeGraphs:
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.enabled = True
 
+    def close(self) -> None:
+        """Forget the recordings and record no more; steps still run, eagerly.
+
+        To be called before the process group is destroyed: NCCL waits then, without end, until no
+        graph is left that holds a collective.
+        """
+        self.enabled = False
+        self._recordings.clear()
+
     def run(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
         """Logits of one step.
 
@@ -252,8 +271,7 @@ class DecodeGraphs:
             "decode runs without CUDA graphs from here on: %s",
             problem or "another rank could not use its own",
         )
-        self.enabled = False
-        self._recordings.clear()
+        self.close()
         return logits
 
     def _capture(

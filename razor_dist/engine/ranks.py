@@ -125,6 +125,7 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": size,
             "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
         }
 

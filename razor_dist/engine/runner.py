@@ -182,6 +182,11 @@ class ModelRunner:
                 pass
         return None
 
+    def close(self) -> None:
+        """Let go of what the end of the process group would wait for (`DecodeGraphs.close`)."""
+        if self.graphs is not None:
+            self.graphs.close()
+
     def _open(self, plan: StepPlan) -> None:
         sizes = shard_sizes(0, plan.end, plan.total, plan.wave_tokens, self.comm.size)
         scratch = None

@@ -267,7 +267,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if socket_path is None:
-        follow(_engine(config, local_rank))
+        engine = _engine(config, local_rank)
+        follow(engine)
     else:
         link = Link(socket_path)
         with Heartbeat(link.send, interval(config.heartbeat_timeout)):
@@ -277,6 +278,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
                 link.send_failure(error)
                 raise
             serve_front(engine, link, idle_seconds=config.collective_timeout / 4)
+    engine.runner.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

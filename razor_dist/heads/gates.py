@@ -32,9 +32,24 @@ _ALIGNMENT = 64
 
 def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
     """Causal softmax attention, ``[H, T, D]``."""
+    if not _takes_groups(q_HTD):
+        q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
+        # A batch of groups: the keys of all heads in one are the same memory.
+        k_KGTD, v_KGTD = (x[:, None].expand(*q_KGTD.shape[:3], -1) for x in (k_KTD, v_KTD))
+        return scaled_dot_product_attention(
+            q_KGTD, k_KGTD, v_KGTD, is_causal=True, scale=scale
+        ).flatten(0, 1)
     return scaled_dot_product_attention(
         q_HTD[None], k_KTD[None], v_KTD[None], is_causal=True, scale=scale, enable_gqa=True
     )[0]
+
+
+def _takes_groups(q: Tensor) -> bool:
+    """Whether a fused kernel takes fewer KV heads than query heads.
+
+    On CUDA none does in float32: there `enable_gqa` would hold a matrix of queries by keys.
+    """
+    return q.device.type != "cuda" or q.dtype != torch.float32
 
 
 def streaming_attention(

@@ -182,7 +182,7 @@ def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]]
     shared, store = {"WORLD_SIZE": str(len(places))}, None
     if len(set(nodes)) == 1:
         shared["RAZOR_RENDEZVOUS"] = f"file://{folder / 'rendezvous'}"
-        shared["GLOO_SOCKET_IFNAME"] = "lo"
+        shared["GLOO_SOCKET_IFNAME"] = shared["NCCL_SOCKET_IFNAME"] = "lo"
     else:
         from torch.distributed import TCPStore
 

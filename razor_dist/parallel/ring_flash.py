@@ -48,10 +48,13 @@ def load_zigzag() -> ModuleType:
     return importlib.import_module(f"{_NAME}.zigzag_ring_flash_attn")
 
 
-def serves(comm: Communicator, wave: Wave, earlier: Earlier) -> bool:
-    """Whether the package can compute this wave."""
+def serves(comm: Communicator, wave: Wave, earlier: Earlier, dim: int) -> bool:
+    """Whether the package can compute this wave, for heads of ``dim`` dimensions.
+
+    It calls flash-attn's kernels without the padding that flash-attn's own functions do.
+    """
     equal = (wave.end - wave.begin) % (2 * comm.size) == 0
-    return comm.size > 1 and equal and earlier.total == 0
+    return comm.size > 1 and equal and earlier.total == 0 and dim % 8 == 0 and dim <= 256
 
 
 def ring_flash_attention(
@@ -65,7 +68,7 @@ def ring_flash_attention(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
-    if slopes is not None or not serves(comm, wave, earlier):
+    if slopes is not None or not serves(comm, wave, earlier, q.shape[-1]):
         return ring_attention(comm, wave, q, k, v, earlier, scale, slopes)
     heads, group, tokens, dim = q.shape
     # [batch, tokens, heads, dim], contiguous for the package's sends.

@@ -62,7 +62,11 @@ def import_deepspeed(
         If it is not installed; the message names the extra.
     """
     name_accelerator(device)
-    os.environ.setdefault("LOCAL_RANK", "0")  # read when it makes an engine
+    # Read when it makes an engine: for it, the index of the rank's GPU among those it sees, which
+    # is not its place on the node where each rank sees only its own.
+    if device is not None and device.type == "cuda" and device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    os.environ.setdefault("LOCAL_RANK", "0")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

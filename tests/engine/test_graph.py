@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,23 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     both.decode(1)
     assert both.tape.recorded == 3
     assert max(both.errors) <= 1e-5
+
+
+def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
+    """NCCL would wait for it without end as the process group is destroyed."""
+    both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
+    both.open(0, 20)
+    both.decode(0)
+    both.decode(0)
+    assert both.graphs.graphs is not None and both.tape.recorded == 1
+    [recording] = both.graphs.graphs._recordings.values()
+    graph = weakref.ref(recording.replay)
+    del recording
+    both.graphs.close()
+    assert graph() is None
+    both.decode(0)
+    both.decode(0)
+    assert both.tape.recorded == 1 and max(both.errors) <= 1e-5
 
 
 class Broken(Tape):

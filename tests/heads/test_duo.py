@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -247,6 +248,21 @@ def test_settings_are_checked() -> None:
             DuoSettings(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="sparsity or threshold, not both"):
         DuoSettings(sparsity=0.5, threshold=0.5)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:0", "0"), ("cuda:5", "5"), ("cpu", "3")])
+def test_deepspeed_is_told_the_gpu_of_this_process(device: str, told: str) -> None:
+    """An actor of Ray sees one GPU, whatever its place on the node."""
+    code = (
+        "import os, sys, torch, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed');"
+        "from razor_dist.parallel.zero import import_deepspeed as load;"
+        f"load(torch.device('{device}')); print(os.environ['LOCAL_RANK'])"
+    )
+    environment = {**os.environ, "LOCAL_RANK": "3"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert run.stdout.strip() == told, run.stderr
 
 
 def test_without_deepspeed_the_extra_is_named() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from razor_dist.heads import gates
 from razor_dist.heads.gates import GateContext, gated_attention, streaming_attention
 from razor_dist.models.loader import load_model
 from tests.tiny_models import make_tiny
@@ -46,6 +47,23 @@ def test_streaming_attention_is_the_masked_softmax(tokens: int, sinks: int, rece
     inputs = _inputs(tokens)
     out = streaming_attention(*inputs, SCALE, sinks, recent)
     wanted = _literal(*inputs, _visible(tokens, sinks, recent))
+    torch.testing.assert_close(out, wanted)
+    back = torch.randn_like(out)
+    for got, reference in zip(
+        torch.autograd.grad(out, inputs, back),
+        torch.autograd.grad(wanted, inputs, back),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, reference)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_full_attention_and_its_gradients(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as it is on CUDA in float32, where no fused kernel takes grouped heads."""
+    monkeypatch.setattr(gates, "_takes_groups", lambda q: grouped)
+    inputs = _inputs(70)
+    out = gates.full_attention(*inputs, SCALE)
+    wanted = _literal(*inputs, torch.ones(70, 70, dtype=torch.bool).tril())
     torch.testing.assert_close(out, wanted)
     back = torch.randn_like(out)
     for got, reference in zip(

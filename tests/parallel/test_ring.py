@@ -65,7 +65,7 @@ def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Ten
     q, k, v = inputs()
     q, k, v = q[:, :, rows], k[:, rows], v[:, rows]
     nothing = Earlier((), [0] * comm.size)
-    assert serves(comm, wave, nothing) == (comm.size > 1 and tokens % (2 * comm.size) == 0)
+    assert serves(comm, wave, nothing, 8) == (comm.size > 1 and tokens % (2 * comm.size) == 0)
     results, sent = [], []
     for ring in (ring_attention, ring_flash_attention):
         comm.bytes_sent.clear()

@@ -1,0 +1,34 @@
+"""What a rank computes on, in and with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from razor_dist.config import EngineConfig
+from razor_dist.engine.device import torch_dtype
+from razor_dist.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("capability", "auto"), [((7, 0), torch.float32), ((7, 5), torch.float32),
+                             ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)],
+)  # fmt: skip
+def test_old_gpus_compute_in_fp32(
+    capability: tuple[int, int], auto: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    here = torch.device("cuda", 0)
+    assert torch_dtype(EngineConfig(), here) == auto
+    assert torch_dtype(EngineConfig(dtype="fp32"), here) == torch.float32
+    if auto == torch.bfloat16:
+        assert torch_dtype(EngineConfig(dtype="bf16"), here) == torch.bfloat16
+    else:
+        with pytest.raises(ConfigError, match=r"dtype is bf16, for which Tesla T4 has no .* fp32"):
+            torch_dtype(EngineConfig(dtype="bf16"), here)
+
+
+def test_a_gpu_that_is_planned_for_is_not_asked() -> None:
+    assert torch_dtype(EngineConfig(), torch.device("cuda")) == torch.bfloat16
+    assert torch_dtype(EngineConfig(), torch.device("cpu")) == torch.float32
