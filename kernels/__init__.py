@@ -151,7 +151,9 @@ def _attend_converted(
     return over_keys(converted, k.shape[1], block)
 
 
-def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: float) -> Partial:
+def compensate(
+    q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, *, scale: float
+) -> Partial:
     """Attention to one compensation token: a segment of ``count`` identical keys.
 
     RazorAttention's equation 5: the token has weight ``count * exp(scale * q . k_mean)``, so its
@@ -163,8 +165,8 @@ def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: 
         ``[K, G, T, D]``.
     k_mean, v_mean : Tensor
         ``[K, D]`` float32 means of the dropped keys and values.
-    count : int
-        How many tokens were dropped, at least 1.
+    count : int or Tensor
+        How many tokens were dropped, at least 1; a tensor ``[K]`` if they differ.
 
     Returns
     -------
@@ -172,6 +174,10 @@ def compensate(q: Tensor, k_mean: Tensor, v_mean: Tensor, count: int, *, scale: 
     """
     import math
 
-    lse = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + math.log(count)
+    if isinstance(count, Tensor):
+        log_count: float | Tensor = count.log()[:, None, None]
+    else:
+        log_count = math.log(count)
+    lse = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + log_count
     out = v_mean[:, None, None, :].expand(*q.shape[:-1], v_mean.shape[-1])
     return Partial(out, lse)

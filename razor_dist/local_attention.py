@@ -1,13 +1,18 @@
 """Attention of local heads in a prefill wave: the definition of `razor_dist.policy`, by segments.
 
 A query attends to its window, to the sinks and to the compensation token, each by a call of its
-own; the partial results are merged.
+own; the partial results are merged. The queries of a run share their window, and there is a run
+for every ``block`` tokens: thousands in a long wave. Where the window's length does not change,
+each run is the one before it moved by its own length; then the ops are given many runs as a batch,
+whose keys are overlapping views of the same memory.
 
-Letters: K key-value heads, G query heads per key-value head, T queries, D head dimension, N0 sinks.
+Letters: K key-value heads, G query heads per key-value head, T queries, D head dimension, N0 sinks,
+n runs of B queries each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +21,10 @@ from torch import Tensor
 from razor_dist.kernels import Alibi, Partial, attend, compensate, distance_bias, merge
 from razor_dist.parallel.window import QuerySpan
 from razor_dist.parallel.zigzag import Interval
-from razor_dist.policy import LocalPolicy
+from razor_dist.policy import LocalPolicy, Run
+
+# Runs in a batch, at most: results before they are merged take memory, and more saves no time.
+_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,14 @@ class SpanKeys:
         """Keys and values at ``[begin, end)``."""
         at = slice(begin - self.first, end - self.first)
         return self.k[:, at], self.v[:, at]
+
+    def moved(self, begin: int, end: int, step: int, times: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``[begin + j step, end + j step)`` for j < times: ``[K, n, S, D]``."""
+        k, v = (
+            x.unfold(1, end - begin, step).transpose(2, 3)
+            for x in self.windowed(begin, end + (times - 1) * step)
+        )
+        return k, v
 
     def sinks(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Those of the sinks at ``[begin, end)``."""
@@ -87,6 +103,40 @@ class Queries:
             alibi = Alibi(self.slopes, [at], positions)
         return attend(self.part(at), k, v, scale=self.scale, causal=causal, alibi=alibi)
 
+    def see_moved(self, runs: Sequence[Run], keys: SpanKeys) -> list[Partial]:
+        """Attention of runs that are alike, each to its window up to itself, and to itself."""
+        first, times = runs[0], len(runs)
+        step = first.end - first.begin
+        q_KnGBD = self.part(_range(runs)).unflatten(2, (times, step)).transpose(1, 2)
+        partials = []
+        for begin, end, causal in (
+            (first.start, first.begin, False),
+            (first.begin, first.end, True),
+        ):
+            # One head after the other: head and run cannot be one axis without a copy of the keys.
+            heads = [
+                attend(q, k, v, scale=self.scale, causal=causal)
+                for q, k, v in zip(q_KnGBD, *keys.moved(begin, end, step, times), strict=True)
+            ]
+            out, lse = (
+                torch.stack(x).transpose(1, 2).flatten(2, 3) for x in zip(*heads, strict=True)
+            )
+            partials.append(Partial(out, lse))
+        return partials
+
+    def see_dropped_moved(self, runs: Sequence[Run], sums: Tensor, sinks: int) -> Partial:
+        """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
+        heads, times = sums.shape[1:3]
+        step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
+        counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
+        k_mean, v_mean = (sums / counts[:, None]).flatten(1, 2)
+        q_KnGBD = self.part(_range(runs)).unflatten(2, (times, step)).transpose(1, 2)
+        mean = compensate(
+            q_KnGBD.flatten(0, 1), k_mean, v_mean, counts.repeat(heads), scale=self.scale
+        )
+        out, lse = (x.unflatten(0, (heads, times)).transpose(1, 2).flatten(2, 3) for x in mean)
+        return Partial(out, lse)
+
     def see_dropped(self, at: range, sums: Tensor, dropped: Interval) -> Partial:
         """Attention to the compensation token of what was dropped, whose sums are ``sums``."""
         count = len(dropped)
@@ -126,19 +176,54 @@ def window_attention(
         own = queries.see(at, keys.sinks(at.start, at.stop), at.start, causal=True)
         outs.append(merge([before, own]).out)
     sums, summed_to = keys.sums, keys.first
-    for run in span.runs:
-        start = max(run.start, sinks)
+    # The bias by distance is relative to the run at hand.
+    most = _TOGETHER if queries.slopes is None else 1
+    for runs in _alike(span.runs, sinks, most):
+        start = max(runs[0].start, sinks)
         if start > summed_to:
-            moved = keys.windowed(summed_to, start)
-            sums = sums + torch.stack([x.float().sum(1) for x in moved])
+            dropped = keys.windowed(summed_to, start)
+            sums = sums + torch.stack([x.float().sum(1) for x in dropped])
             summed_to = start
-        at = range(run.begin, run.end)
-        partials = [
-            queries.see(at, keys.windowed(run.begin, run.end), run.begin, causal=True),
-            queries.see(at, keys.windowed(start, run.begin), start),
-            queries.see(at, keys.sinks(0, sinks), 0),
-        ]
-        if policy.compensation and start > sinks:
-            partials.append(queries.see_dropped(at, sums, Interval(sinks, start)))
+        at = _range(runs)
+        if len(runs) == 1:
+            partials = [
+                queries.see(at, keys.windowed(start, at.start), start),
+                queries.see(at, keys.windowed(at.start, at.stop), at.start, causal=True),
+            ]
+            if policy.compensation and start > sinks:
+                partials.append(queries.see_dropped(at, sums, Interval(sinks, start)))
+        else:
+            partials = queries.see_moved(runs, keys)
+            if policy.compensation:
+                summed_to = runs[-1].start
+                steps = [
+                    x.unflatten(1, (len(runs) - 1, -1)).float().sum(2)
+                    for x in keys.windowed(start, summed_to)
+                ]
+                each = torch.cat([sums.unsqueeze(2), torch.stack(steps)], 2).cumsum(2)
+                partials.append(queries.see_dropped_moved(runs, each, sinks))
+                sums = each[:, :, -1]
+        partials.append(queries.see(at, keys.sinks(0, sinks), 0))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)
+
+
+def _alike(runs: Sequence[Run], sinks: int, most: int) -> Iterator[list[Run]]:
+    """The runs in order, in groups whose windows begin after the sinks and move with them."""
+    group: list[Run] = []
+    for run in runs:
+        if group:
+            last = group[-1]
+            length = last.end - last.begin
+            moved = length == run.end - run.begin == run.start - last.start and last.start > sinks
+            if not moved or len(group) == most:
+                yield group
+                group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _range(runs: Sequence[Run]) -> range:
+    """Positions of the queries of adjacent runs."""
+    return range(runs[0].begin, runs[-1].end)

@@ -1,0 +1,82 @@
+"""Local heads in a prefill wave: runs that are alike are computed at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from razor_dist import local_attention
+from razor_dist.local_attention import Queries, SpanKeys, window_attention
+from razor_dist.parallel.window import QuerySpan
+from razor_dist.parallel.zigzag import Interval
+from razor_dist.policy import LocalPolicy
+
+TOKENS = 300
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def attention(policy: LocalPolicy, begin: int, end: int) -> tuple[Tensor, int]:
+    """Of the queries ``[begin, end)``, and how many calls of the kernels it took."""
+    q = draw(2, 3, TOKENS, 8, seed=0)
+    k, v = draw(2, TOKENS, 8, seed=1), draw(2, TOKENS, 8, seed=2)
+    first = max(policy.sinks, policy.start(begin))
+    sums = torch.stack([x[:, policy.sinks : first].sum(1) for x in (k, v)])
+    runs = policy.runs(max(begin, policy.sinks), end)
+    keys = SpanKeys(
+        k[:, first:end], v[:, first:end], first, k[:, : policy.sinks], v[:, : policy.sinks], sums
+    )
+    span = QuerySpan(at=Interval(begin, end), offset=0, edge=0, runs=runs)
+    calls = []
+    attend = local_attention.attend
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return attend(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_attention, "attend", counted)
+        queries = Queries(q[:, :, begin:end], begin, 0.3, None)
+        return window_attention(queries, span, keys, policy), len(calls)
+
+
+def one_by_one(policy: LocalPolicy, begin: int, end: int) -> tuple[Tensor, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_attention, "_TOGETHER", 1)
+        return attention(policy, begin, end)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    least=st.integers(1, 90), ratio=st.sampled_from([None, 2, 5]),
+    most=st.none() | st.integers(90, 120),
+    sinks=st.integers(0, 5), block=st.integers(1, 20), compensation=st.booleans(),
+    begin=st.integers(0, TOKENS - 1), length=st.integers(1, TOKENS),
+)  # fmt: skip
+def test_runs_together_are_the_runs_one_by_one(
+    least: int, ratio: int | None, most: int | None, sinks: int, block: int, compensation: bool,
+    begin: int, length: int,
+) -> None:  # fmt: skip
+    policy = LocalPolicy(least, ratio, most, sinks, block, compensation)
+    end = min(begin + length, TOKENS)
+    got, calls = attention(policy, begin, end)
+    want, separate = one_by_one(policy, begin, end)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    assert calls <= separate + 2  # a group of two is 2 calls per head and 1 for the sinks
+
+
+def test_a_long_chunk_takes_few_calls() -> None:
+    """30 runs of 8 queries: each of 2 heads sees its window and itself, all see the sinks."""
+    policy = LocalPolicy(40, None, None, 4, 8)
+    begin, end = 59, 299
+    assert len(policy.runs(begin, end)) == 31  # the first and the last are shorter
+    _, calls = attention(policy, begin, end)
+    _, separate = one_by_one(policy, begin, end)
+    assert (calls, separate) == (2 * 2 + 1 + 2 * 3, 31 * 3)
