@@ -118,8 +118,15 @@ class IntakeProcess:
             )
         return self._process
 
+    async def aclose(self) -> None:
+        """As `close`, and wait for the end: the loop must outlive what it knows of the process."""
+        process = self._process
+        self.close()
+        if process is not None:
+            await process.wait()
+
     def close(self) -> None:
-        """End the process, whatever it is doing. Never waits."""
+        """Kill the process, whatever it is doing. Never waits."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -147,7 +147,7 @@ class Front:
             log.info("ending")
             self._client.shutdown()
             if self._service.reader is not None:
-                self._service.reader.process.close()
+                await self._service.reader.process.aclose()
             self._http.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()

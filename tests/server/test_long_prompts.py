@@ -150,9 +150,7 @@ def test_another_process_reads_bodies_as_this_one_does(monkeypatch: pytest.Monke
             await tasks[0]
         assert await child.wait() == -signal.SIGKILL
         assert (await tasks[1]).prompts[0].tokens.tolist() == [4]
-        child = process._process
-        process.close()
-        await child.wait()
+        await process.aclose()
 
     asyncio.run(main())
 
@@ -178,7 +176,7 @@ async def front(
         async with httpx.AsyncClient(transport=transport, base_url=url, timeout=None) as http:
             yield service, http
     finally:
-        process.close()
+        await process.aclose()
         await engine.close()
 
 
