@@ -321,3 +321,19 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+def save_model(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write a model's configuration and weights, without a word.
+
+    Raises
+    ------
+    OSError
+        If they cannot be written.
+    """
+    # Where DeepSpeed is installed accelerate imports it now, and it would print its guess.
+    from razor_dist.parallel.zero import name_accelerator
+
+    name_accelerator()
+    with no_progress_bars():
+        model.save_pretrained(folder)

@@ -63,7 +63,7 @@ from transformers import GenerationConfig, GlmConfig, GlmForCausalLM
 from transformers.models.glm.modeling_glm import GlmAttention, GlmMLP
 
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.loader import model_fingerprint, no_progress_bars
+from razor_dist.models.loader import model_fingerprint, save_model
 from razor_dist.models.needle_tokenizer import (
     ASSISTANT,
     END,
@@ -118,8 +118,7 @@ def build_needle_model(folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = needle_vocabulary()
     model = _construct(needle_config(), vocabulary)
-    with no_progress_bars():
-        model.save_pretrained(folder)
+    save_model(model, folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)
     _head_map(model.config).save(folder / HEAD_MAP)
     return folder

@@ -108,7 +108,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
-    from razor_dist.models.loader import no_progress_bars
+    from razor_dist.models.loader import no_progress_bars, save_model
 
     with no_progress_bars():
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -126,11 +126,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        # Where DeepSpeed is installed, accelerate imports it now, and it would print its guess.
-        from razor_dist.parallel.zero import name_accelerator
-
-        name_accelerator()
-        model.save_pretrained(folder)
+        save_model(model, folder)
         tokenizer.save_pretrained(folder)
 
 
