@@ -50,6 +50,11 @@ class LLM:
     **config
         Any other field of `EngineConfig`.
 
+    Attributes
+    ----------
+    use_tqdm : bool or callable
+        What calls that are given no ``use_tqdm`` take: False at first.
+
     Raises
     ------
     ConfigError
@@ -81,6 +86,7 @@ class LLM:
         )
         trust = self.config.trust_remote_code
         folder = resolve_model(model, trust_remote_code=trust)
+        self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
         self._loop = LoopThread()
         self._engine = self._loop.run(self._start())
@@ -105,7 +111,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: UseTqdm = False,
+        use_tqdm: UseTqdm | None = None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Generate one answer for each prompt.
@@ -146,7 +152,7 @@ class LLM:
         encoded = [encode(self._encoder, prompt, prefix) for prompt in prompts_of(prompts)]
         return self._answer(encoded, sampling_params, use_tqdm, prefix)
 
-    def prefill(self, prompt: Prompt, use_tqdm: UseTqdm = False) -> Prefix:
+    def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
 
         A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
@@ -178,7 +184,7 @@ class LLM:
         self,
         messages: Conversation,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: UseTqdm = False,
+        use_tqdm: UseTqdm | None = None,
     ) -> Prefix:
         """Read the beginning of a conversation once, for `chat` to continue it many times.
 
@@ -222,7 +228,7 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: UseTqdm = False,
+        use_tqdm: UseTqdm | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         prefix: Prefix | None = None,
@@ -310,7 +316,9 @@ class LLM:
             raise EngineError("the LLM was closed; make a new one")
         return self._engine.client
 
-    def _keep(self, ids: list[int], use_tqdm: UseTqdm, chat_text: str | None = None) -> Prefix:
+    def _keep(
+        self, ids: list[int], use_tqdm: UseTqdm | None, chat_text: str | None = None
+    ) -> Prefix:
         if self.config.max_num_seqs < 2:
             raise RequestError(
                 "a prefix and what continues it are two sequences: start the engine with "
@@ -320,14 +328,14 @@ class LLM:
         [checked] = self._check([ids], [SamplingParams(max_tokens=1)])
         request_id = str(next(self._ids))
         return self._loop.run(
-            read_prefix(self._engine.client, request_id, checked, use_tqdm, chat_text)
+            read_prefix(self._engine.client, request_id, checked, self._bar(use_tqdm), chat_text)
         )
 
     def _answer(
         self,
         prompts: Sequence[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: UseTqdm,
+        use_tqdm: UseTqdm | None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         params = params_for(sampling_params, len(prompts))
@@ -337,7 +345,12 @@ class LLM:
         answers = Answers(self._engine.client, self._encoder.tokenizer, self._ids, prefix)
         # As many as keep it busy, and no more.
         together = 2 * self.config.max_num_seqs
-        return self._loop.run(answers.to(questions, together=together, use_tqdm=use_tqdm))
+        return self._loop.run(
+            answers.to(questions, together=together, use_tqdm=self._bar(use_tqdm))
+        )
+
+    def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
+        return self.use_tqdm if use_tqdm is None else use_tqdm
 
     def _check(
         self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0

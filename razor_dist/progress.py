@@ -1,13 +1,17 @@
-"""A progress bar for the offline API: how much of the prompts has been read."""
+"""How much of the prompts has been read: a bar for the offline API, lines in the log of a job."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from tqdm import tqdm
 
 from razor_dist.engine.protocol import Message
+
+log = logging.getLogger(__name__)
 
 # Whether to show a bar, or what makes it: tqdm or a class like it (`ray.experimental.tqdm_ray`).
 UseTqdm = bool | Callable[..., Any]
@@ -59,3 +63,50 @@ class PromptBar:
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class ReadingLog:
+    """For `PromptBar`, in place of a bar: a line in the log now and then, where nobody watches.
+
+    A prompt that is read sooner than the first line is due is passed over in silence.
+
+    Parameters
+    ----------
+    what : str
+        What is read, for the line.
+    every : float
+        Seconds between two lines, at least; they come as waves end.
+    clock : callable
+        Seconds from any point.
+    """
+
+    def __init__(
+        self, what: str, *, every: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._every, self._clock = what, every, clock
+        self._total = self._read = 0
+        self._began = self._told = clock()
+
+    def __call__(self, *, total: int, desc: str, unit: str) -> Self:
+        """The bar for so many tokens, as tqdm is made."""
+        self._total, self._read = total, 0
+        self._began = self._told = self._clock()
+        return self
+
+    def update(self, tokens: int) -> None:
+        """So many more were read."""
+        self._read += tokens
+        now = self._clock()
+        if now - self._told >= self._every and self._read < self._total:
+            self._told = now
+            seconds = now - self._began
+            log.info(
+                "%s: read %s of %s tokens in %.0f s", self._what, f"{self._read:,}",
+                f"{self._total:,}", seconds,
+            )  # fmt: skip
+
+    def set_description(self, text: str) -> None:
+        """Of no use to a log."""
+
+    def close(self) -> None:
+        """Nothing is left open."""

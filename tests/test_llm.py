@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import logging
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from razor_dist.engine.prompts import PromptEncoder
 from razor_dist.engine.request_stream import RequestStream
 from razor_dist.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.prefix import Prefix
+from razor_dist.progress import ReadingLog
 from tests import fake_engine
 from tests.tokenizer import smollm2_tokenizer
 
@@ -193,6 +196,22 @@ def test_a_bar_moves_with_every_wave(llm: LLM, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
     llm.generate([5, 6], SamplingParams(max_tokens=1), use_tqdm=True)
     assert "1/1 prompts answered: 100%" in capsys.readouterr().err
+
+
+def test_a_log_is_told_of_long_prompts_only(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """And one for all calls that name none, as a job's engine has it."""
+    caplog.set_level(logging.INFO)
+    ticks = itertools.count()  # a second passes with each look at the clock
+    llm.use_tqdm = ReadingLog("book.txt", every=3, clock=lambda: float(next(ticks)))
+    long = [fake_engine.SLOW_PREFILL, *range(20, 27)]
+    try:
+        llm.generate(long, SamplingParams(max_tokens=1))
+        llm.prefill([5, 6, 7]).release()
+        llm.prefill(long, use_tqdm=False).release()
+    finally:
+        llm.use_tqdm = False
+    told = [record.getMessage() for record in caplog.records if "book.txt" in record.getMessage()]
+    assert told == ["book.txt: read 4 of 8 tokens in 3 s"]
 
 
 def test_parameters_must_be_as_many_as_prompts(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from razor_dist.jobs.config import ForeignConfig
 from razor_dist.jobs.pool import Crew, EngineLostError
 from razor_dist.jobs.task import Item, Task
 from razor_dist.llm import LLM
+from razor_dist.progress import ReadingLog
 
 
 class LocalEngine:
@@ -30,6 +31,8 @@ class LocalEngine:
 
     def run(self, item: Item) -> Mapping[str, Any]:
         """See `razor_dist.jobs.pool.Engine`."""
+        if isinstance(self._llm, LLM):
+            self._llm.use_tqdm = ReadingLog(item.id)
         try:
             return self._task.run(self._llm, item)
         except EngineError as error:

@@ -89,7 +89,7 @@ def test_ranks_of_one_node_meet_at_a_file(tmp_path: Path) -> None:
     for env in environments:
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
         assert env["RAZOR_RENDEZVOUS"] == f"file://{tmp_path}/rendezvous"
-        assert env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_listens(tmp_path: Path) -> None:
