@@ -23,8 +23,9 @@ from razor_dist.parallel.window import QuerySpan
 from razor_dist.parallel.zigzag import Interval
 from razor_dist.policy import LocalPolicy, Run
 
-# Runs in a batch, at most: results before they are merged take memory, and more saves no time.
-_TOGETHER = 32
+# Queries in a batch of runs, at most: results before they are merged take memory, and more saves no
+# time.
+_TOGETHER = 4096
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,10 @@ def window_attention(
         outs.append(merge([before, own]).out)
     sums, summed_to = keys.sums, keys.first
     # The bias by distance is relative to the run at hand.
-    most = _TOGETHER if queries.slopes is None else 1
+    most = max(1, _TOGETHER // policy.block) if queries.slopes is None else 1
     for runs in _alike(span.runs, sinks, most):
         start = max(runs[0].start, sinks)
-        if start > summed_to:
+        if policy.compensation and start > summed_to:
             dropped = keys.windowed(summed_to, start)
             sums = sums + torch.stack([x.float().sum(1) for x in dropped])
             summed_to = start

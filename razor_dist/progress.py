@@ -83,7 +83,7 @@ class ReadingLog:
     def __init__(
         self, what: str, *, every: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what, self._every, self._clock = what, every, clock
+        self.what, self._every, self._clock = what, every, clock
         self._total = self._read = 0
         self._began = self._told = clock()
 
@@ -101,7 +101,7 @@ class ReadingLog:
             self._told = now
             seconds = now - self._began
             log.info(
-                "%s: read %s of %s tokens in %.0f s", self._what, f"{self._read:,}",
+                "%s: read %s of %s tokens in %.0f s", self.what, f"{self._read:,}",
                 f"{self._total:,}", seconds,
             )  # fmt: skip
 

@@ -30,15 +30,15 @@ def bench(options: BenchOptions, given: AbstractSet[str]) -> None:
     else:
         results = _compare_shape(options.settings())
         tables = [page := results.markdown()]
-        if options.markdown is not None:
-            options.markdown.write_text(page)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results.as_json(), indent=2) + "\n")
     from rich.console import Console
 
     console = Console(highlight=False)
-    for table in tables:
+    for table in tables:  # first: whatever becomes of the files, the figures are there
         console.print(table)
+    if options.markdown is not None:
+        options.markdown.write_text(page)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results.as_json(), indent=2) + "\n")
     for file in options.files:
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
 

@@ -88,6 +88,10 @@ class BenchOptions:
         for file in self.files:
             if not file.absolute().parent.is_dir():
                 raise ConfigError(f"cannot write {file}: there is no such folder")
+            if file.is_dir():
+                raise ConfigError(f"cannot write {file}: it is a folder")
+        if self.json is not None and self.json == self.markdown:
+            raise ConfigError(f"json and markdown are both {self.json}; give two files")
         for name in _SHAPED if self.shape is None else _STOCK:
             if name in given:
                 what = "an option of --shape only" if self.shape is None else "no option of --shape"

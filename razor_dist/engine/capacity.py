@@ -23,6 +23,7 @@ _WAVE_CUDA = 8192
 # Activations grow with both; these are GLM-4-9B's, and make 4 GB (docs/million.md).
 _LONGEST_WAVE_CUDA = 32768
 _WIDTH_OF_LONGEST = 4096
+_STEP_CUDA = 1024
 # So many windows per rank. Each of a wave's 2P chunks fetches its window: of 2P windows' length, a
 # wave would have the local heads send all of their keys and values, of twice that, half of them.
 _WINDOWS_IN_WAVE = 4
@@ -88,7 +89,9 @@ def wave_length(
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
     wanted = max(_WAVE_CUDA, _WINDOWS_IN_WAVE * longest)
     width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
-    most = max(_WAVE_CUDA, _LONGEST_WAVE_CUDA * _WIDTH_OF_LONGEST // width)
+    most = _LONGEST_WAVE_CUDA * _WIDTH_OF_LONGEST // width
+    # Even chunks of whole blocks, which the ring of ring-flash-attn and batched blocks want.
+    most = max(_WAVE_CUDA, most // _STEP_CUDA * _STEP_CUDA)
     return world_size * min(wanted, most)
 
 

@@ -61,13 +61,15 @@ class IntakeProcess:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[Message] | None = None
+        self._ended = False
 
     async def take_in(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Intake:
         """As `razor_dist.server.intake.take_in`; bodies are read one after the other.
 
         If this is cancelled, for its client hung up, a body that waits is forgotten. One that is
-        being read is read to its end, and the answer dropped: that takes a few seconds at most,
-        where a new process would take as long to load the tokenizer again.
+        being read is read to its end, and the answer dropped: that takes a few seconds, where a
+        new process would take as long to load the tokenizer again. One that is stuck is given up
+        after minutes (`_PATIENCE`), and holds up those behind it until then.
 
         Raises
         ------
@@ -81,6 +83,8 @@ class IntakeProcess:
         # In a task of its own, which gives the turn on: what the process answers must be taken from
         # it before the next body, whoever still waits for it.
         self._asking = asyncio.create_task(self._ask(endpoint, raw, limits))
+        # If nobody waits any more, nobody need hear of an error either.
+        self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         answer = await asyncio.shield(self._asking)
         if "error" in answer:
             raise exception_of(answer["error"])
@@ -107,6 +111,8 @@ class IntakeProcess:
             self._turn.release()
 
     async def _running(self) -> Process:
+        if self._ended:
+            raise EngineError("the server is ending")
         if self._process is None or self._process.returncode is not None:
             module = "razor_dist.server.intake_process"
             guarded = ["-m", "razor_dist.engine.guard", str(os.getpid()), module]
@@ -116,10 +122,18 @@ class IntakeProcess:
                 stdout=PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C is the front's to handle
             )
+            if self._ended:  # meanwhile
+                await self.aclose()
+                raise EngineError("the server is ending")
         return self._process
 
     async def aclose(self) -> None:
-        """As `close`, and wait for the end: the loop must outlive what it knows of the process."""
+        """As `close`, for good, and wait for the end.
+
+        The loop must outlive what it knows of the process, and no body that still waits may start
+        another.
+        """
+        self._ended = True
         process = self._process
         self.close()
         if process is not None:

@@ -133,7 +133,9 @@ def test_waves_are_long_for_long_windows_on_cuda(
         assert own == world * (20000 if world > 1 and config.prefill == "local" else 8192)
 
 
-@pytest.mark.parametrize(("heads", "per_rank"), [(8, 32768), (32, 32768), (64, 16384), (512, 8192)])
+@pytest.mark.parametrize(
+    ("heads", "per_rank"), [(8, 32768), (32, 32768), (48, 21504), (64, 16384), (512, 8192)]
+)
 def test_the_longest_wave_of_a_wide_model_is_shorter(heads: int, per_rank: int) -> None:
     """For activations grow with both."""
     shape = ModelShape(80, heads, 8, 128, 128_256, 2**20)

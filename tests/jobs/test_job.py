@@ -17,10 +17,11 @@ from razor_dist.errors import ClusterError, ConfigError, EngineError, HeadMapErr
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.job import Summary, run_task
 from razor_dist.jobs.launch import run_job
-from razor_dist.jobs.local_engine import local_crew
+from razor_dist.jobs.local_engine import LocalEngine, local_crew
 from razor_dist.jobs.pool import Crew
 from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
+from razor_dist.progress import ReadingLog
 from tests.jobs.tasks import Completions
 from tests.test_llm import FakeLLM
 
@@ -175,6 +176,14 @@ def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for id, record in records.items():
         if id != "full-4":  # the fake engine answers with the prompt's end reversed
             assert record["result"]["tokens"] == prompts[id][:-4:-1]
+
+
+def test_an_engines_log_names_the_item(tmp_path: Path) -> None:
+    task = Completions({"full": FULL})
+    with FakeLLM(attention="full") as llm:
+        for item in task.items()[:2]:
+            LocalEngine(task, llm).run(item)
+            assert isinstance(llm.use_tqdm, ReadingLog) and llm.use_tqdm.what == item.id
 
 
 def test_job_settings_come_from_every_source(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
     return str(error), error.param, error.code
 
 
-def test_another_process_reads_bodies_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_reads_bodies_as_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
         for endpoint, fields in GOOD:
@@ -150,7 +152,22 @@ def test_another_process_reads_bodies_as_this_one_does(monkeypatch: pytest.Monke
             await tasks[0]
         assert await child.wait() == -signal.SIGKILL
         assert (await tasks[1]).prompts[0].tokens.tolist() == [4]
+        # Whoever waits when the server ends starts no other process; of whom nobody waits for any
+        # more, nothing is heard.
+        tasks = [
+            asyncio.create_task(process.take_in("completions", body(prompt=prompt), LIMITS))
+            for prompt in (words(20_000), [5], [4])
+        ]
+        while process._asking is None or process._asking.done():
+            await asyncio.sleep(0)
+        tasks[0].cancel()
         await process.aclose()
+        gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(gone, asyncio.CancelledError)
+        assert [str(error) for error in refused] == ["the server is ending"] * 2
+        assert process._process is None
+        gc.collect()
+        assert not caplog.records
 
     asyncio.run(main())
 
