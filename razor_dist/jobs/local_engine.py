@@ -31,7 +31,7 @@ class LocalEngine:
 
     def run(self, item: Item) -> Mapping[str, Any]:
         """See `razor_dist.jobs.pool.Engine`."""
-        if isinstance(self._llm, LLM):
+        if hasattr(self._llm, "use_tqdm"):  # what a `ForeignConfig` opens tells nothing meanwhile
             self._llm.use_tqdm = ReadingLog(item.id)
         try:
             return self._task.run(self._llm, item)
