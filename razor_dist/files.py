@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from razor_dist.errors import ConfigError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -32,3 +34,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_writable(*files: Path | None) -> None:
+    """Refuse files that could not be written once hours of work are done.
+
+    Raises
+    ------
+    ConfigError
+        If the folder of one is missing, or it is a folder itself. None is passed over.
+    """
+    for file in files:
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"cannot write {file}: there is no folder {folder}")
+        if file.is_dir():
+            raise ConfigError(f"cannot write {file}: it is a folder")

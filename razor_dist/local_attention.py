@@ -107,8 +107,7 @@ class Queries:
     def see_moved(self, runs: Sequence[Run], keys: SpanKeys) -> list[Partial]:
         """Attention of runs that are alike, each to its window up to itself, and to itself."""
         first, times = runs[0], len(runs)
-        step = first.end - first.begin
-        q_KnGBD = self.part(_range(runs)).unflatten(2, (times, step)).transpose(1, 2)
+        q_KnGBD, step = self._by_run(runs), first.end - first.begin
         partials = []
         for begin, end, causal in (
             (first.start, first.begin, False),
@@ -119,24 +118,23 @@ class Queries:
                 attend(q, k, v, scale=self.scale, causal=causal)
                 for q, k, v in zip(q_KnGBD, *keys.moved(begin, end, step, times), strict=True)
             ]
-            out, lse = (
-                torch.stack(x).transpose(1, 2).flatten(2, 3) for x in zip(*heads, strict=True)
-            )
-            partials.append(Partial(out, lse))
+            out, lse = (torch.stack(x) for x in zip(*heads, strict=True))
+            partials.append(_in_order(out, lse))
         return partials
 
     def see_dropped_moved(self, runs: Sequence[Run], sums: Tensor, sinks: int) -> Partial:
         """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
-        heads, times = sums.shape[1:3]
+        heads, times, _ = sums.shape[1:]
         step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
         counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
         k_mean, v_mean = (sums / counts[:, None]).flatten(1, 2)
-        q_KnGBD = self.part(_range(runs)).unflatten(2, (times, step)).transpose(1, 2)
-        mean = compensate(
-            q_KnGBD.flatten(0, 1), k_mean, v_mean, counts.repeat(heads), scale=self.scale
-        )
-        out, lse = (x.unflatten(0, (heads, times)).transpose(1, 2).flatten(2, 3) for x in mean)
-        return Partial(out, lse)
+        q = self._by_run(runs).flatten(0, 1)
+        mean = compensate(q, k_mean, v_mean, counts.repeat(heads), scale=self.scale)
+        return _in_order(*(x.unflatten(0, (heads, times)) for x in mean))
+
+    def _by_run(self, runs: Sequence[Run]) -> Tensor:
+        """The queries of runs that are alike, ``[K, n, G, B, D]``."""
+        return self.part(_range(runs)).unflatten(2, (len(runs), -1)).transpose(1, 2)
 
     def see_dropped(self, at: range, sums: Tensor, dropped: Interval) -> Partial:
         """Attention to the compensation token of what was dropped, whose sums are ``sums``."""
@@ -223,6 +221,12 @@ def _alike(runs: Sequence[Run], sinks: int, most: int) -> Iterator[list[Run]]:
         group.append(run)
     if group:
         yield group
+
+
+def _in_order(out_KnGBD: Tensor, lse_KnGB: Tensor) -> Partial:
+    """Results by run as those of the queries in order."""
+    out, lse = (x.transpose(1, 2).flatten(2, 3) for x in (out_KnGBD, lse_KnGB))
+    return Partial(out, lse)
 
 
 def _range(runs: Sequence[Run]) -> range:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from razor_dist.errors import ConfigError
+from razor_dist.files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,8 +51,7 @@ def bench_identify(
     """Time and peak memory of razor's probe, against one that holds attention matrices."""
     if model is not None and shape is not None:
         raise ConfigError("give --model or --shape, not both")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {json_file}: there is no such folder")
+    check_writable(json_file)
     from rich.console import Console
 
     from razor_dist.evals.bench_identify import run

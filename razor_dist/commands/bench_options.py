@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from razor_dist.errors import ConfigError
+from razor_dist.files import check_writable
 from razor_dist.sizes import parse_size
 
 # Those of one of the two benches only; the rest belong to both.
@@ -85,11 +86,7 @@ class BenchOptions:
         ConfigError
             If options do not go together, or a file cannot be written.
         """
-        for file in self.files:
-            if not file.absolute().parent.is_dir():
-                raise ConfigError(f"cannot write {file}: there is no such folder")
-            if file.is_dir():
-                raise ConfigError(f"cannot write {file}: it is a folder")
+        check_writable(*self.files)
         if self.json is not None and self.json == self.markdown:
             raise ConfigError(f"json and markdown are both {self.json}; give two files")
         for name in _SHAPED if self.shape is None else _STOCK:

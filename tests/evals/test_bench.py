@@ -122,7 +122,8 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
         (["--tokens", "1K,2K"], "several lengths with --shape only"),
         (["--tokens", "1Q"], "'1Q' is no size"),
         (["--shape", "x", "--tokens", "1K,1024"], "each once"),
-        (["--shape", "x", "--markdown", "/nowhere/x.md"], "there is no such folder"),
+        (["--shape", "x", "--markdown", "/nowhere/x.md"], "there is no folder /nowhere"),
+        (["--shape", "x", "--markdown", "/"], "cannot write /: it is a folder"),
     ],
 )
 def test_options_of_the_other_bench_are_refused(

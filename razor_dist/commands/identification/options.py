@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from razor_dist.errors import ConfigError
+from razor_dist.files import check_writable
 
 Method = Literal["razor", "duo", "onthefly", "alibi"]
 
@@ -191,10 +192,7 @@ class IdentifyOptions:
         """
         if self.method != "auto":
             self.check_method(given, self.method)
-        for file in (self.out, self.plot):
-            if file is not None and not file.absolute().parent.is_dir():
-                folder = file.absolute().parent
-                raise ConfigError(f"cannot write {file}: there is no folder {folder}")
+        check_writable(self.out, self.plot)
         if self.method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"method {self.method} runs in one process; only duo uses torchrun's ranks"
