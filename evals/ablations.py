@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import HeadMapError
-from razor_dist.evals.grid import FULL, FULL_METHOD, Method, local_settings
+from razor_dist.config.errors import HeadMapError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.grid import FULL, FULL_METHOD, Method, streaming_settings
 from razor_dist.evals.grid_results import Cell, Score
 from razor_dist.evals.head_budgets import streaming
 from razor_dist.evals.markdown import markdown
 from razor_dist.heads.decision import Flags, decide, flags
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.ranges import check_least
 
 INDUCTION = (5.0, 8.0, 11.0, 14.0)
 """Table 4's percentages of induction heads."""
@@ -55,7 +55,7 @@ class Ablations:
     head_map : HeadMap
         With induction and echo scores.
     config : EngineConfig
-        What a local head sees.
+        What a streaming head sees.
     prefills : sequence of str
         ``exact``, ``local`` or both.
     seeds : int
@@ -128,7 +128,8 @@ class Ablations:
             found += [
                 Method(
                     _method(variant.name, prefill),
-                    local_settings(self.config, prefill) | {"compensation": variant.compensation},
+                    streaming_settings(self.config, prefill)
+                    | {"compensation": variant.compensation},
                     variant.retrieval,
                 )
                 for variant in self.variants

@@ -14,13 +14,13 @@ from torch import Tensor
 from razor_dist.engine.build import Engine, build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device
-from razor_dist.engine.protocol import exception_of
+from razor_dist.engine.messages import exception_of
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.peak import synchronize
 from razor_dist.evals.stock import load_stock
 from razor_dist.evals.timing import BenchSettings, Generate, Run, Say, Timing, take_turns
-from razor_dist.llm import LLM
+from razor_dist.llm.llm import LLM
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
 
 STOCK = "transformers generate (sdpa)"
 OWN = {attention: f"razor_dist, attention {attention}" for attention in ("razor", "full")}

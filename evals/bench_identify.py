@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench import machine
 from razor_dist.evals.identify_cost import Cost, CostSettings, Work, refuse_alibi
 from razor_dist.evals.timing import Say

@@ -20,11 +20,13 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import size_name, tokens
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.errors import ConfigError
 from razor_dist.evals.bench_engines import OwnEngine
 from razor_dist.evals.bench_shape_results import Length, Measured, ShapeResults
 from razor_dist.evals.ceilings import measure_ceilings
@@ -39,8 +41,6 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
 from razor_dist.plan.traffic import full_attention
-from razor_dist.ranges import check_least
-from razor_dist.sizes import size_name, tokens
 
 # Generated in the warm-up: enough that a CUDA graph is recorded and replayed.
 _WARM_TOKENS = 4
@@ -57,7 +57,7 @@ class ShapeSettings:
     kept : float
         Fraction of KV heads that keep the whole context with razor, above 0 and at most 1.
     window_max : int
-        Longest window of a local head; below it, the paper's max(4000, N/5).
+        Longest window of a streaming head; below it, the paper's max(4000, N/5).
     tokens : tuple of int
         Lengths of the prompt, one after the other.
     new_tokens, repeats, seed : int
@@ -226,14 +226,14 @@ def _timed(
     """A short warm-up, then the runs.
 
     A warm-up of the whole prompt would take as long as a run, which at a million tokens is minutes;
-    kernels are chosen and memory is mapped by one wave alike.
+    kernels are chosen and memory is mapped by one chunk alike.
     """
     with Peak(model.device) as peak:
         built = make_engine(
             model, d.config, d.decision.retrieval, Communicator(None), eos_token_ids=()
         )
         engine = OwnEngine(built)
-        engine(prompt[: d.wave_tokens], min(_WARM_TOKENS, settings.new_tokens))
+        engine(prompt[: d.chunked_prefill_size], min(_WARM_TOKENS, settings.new_tokens))
         runs = []
         for _ in range(settings.repeats):
             runs.append(Run.steady(*engine.trace(prompt, settings.new_tokens)))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from razor_dist.config.sizes import tokens
 from razor_dist.evals.bench import machine
 from razor_dist.evals.ceilings import Ceilings
 from razor_dist.evals.markdown import markdown
 from razor_dist.evals.timing import Timing
-from razor_dist.sizes import tokens
 
 if TYPE_CHECKING:
     from razor_dist.evals.bench_shape import ShapeSettings

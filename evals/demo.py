@@ -23,7 +23,7 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from razor_dist.evals.haystack import reference_paragraphs
+from razor_dist.documents.haystack import reference_paragraphs
 from razor_dist.evals.savings import Savings, full_kv_bytes
 from razor_dist.evals.serving import START_SECONDS, ServingError, server
 
@@ -178,7 +178,7 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
 
 def _count_tokens() -> Callable[[str], int]:
     """Counts the tokens of a text as the server's model sees them."""
-    from razor_dist.engine.prompts import load_tokenizer
+    from razor_dist.frontend.prompts import load_tokenizer
     from razor_dist.models.registry import resolve_model
 
     tokenizer: Any = load_tokenizer(resolve_model(MODEL))

@@ -16,12 +16,12 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.prompts import PromptEncoder, load_tokenizer
-from razor_dist.errors import ConfigError, ModelError
-from razor_dist.evals.haystack import Document, Haystack, Needle, draw_needle
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import Document, Haystack, Needle, draw_needle
+from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.heads.decision import Flags, Windows
-from razor_dist.ranges import check_least
 
 FULL = "full"
 """The name of the method that others are measured against."""
@@ -47,7 +47,7 @@ class Method:
         ``[layers][KV heads]`` bool: which KV heads keep the whole context. None with ``attention``
         full or streaming, which say it.
     windows : tuple, optional
-        ``[layers][KV heads]``: windows of their own that local heads have (`HeadMap.windows`).
+        ``[layers][KV heads]``: windows of their own that streaming heads have (`HeadMap.windows`).
     """
 
     name: str
@@ -74,8 +74,8 @@ FULL_METHOD = Method(FULL, {"attention": "full"})
 _WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block", "compensation")
 
 
-def local_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
-    """What a local head sees, as a method's own settings."""
+def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
+    """What a streaming head sees, as a method's own settings."""
     return {"prefill": prefill} | {name: getattr(config, name) for name in _WINDOW}
 
 

@@ -19,16 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import Document
 from razor_dist.engine.build import Engine, check_model, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.weights import head_map_of
 from razor_dist.evals.grid import ANSWER_TOKENS, Method, Place, Prompter
 from razor_dist.evals.grid import FULL_METHOD as FULL
 from razor_dist.evals.grid_results import Cell, Results
-from razor_dist.evals.haystack import Document
 from razor_dist.evals.timing import Say
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.longrope import plain_positions
@@ -36,8 +37,7 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
-from razor_dist.parallel.zigzag import Wave
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.parallel.zigzag import Chunk
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values ``[K, T, D]`` of each layer."""
@@ -90,9 +90,9 @@ class Replay:
         logits = q.new_zeros(1, 1, self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
-    def ring(self, comm: Communicator, wave: Wave, q: Tensor, *others: Any) -> Tensor:
+    def ring(self, comm: Communicator, chunk: Chunk, q: Tensor, *others: Any) -> Tensor:
         """`ring_attention`, left out in a replay."""
-        return ring_attention(comm, wave, q, *others) if self._layers is None else q
+        return ring_attention(comm, chunk, q, *others) if self._layers is None else q
 
 
 class GridModel:
@@ -235,7 +235,7 @@ def run_core(core: EngineCore) -> list[int]:
 def prefill(core: EngineCore, document: list[int]) -> float:
     """Prefill a document and keep it; seconds."""
     began = time.perf_counter()
-    core.add("document", document, _GREEDY, keep=True)
+    core.add("document", document, _GREEDY, pin=True)
     run_core(core)
     return time.perf_counter() - began
 
@@ -244,7 +244,7 @@ def kept_layers(runner: ModelRunner) -> Layers:
     """Keys and values of the one sequence of an engine on one rank whose heads all keep all."""
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout
-    assert not layout.local_rows, "only full attention keeps every head's keys"
+    assert not layout.streaming_rows, "only full attention keeps every head's keys"
     extents = pages.extents(sequence.table, 0, sequence.table.tokens)
     return [_joined(pages.segments(layer.retrieval_rows, extents)) for layer in layout.layers]
 

@@ -12,9 +12,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
-from razor_dist.evals.grid import FULL, FULL_METHOD, Method, local_settings
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.grid import FULL, FULL_METHOD, Method, streaming_settings
 from razor_dist.evals.grid_results import Cell, Score, score_heads
 from razor_dist.evals.markdown import markdown
 from razor_dist.heads.budget import Choice, choose, kv_budget
@@ -28,7 +28,7 @@ PREFILLS = ("exact", "local")
 
 def streaming(config: EngineConfig, prefill: str) -> Method:
     """No head keeps the whole context."""
-    settings = {"attention": "streaming", **local_settings(config, prefill)}
+    settings = {"attention": "streaming", **streaming_settings(config, prefill)}
     return Method(f"streaming, {prefill}", settings)
 
 
@@ -54,7 +54,7 @@ def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
 
 
 @dataclass(frozen=True)
-class Contest:
+class HeadMapComparison:
     """Head maps at budgets.
 
     Parameters
@@ -64,7 +64,7 @@ class Contest:
     percents : sequence of float
         Budgets, of KV heads.
     config : EngineConfig
-        What a local head sees.
+        What a streaming head sees.
     prefills : sequence of str
         Of `PREFILLS`.
 
@@ -100,7 +100,7 @@ class Contest:
             found += [
                 Method(
                     _method(name, percent, prefill),
-                    local_settings(self.config, prefill),
+                    streaming_settings(self.config, prefill),
                     choice.retrieval,
                 )
                 for (name, percent), choice in self.choices.items()

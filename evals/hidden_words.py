@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from razor_dist.models.needle_tokenizer import needle_words
+from razor_dist.evals.needle.tokenizer import needle_words
 
 _VERB = "remember"
 _ANSWER_WORDS = 5

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from razor_dist.attention import run_body
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.errors import ConfigError, RazorError
 from razor_dist.evals.peak import Peak
 from razor_dist.evals.random_model import random_model, shape_config
 from razor_dist.evals.timing import random_tokens
@@ -38,10 +38,10 @@ from razor_dist.heads.razor import (
     probe_input,
 )
 from razor_dist.models.alibi import is_alibi
+from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.models.shape import ModelShape
-from razor_dist.ranges import check_least
 
 Work = Literal["probe", "materialised", "training"]
 # Where a sample's passkeys are recalled: ten of 32 words, as in the paper.
@@ -129,7 +129,7 @@ class MaterialisedContext(ProbeContext):
     """The probe's `AttentionContext`, but with the attention matrix of a layer held."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """See `razor_dist.attention.AttentionContext`."""
+        """See `razor_dist.models.bridge.AttentionContext`."""
         q_KGTD, total = q.unflatten(0, (k.shape[0], -1)), q.shape[1]
         logits = torch.matmul(q_KGTD * scale, k[:, None].transpose(-1, -2)).float()
         future = torch.ones(total, total, dtype=torch.bool, device=q.device).triu(1)
@@ -221,8 +221,8 @@ def _probe(
 
 
 def _training(settings: CostSettings, model: PreTrainedModel, device: torch.device) -> Cost:
-    from razor_dist.heads.duo import train
-    from razor_dist.heads.duo_settings import DuoSettings
+    from razor_dist.heads.duo.settings import DuoSettings
+    from razor_dist.heads.duo.train import train
     from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(device)

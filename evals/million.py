@@ -30,14 +30,14 @@ from typing import Any, Self
 import psutil
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.engine.protocol import Message
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sizes import parse_size, tokens
+from razor_dist.engine.messages import Message
 from razor_dist.evals.hidden_words import Hidden, hide_words
 from razor_dist.evals.million_table import is_exact, polynomial, table
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.timing import Say
-from razor_dist.models.needle import HEAD_MAP, build_needle_model
-from razor_dist.prefix import Prefix
-from razor_dist.sizes import parse_size, tokens
+from razor_dist.llm.prefix import Prefix
 
 # Tokens of an answer at most; five words and the end are due.
 _ANSWER = 16
@@ -58,9 +58,9 @@ class RunSettings:
     world_size : int
     threads : int
         Of a rank.
-    wave_tokens : int or None
+    chunked_prefill_size : int or None
     window_min, block : int
-        The local heads' window, of constant length (``window_ratio: null``).
+        The streaming heads' window, of constant length (``window_ratio: null``).
     depths : tuple of int
         Where the answers are hidden, in percent.
     seed : int
@@ -71,7 +71,7 @@ class RunSettings:
     attention: str
     world_size: int
     threads: int
-    wave_tokens: int | None
+    chunked_prefill_size: int | None
     window_min: int
     block: int
     depths: tuple[int, ...]
@@ -85,20 +85,20 @@ class RunSettings:
             attention=self.attention,
             head_map=str(model / HEAD_MAP) if self.attention == "razor" else None,
             threads=self.threads,
-            wave_tokens=self.wave_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
             window_min=self.window_min,
             window_ratio=None,
             block=self.block,
             max_model_len=self.length + _ROOM,
             max_num_seqs=2,
-            # The ranks share the cores, and a wave's last steps take seconds at a million tokens.
+            # The ranks share the cores, and a chunk's last steps take seconds at a million tokens.
             collective_timeout=1800.0,
             heartbeat_timeout=1800.0,
         )
 
 
 class Progress:
-    """Says after every wave what was read, and how long the rest will take.
+    """Says after every chunk what was read, and how long the rest will take.
 
     Takes tqdm's place: `LLM.prefill` is given `begin`, and calls `update`.
 
@@ -139,7 +139,7 @@ class Progress:
         self._say(f"  read {read:,} of {self._total:,} tokens in {seconds:.0f} s{left}")
 
     def _left(self) -> float:
-        """Seconds until all is read, by a n + b n² fitted to the waves so far."""
+        """Seconds until all is read, by a n + b n² fitted to the chunks so far."""
         if len(self.read) < 2:
             return self.seconds[-1] * ((self._total / self.read[-1]) ** 2 - 1)
         a, b = polynomial(self.read, self.seconds)
@@ -182,7 +182,7 @@ def measure(settings: RunSettings, model: Path, say: Say) -> dict[str, Any]:
         "read": read,
         "prefill_seconds": prefill_seconds,
         "prefill_cpu_seconds": prefill_cpu,
-        "waves": len(progress.read),
+        "chunks": len(progress.read),
         "first_token_seconds": statistics.median(a["first_token_seconds"] for a in answers),
         "decode_seconds": statistics.median(a["decode_seconds"] for a in answers),
         "answers": answers,
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", nargs="+", choices=["razor", "full"], default=["razor"])
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="of a rank")
-    parser.add_argument("--wave-tokens", type=_size, help="default: the engine's")
+    parser.add_argument("--chunked-prefill-size", type=_size, help="default: the engine's")
     parser.add_argument("--window-min", type=int, default=256)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--depths", nargs="+", type=int, default=[10, 50, 90])
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             attention,
             args.world_size,
             args.threads,
-            args.wave_tokens,
+            args.chunked_prefill_size,
             args.window_min,
             args.block,
             tuple(args.depths),

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from razor_dist.config.sizes import tokens
 from razor_dist.evals.markdown import markdown
-from razor_dist.models.needle import RETRIEVAL, needle_config
+from razor_dist.evals.needle.model import RETRIEVAL, needle_config
 from razor_dist.models.shape import ModelShape
-from razor_dist.sizes import tokens
 
 Run = Mapping[str, Any]
 
@@ -198,8 +198,8 @@ def _slopes_of(group: Sequence[Run]) -> list[list[str]]:
 def ring_bytes_per_token(attention: str, world_size: int) -> int:
     """Bytes that the ring moves per token of a long prompt, all ranks together.
 
-    A wave's own keys and values pass P - 1 ranks; so do its queries (pass-Q), and every rank sends
-    back a float32 partial result with its log-sum-exp. The first waves' earlier keys travel
+    A chunk's own keys and values pass P - 1 ranks; so do its queries (pass-Q), and every rank sends
+    back a float32 partial result with its log-sum-exp. The first chunks' earlier keys travel
     instead (pass-KV), which is less.
     """
     shape = ModelShape.from_config(needle_config())

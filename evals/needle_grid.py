@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import open_haystack
 from razor_dist.evals.grid import FULL, GridSettings, Method
 from razor_dist.evals.grid_results import Results, table
 from razor_dist.evals.grid_run import GridModel
-from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)

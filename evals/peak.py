@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from razor_dist.config.errors import ConfigError
 from razor_dist.engine.memory import resident_bytes
-from razor_dist.errors import ConfigError
 
 # Linux's way to begin a new peak of resident memory (proc_pid_clear_refs(5)).
 _NEW_PEAK = Path("/proc/self/clear_refs")

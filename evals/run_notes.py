@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench import machine
 from razor_dist.files import replacing
 from razor_dist.jobs.config import JobConfig

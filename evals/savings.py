@@ -105,7 +105,7 @@ class Savings:
         if self.kv_bytes_per_rank > self.full_per_rank:
             parts.insert(
                 1,
-                "At this length the local heads' window, which every rank holds whole, outweighs "
+                "At this length the streaming heads' window, whole on every rank, outweighs "
                 f"what {self.world_size} shards save; it pays for longer contexts, and with "
                 "--window-max.\n",
             )

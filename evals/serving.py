@@ -41,7 +41,7 @@ def server(*flags: str) -> Iterator[str]:
         If it does not become ready.
     """
     code = (
-        "import sys; from razor_dist.engine.guard import die_with_parent; "
+        "import sys; from razor_dist.frontend.guard import die_with_parent; "
         f"die_with_parent({os.getpid()}); "  # even if this process is killed
         "from razor_dist.cli import main; sys.exit(main())"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_dtype
 from razor_dist.models.loader import no_progress_bars
 from razor_dist.models.registry import resolve_model

@@ -14,7 +14,7 @@ import argparse
 import os
 from pathlib import Path
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 _GPL = Path("/usr/share/common-licenses/GPL-3")
 _LICENCE = Path(os.__file__).with_name("LICENSE.txt")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from razor_dist.config import EngineConfig
-from razor_dist.config_sources import build_config
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
 
 Say = Callable[[str], None]
 # Makes a run: prompt and number of new tokens to a timed run.

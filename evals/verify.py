@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import open_haystack
 from razor_dist.evals.grid import (
     ANSWER_TOKENS,
     FULL,
@@ -15,18 +16,17 @@ from razor_dist.evals.grid import (
     GridSettings,
     Method,
     Prompter,
-    local_settings,
+    streaming_settings,
 )
 from razor_dist.evals.grid_results import Results, Score
 from razor_dist.evals.grid_run import GridModel, Say
-from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.verification import Verification
 from razor_dist.models.alibi import is_alibi
 from razor_dist.models.loader import dtype_name, read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
-from razor_dist.policy import LocalPolicy
 
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
@@ -40,7 +40,7 @@ class Check:
     Attributes
     ----------
     config : EngineConfig
-        The model, and what a local head sees unless its map gives it a window of its own.
+        The model, and what a streaming head sees unless its map gives it a window of its own.
     tokens : int, optional
         Of a document; by default twice the least window, but at least 2500 and at most `most`.
     most : int
@@ -91,27 +91,29 @@ class Check:
             return self.tokens
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
 
-    def _refuse_nothing(self, length: int, policy: LocalPolicy, remedies: Sequence[str]) -> None:
-        """Refuse documents of which a local head that sees ``policy`` drops nothing."""
+    def _refuse_nothing(
+        self, length: int, policy: StreamingPolicy, remedies: Sequence[str]
+    ) -> None:
+        """Refuse documents of which a streaming head that sees ``policy`` drops nothing."""
         if policy.dropped(length - 1):
             return
         if length < self.most:
             remedies = [*remedies, f"give more --verify-tokens, up to {self.most}"]
         raise ConfigError(
-            f"--verify would test nothing: a local head's window of at least {policy.window_min} "
+            f"--verify tests nothing: a streaming head's window of at least {policy.window_min} "
             f"tokens holds a document of {length} whole"
             + ("; " + ", or ".join(remedies) if remedies else ", the longest that fits")
         )
 
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
-        """Tokens of a document, and of the settings those that act on the map's local heads.
+        """Tokens of a document, and of the settings those that act on the map's streaming heads.
 
         Raises
         ------
         ConfigError
-            If a document fits into the least of the map's own windows, or no head is local.
+            If a document fits into the least of the map's own windows, or no head is streaming.
         """
-        settings = local_settings(self.config, self.config.prefill)
+        settings = streaming_settings(self.config, self.config.prefill)
         if head_map.windows is None:
             return self._length(self.config.window_min), settings
         windows = [w for row in head_map.windows for w in row if w is not None]

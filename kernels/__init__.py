@@ -13,10 +13,10 @@ from torch import Tensor
 
 from razor_dist.kernels.alibi import (
     Alibi,
-    Away,
     Distance,
+    RelativeBias,
     attend_alibi,
-    attend_away,
+    attend_relative,
     distance_bias,
 )
 from razor_dist.kernels.partial import (
@@ -32,9 +32,9 @@ __all__ = [
     "BACKENDS",
     "HIDDEN",
     "Alibi",
-    "Away",
     "Distance",
     "Partial",
+    "RelativeBias",
     "attend",
     "compensate",
     "distance_bias",
@@ -64,7 +64,7 @@ def attend(
     scale: float,
     causal: bool = False,
     bias: Tensor | None = None,
-    alibi: Alibi | Away | None = None,
+    alibi: Alibi | RelativeBias | None = None,
     backend: str | None = None,
 ) -> Partial:
     """Softmax attention of grouped queries over one segment of keys.
@@ -83,9 +83,9 @@ def attend(
     bias : Tensor, optional
         float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite, added to the scaled scores; `HIDDEN`
         hides a key. It may be rounded to the dtype of ``q``.
-    alibi : Alibi or Away, optional
-        Adds ``slope * (j - i)`` to the scores, i and j being positions. Beside `Away`, ``bias``
-        must be ``[S]``; beside `Alibi` there can be none.
+    alibi : Alibi or RelativeBias, optional
+        Adds ``slope * (j - i)`` to the scores, i and j being positions. Beside `RelativeBias`,
+        ``bias`` must be ``[S]``; beside `Alibi` there can be none.
     backend : str, optional
         One of `BACKENDS`; by default the first that supports the input.
 
@@ -106,10 +106,12 @@ def attend(
         return empty_partial(q)
     if alibi is not None:
         plain = functools.partial(attend, backend=backend)
-        if isinstance(alibi, Away):
-            return attend_away(plain, q, k, v, scale=scale, causal=causal, bias=bias, away=alibi)
+        if isinstance(alibi, RelativeBias):
+            return attend_relative(
+                plain, q, k, v, scale=scale, causal=causal, bias=bias, away=alibi
+            )
         if bias is not None:
-            raise ValueError("give bias or Alibi, not both; Away may have a bias beside it")
+            raise ValueError("give bias or Alibi, not both; RelativeBias may have a bias beside it")
         return attend_alibi(plain, q, k, v, scale=scale, causal=causal, alibi=alibi)
     if k.dtype != q.dtype:
         return _attend_converted(q, k, v, scale, causal, bias, backend)
@@ -134,7 +136,7 @@ def _attend_converted(
     backend: str | None,
 ) -> Partial:
     """`attend` to keys and values of another dtype than the queries'."""
-    # Causal attention is over as many keys as queries: a chunk of a wave, and short.
+    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
     block = k.shape[1] if causal else _CONVERTED_KEYS
 
     def converted(span: slice) -> Partial:

@@ -79,7 +79,7 @@ class Distance(NamedTuple):
         return cls(number, digits_of(number) if needs_digits(number.device, queries) else None)
 
 
-class Away(NamedTuple):
+class RelativeBias(NamedTuple):
     """Slopes, and how far keys are from queries that stand in one place, or are taken to.
 
     Attributes
@@ -177,11 +177,11 @@ def _attend_block(
 ) -> Partial:
     """Attention to the keys ``at``, relative to the first of the queries' positions."""
     number = alibi._replace(keys=alibi.keys[at]).distance(positions[0])
-    away = Away(alibi.slopes, Distance.of(number, q.dtype))
-    return attend_away(attend, q, k, v, scale=scale, causal=causal, bias=None, away=away)
+    away = RelativeBias(alibi.slopes, Distance.of(number, q.dtype))
+    return attend_relative(attend, q, k, v, scale=scale, causal=causal, bias=None, away=away)
 
 
-def attend_away(
+def attend_relative(
     attend: Attend,
     q: Tensor,
     k: Tensor,
@@ -190,7 +190,7 @@ def attend_away(
     scale: float,
     causal: bool,
     bias: Tensor | None,
-    away: Away,
+    away: RelativeBias,
 ) -> Partial:
     """Attention over one segment whose keys are at the same distance from all queries.
 
@@ -202,7 +202,7 @@ def attend_away(
         As of `razor_dist.kernels.attend`.
     bias : Tensor or None
         float32 ``[S]``, to be added as well.
-    away : Away
+    away : RelativeBias
 
     Returns
     -------

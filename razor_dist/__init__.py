@@ -6,22 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from razor_dist.config import EngineConfig
-    from razor_dist.llm import LLM
-    from razor_dist.outputs import CompletionOutput, RequestOutput
-    from razor_dist.prefix import Prefix
-    from razor_dist.sampling_params import SamplingParams
+    from razor_dist.config.schema import EngineConfig
+    from razor_dist.engine.sampling_params import SamplingParams
+    from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+    from razor_dist.llm.llm import LLM
+    from razor_dist.llm.prefix import Prefix
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "Prefix", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "razor_dist.llm",
-    "CompletionOutput": "razor_dist.outputs",
-    "EngineConfig": "razor_dist.config",
-    "Prefix": "razor_dist.prefix",
-    "RequestOutput": "razor_dist.outputs",
-    "SamplingParams": "razor_dist.sampling_params",
+    "LLM": "razor_dist.llm.llm",
+    "CompletionOutput": "razor_dist.frontend.outputs",
+    "EngineConfig": "razor_dist.config.schema",
+    "Prefix": "razor_dist.llm.prefix",
+    "RequestOutput": "razor_dist.frontend.outputs",
+    "SamplingParams": "razor_dist.engine.sampling_params",
 }
 
 

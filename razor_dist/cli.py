@@ -12,7 +12,7 @@ from importlib import import_module
 
 import typer
 
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
 # of commands, a typer app; and its line in the list of commands.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 
 @contextmanager

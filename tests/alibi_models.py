@@ -2,7 +2,7 @@
 
 `literal_alibi` reads the safetensors by name and shares no code with the package, nor with
 transformers: it is the reference for Baichuan, which transformers does not have, for MPT's
-settings that transformers' class ignores, and for local heads.
+settings that transformers' class ignores, and for streaming heads.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def literal_slopes(kind: str, heads: int, most: float = 8.0) -> list[float]:
 
 
 Local = list[list[dict[str, Any] | None]]
-"""By layer and head, a local head's settings (see `literal.literal_head`); None reads all."""
+"""By layer and head, a streaming head's settings (see `literal.literal_head`); None reads all."""
 
 
 def literal_alibi(folder: Path, tokens: list[int], local: Local | None = None) -> Tensor:
@@ -144,14 +144,14 @@ def literal_alibi(folder: Path, tokens: list[int], local: Local | None = None) -
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: list[float], local: list[Any] | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: list[float], streaming: list[Any] | None
 ) -> Tensor:
     """``[N, H D]`` from ``[N, H, D]`` each."""
     n, heads, _ = q.shape
     everything = {"sinks": 0, "block": 1, "ratio": None, "minimum": n, "maximum": None}
     out = torch.empty_like(q)
     for h in range(heads):
-        own = (local[h] if local else None) or everything
+        own = (streaming[h] if streaming else None) or everything
         out[:, h] = literal_head(q[:, h], k[:, h], v[:, h], scale, own, slopes[h])
     return out.flatten(1)
 

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.engine.graph import Recorder
-from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.zigzag import waves
-from razor_dist.policy import LocalPolicy
+from razor_dist.parallel.zigzag import chunks
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Case:
     retrieval : tuple of tuple of bool
         Per layer and KV head.
     prompt : tuple of int
-        Prefilled in waves of ``wave_tokens``.
+        Prefilled in chunks of ``chunked_prefill_size``.
     forced : tuple of int
         Decoded one by one after it, whatever the model would have chosen.
     device : str
@@ -39,15 +39,15 @@ class Case:
     kv_dtype : torch.dtype
         Of stored keys and values.
     windows : tuple of tuple of (int or None), optional
-        Per layer and KV head, a local head's own window.
+        Per layer and KV head, a streaming head's own window.
     """
 
     model: str
     retrieval: tuple[tuple[bool, ...], ...]
-    policy: LocalPolicy
+    policy: StreamingPolicy
     prompt: tuple[int, ...]
     forced: tuple[int, ...] = ()
-    wave_tokens: int = 8192
+    chunked_prefill_size: int = 8192
     exact: bool = False
     page_size: int = 16
     device: str = "cpu"
@@ -68,7 +68,7 @@ def make_runner(
     """A runner with room for ``sequences`` sequences of the case's length."""
     model, shape = model_and_shape(case.model, case.device)
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
-    longest = max(shard_sizes(0, n, total, case.wave_tokens, comm.size))
+    longest = max(shard_sizes(0, n, total, case.chunked_prefill_size, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
     cache = CacheConfig(
         case.policy,
@@ -87,18 +87,25 @@ def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     """Open a sequence and prefill the case's prompt; rank 0's logits of the last token."""
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
     runner.execute(
-        StepPlan(Op.OPEN, key, end=n, total=total, wave_tokens=case.wave_tokens, reach=total)
+        StepPlan(
+            Op.OPEN,
+            key,
+            end=n,
+            total=total,
+            chunked_prefill_size=case.chunked_prefill_size,
+            reach=total,
+        )
     )
     logits = None
-    for wave in waves(0, n, case.wave_tokens, runner.comm.size):
+    for chunk in chunks(0, n, case.chunked_prefill_size, runner.comm.size):
         logits = runner.execute(
             StepPlan(
                 Op.PREFILL,
                 key,
-                begin=wave.begin,
-                end=wave.end,
-                last=wave.end == n,
-                payload=case.prompt[wave.begin : wave.end],
+                begin=chunk.begin,
+                end=chunk.end,
+                last=chunk.end == n,
+                payload=case.prompt[chunk.begin : chunk.end],
             )
         )
     return logits

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from razor_dist.engine.protocol import HEADER_SIZE, Message, body_length, decode, encode
+from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode, encode
 from razor_dist.engine.tokens import unpack
 
 MAX_MODEL_LEN = 512
@@ -47,7 +47,7 @@ class FakeEngine:
         self.aborted: list[str] = []
 
     async def run(self, socket_path: str) -> None:
-        """Serve until the front hangs up or says shutdown."""
+        """Serve until the frontend hangs up or says shutdown."""
         reader, self.writer = await asyncio.open_unix_connection(socket_path)
         self.beating = asyncio.create_task(self.beat())
         problem = _fail_at_start(self.config["model"], rank=0)

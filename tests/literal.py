@@ -18,7 +18,7 @@ NAME = "literal_razor"
 def literal_head(
     q: Tensor, k: Tensor, v: Tensor, scale: float, settings: dict[str, Any], slope: float = 0.0
 ) -> Tensor:
-    """Local attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time.
+    """Streaming attention of one head: ``q``, ``k``, ``v`` ``[N, D]``, one query at a time.
 
     ``slope`` is ALiBi's: a score is lowered by that times the distance.
     """

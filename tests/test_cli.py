@@ -23,8 +23,8 @@ SERVE_OPTIONS = """
     --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level --max-body-mb
     --max-model-len --max-num-seqs --max-queue --model --no-compensation --no-cuda-graphs
     --no-trust-remote-code --page-size --port --prefill --ring --seed --served-model-name
-    --sink-tokens --threads --trust-remote-code --wave-tokens --weights --window-max --window-min
-    --window-ratio --world-size
+    --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights --window-max
+    --window-min --window-ratio --world-size
 """
 
 
@@ -45,7 +45,7 @@ PLAN_OPTIONS = """
     --attention --block --compensation --config --context --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
     --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
-    --wave-tokens --weights --window-max --window-min --window-ratio --world-size
+    --chunked-prefill-size --weights --window-max --window-min --window-ratio --world-size
 """
 
 
@@ -64,7 +64,7 @@ HEADS_OPTIONS = {
 GRID_OPTIONS = {"--lengths", "--depths", "--needles", "--haystack", "--seed", "--prefill", "--out"}
 ENGINE_OPTIONS = """
     --block --config --device --dtype --kv-dtype --model --sink-tokens --threads
-    --trust-remote-code --wave-tokens --window-max --window-min --window-ratio
+    --trust-remote-code --chunked-prefill-size --window-max --window-min --window-ratio
 """
 NEEDLE_OPTIONS = """
     --attempts --block --cluster-timeout --collective-timeout --compensation --config
@@ -75,7 +75,7 @@ NEEDLE_OPTIONS = """
     --heartbeat-timeout --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --methods
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --ray-address --repeats --retry-failed --ring --seed --share-depths --sink-tokens --threads
-    --trust-remote-code --wave-tokens --weights --window-max --window-min --window-ratio
+    --trust-remote-code --chunked-prefill-size --weights --window-max --window-min --window-ratio
     --world-size
 """
 EVAL_OPTIONS = {
@@ -134,7 +134,7 @@ def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFi
 def test_serves_help_shows_the_classs_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Least window of a local head, in tokens. [default: 4000]" in shown
+    assert "Least window of a streaming head, in tokens. [default: 4000]" in shown
     assert "[razor|full|streaming]" in shown
     assert "[default: --compensation]" in shown
 

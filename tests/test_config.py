@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from razor_dist.config import EngineConfig, ServerConfig
-from razor_dist.config_sources import build_config, load_config
-from razor_dist.errors import ConfigError
-from razor_dist.policy import LocalPolicy
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.sources import build_config, load_config
+from razor_dist.heads.policy import StreamingPolicy
 
 
 def test_each_source_outranks_the_next(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def shipped(name: str) -> Any:
 
 
 def test_the_shipped_defaults_are_the_models_alone() -> None:
-    paper = LocalPolicy(window_min=4000, window_ratio=5, window_max=None, sinks=4, block=128)
+    paper = StreamingPolicy(window_min=4000, window_ratio=5, window_max=None, sinks=4, block=128)
     assert EngineConfig().policy == paper
     assert load_config(EngineConfig, {"model": "other"}).policy == paper
     assert load_config(EngineConfig, {"model": "../models/smollm2"}).policy == paper

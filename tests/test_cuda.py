@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.host_links import HostLinks
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, logits_of
 from tests.ranks import RankPool
 
@@ -50,10 +50,10 @@ def test_ranks_on_one_device_give_the_logits_of_one_rank_on_the_cpu(
     case = Case(
         str(tiny("llama")),
         ((False, False), (True, False), (True, True), (False, True)),
-        LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8),
+        StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8),
         tokens[:130],
         tokens[130:],
-        wave_tokens=64,
+        chunked_prefill_size=64,
         exact=exact,
     )
     want = ranks(1).run(logits_of, case)[0]

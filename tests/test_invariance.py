@@ -2,7 +2,7 @@
 
 Not on the number of ranks, nor on how the prompt was cut, nor on whether a token came from prefill
 or decode. And they are the right ones: stock transformers' with every head a retrieval head, the
-literal definition's with local heads.
+literal definition's with streaming heads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from razor_dist.cache.local import LocalCache
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, logits_of, model_and_shape
 from tests.literal import literal_logits
 from tests.ranks import RankPool
@@ -57,7 +57,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +69,7 @@ def test_logits_do_not_depend_on_ranks_cuts_or_phase(family: str, ranks: Ranks, 
     want = ranks(1).run(logits_of, base)[0]
     for world in WORLDS:
         for cut in CUTS:
-            forced = dataclasses.replace(base, wave_tokens=cut)
+            forced = dataclasses.replace(base, chunked_prefill_size=cut)
             whole = dataclasses.replace(forced, prompt=tokens, forced=())
             assert_same(ranks(world).run(logits_of, forced)[0], want)
             assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
@@ -87,7 +87,7 @@ def test_all_retrieval_is_stock_transformers(family: str, ranks: Ranks, tiny: Ti
         with torch.inference_mode():
             want = stock(torch.tensor([tokens])).logits[0, n - 1 :]
         for world in (1, 4):
-            case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], wave_tokens=64)
+            case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
             assert_same(ranks(world).run(logits_of, case)[0], want)
     assert model.config._attn_implementation == "razor"
 
@@ -111,31 +111,38 @@ def test_local_heads_are_the_literal_definition(
     }
     split = split_of(path)
     want = literal_logits(str(path), list(tokens), split, literal)[n - 1 :]
-    case = Case(str(path), split, policy, tokens[:n], tokens[n:], wave_tokens=50)
+    case = Case(str(path), split, policy, tokens[:n], tokens[n:], chunked_prefill_size=50)
     for world in (1, 2):
         assert_same(ranks(world).run(logits_of, case)[0], want)
 
 
-@pytest.mark.parametrize("wave_tokens", [8192, 50])
+@pytest.mark.parametrize("chunked_prefill_size", [8192, 50])
 def test_a_compensation_token_of_several_places_is_the_same(
-    wave_tokens: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    chunked_prefill_size: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Slots as queries in bfloat16 have them, with queries whose own rounding hides nothing.
     n, k = 120, 4
     tokens = tokens_of(n + k, seed=2)
     path = tiny("llama")
-    case = Case(str(path), split_of(path), POLICY, tokens[:n], tokens[n:], wave_tokens=wave_tokens)
+    case = Case(
+        str(path),
+        split_of(path),
+        POLICY,
+        tokens[:n],
+        tokens[n:],
+        chunked_prefill_size=chunked_prefill_size,
+    )
     alone = Communicator(None)
     want = logits_of(alone, case)
     assert want is not None
-    made = LocalCache.__init__
+    made = StreamingCache.__init__
     entries = []
 
-    def coarse(self: LocalCache, *arguments: Any, queries: Any = None, **settings: Any) -> None:
+    def coarse(self: StreamingCache, *arguments: Any, queries: Any = None, **settings: Any) -> None:
         made(self, *arguments, queries=torch.bfloat16, **settings)
         entries.append(self.entries)
 
-    monkeypatch.setattr(LocalCache, "__init__", coarse)
+    monkeypatch.setattr(StreamingCache, "__init__", coarse)
     got = logits_of(alone, case)
     whole = logits_of(alone, dataclasses.replace(case, prompt=tokens, forced=()))
     assert got is not None and whole is not None
@@ -161,7 +168,7 @@ def test_exact_prefill_does_not_depend_on_ranks_or_cuts(
     base = Case(str(path), split_of(path), POLICY, tokens[:163], tokens[163:], exact=True)
     want = ranks(1).run(logits_of, base)[0]
     for cut in CUTS:
-        case = dataclasses.replace(base, wave_tokens=cut)
+        case = dataclasses.replace(base, chunked_prefill_size=cut)
         assert_same(ranks(world).run(logits_of, case)[0], want)
 
 
@@ -171,15 +178,15 @@ def test_exact_prefill_is_full_attention_until_the_prompt_ends(ranks: Ranks, tin
     tokens = tokens_of(140, seed=4)
     with torch.inference_mode():
         want = stock(torch.tensor([tokens])).logits[0, -1:]
-    case = Case(str(path), split_of(path), POLICY, tokens, exact=True, wave_tokens=60)
+    case = Case(str(path), split_of(path), POLICY, tokens, exact=True, chunked_prefill_size=60)
     for world in (1, 4):
         assert_same(ranks(world).run(logits_of, case)[0], want)
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[LocalPolicy, int, int, int, int, bool, int]:
+def runs(draw: st.DrawFn) -> tuple[StreamingPolicy, int, int, int, int, bool, int]:
     low = draw(st.integers(1, 24))
-    policy = LocalPolicy(
+    policy = StreamingPolicy(
         window_min=low,
         window_ratio=draw(st.none() | st.integers(1, 8)),
         window_max=draw(st.none() | st.integers(low, 40)),
@@ -208,7 +215,7 @@ def runs(draw: st.DrawFn) -> tuple[LocalPolicy, int, int, int, int, bool, int]:
 )
 @given(run=runs())
 def test_any_settings_any_length_any_cut(
-    run: tuple[LocalPolicy, int, int, int, int, bool, int], ranks: Ranks, tiny: Tiny
+    run: tuple[StreamingPolicy, int, int, int, int, bool, int], ranks: Ranks, tiny: Tiny
 ) -> None:
     policy, n, k, cut, seed, exact, world = run
     path = tiny("llama")
@@ -217,21 +224,21 @@ def test_any_settings_any_length_any_cut(
         str(path), split_of(path, seed), policy, tokens[:n], tokens[n:], exact=exact, page_size=3
     )
     want = ranks(1).run(logits_of, base)[0]
-    got = ranks(world).run(logits_of, dataclasses.replace(base, wave_tokens=cut))[0]
+    got = ranks(world).run(logits_of, dataclasses.replace(base, chunked_prefill_size=cut))[0]
     assert_same(got, want)
 
 
 def test_embedded_model_at_every_world_size(ranks: Ranks) -> None:
     path = str(resolve_model("smollm2"))
     split = HeadMap.load(shipped_head_map("smollm2")).retrieval
-    policy = LocalPolicy(window_min=24, window_ratio=5, sinks=4, block=8)
+    policy = StreamingPolicy(window_min=24, window_ratio=5, sinks=4, block=8)
     generator = torch.Generator().manual_seed(7)
     tokens = tuple(torch.randint(20, 49000, (163,), generator=generator).tolist())
     base = Case(path, tuple(map(tuple, split)), policy, tokens[:160], tokens[160:])
     want = ranks(1).run(logits_of, base)[0]
     for world in WORLDS:
         for cut in (8192, 57):
-            case = dataclasses.replace(base, wave_tokens=cut)
+            case = dataclasses.replace(base, chunked_prefill_size=cut)
             assert_same(ranks(world).run(logits_of, case)[0], want)
         whole = dataclasses.replace(base, prompt=tokens, forced=())
         assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])

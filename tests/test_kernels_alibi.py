@@ -9,9 +9,9 @@ from torch import Tensor
 from razor_dist.kernels import (
     HIDDEN,
     Alibi,
-    Away,
     Distance,
     Partial,
+    RelativeBias,
     alibi,
     attend,
     distance_bias,
@@ -141,7 +141,7 @@ def test_decode_in_bfloat16_a_million_tokens_out(monkeypatch: pytest.MonkeyPatch
     errors = []
     for digits in (True, False):
         monkeypatch.setattr(alibi, "needs_digits", lambda *_, digits=digits: digits)
-        away = Away(SLOPES, Distance.of((keys - at).float(), q.dtype))
+        away = RelativeBias(SLOPES, Distance.of((keys - at).float(), q.dtype))
         got = attend(q, k, v, scale=0.125, bias=hidden, alibi=away)
         errors.append(float((got.lse - want.lse).abs().max()))
         if digits:

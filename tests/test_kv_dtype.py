@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.errors import ConfigError
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, make_runner, prefill
 from tests.ranks import RankPool
 from tests.test_invariance import split_of, tokens_of
 
-POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 ULP = 2.0**-8  # bf16 keeps 8 significant bits: a number moves by half of this, relatively, at most
 
 
@@ -34,7 +34,7 @@ def outcome(
     for token in case.forced:
         rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
     caches = runner.caches
-    pools = [caches.pages, *caches.local, *([caches.scratch] if caches.scratch else [])]
+    pools = [caches.pages, *caches.streaming, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]
     assert {pool.k.dtype for pool in pools} == {case.kv_dtype}
     logits = torch.cat([row for row in rows if row is not None]) if comm.rank == 0 else None
@@ -49,7 +49,13 @@ def test_bf16_keys_and_values_are_half_the_bytes_and_move_logits_by_their_roundi
     path = tiny("glm")
     tokens = tokens_of(185)
     full = Case(
-        str(path), split_of(path), POLICY, tokens[:180], tokens[180:], wave_tokens=64, exact=exact
+        str(path),
+        split_of(path),
+        POLICY,
+        tokens[:180],
+        tokens[180:],
+        chunked_prefill_size=64,
+        exact=exact,
     )
     half = dataclasses.replace(full, kv_dtype=torch.bfloat16)
     want, sent, kept = ranks(world).run(outcome, full)[0]
@@ -78,7 +84,7 @@ def test_bf16_keys_and_values_do_not_break_invariance(
     )
     want = ranks(1).run(outcome, base)[0][0]
     for world, cut in ((1, 37), (4, 64), (4, 8192)):
-        got = ranks(world).run(outcome, dataclasses.replace(base, wave_tokens=cut))[0][0]
+        got = ranks(world).run(outcome, dataclasses.replace(base, chunked_prefill_size=cut))[0][0]
         assert (got - want).abs().max() / want.abs().max() < ULP / 2
         assert torch.equal(got.argmax(-1), want.argmax(-1))
 

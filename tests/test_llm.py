@@ -16,11 +16,11 @@ import pytest
 
 import razor_dist
 from razor_dist import LLM, SamplingParams
-from razor_dist.engine.prompts import PromptEncoder
-from razor_dist.engine.request_stream import RequestStream
-from razor_dist.errors import ConfigError, EngineError, ModelError, RequestError
-from razor_dist.prefix import Prefix
-from razor_dist.progress import ReadingLog
+from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.request_stream import RequestStream
+from razor_dist.llm.prefix import Prefix
+from razor_dist.llm.progress import ReadingLog
 from tests import fake_engine
 from tests.tokenizer import smollm2_tokenizer
 
@@ -177,7 +177,7 @@ class Bar:
         self.closed = True
 
 
-def test_a_bar_moves_with_every_wave(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_moves_with_every_chunk(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     bars: list[Bar] = []
 
     def make(**arguments: Any) -> Bar:

@@ -1,4 +1,4 @@
-"""Local heads in a prefill wave: runs that are alike are computed at once."""
+"""Streaming heads in a prefill chunk: runs that are alike are computed at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist import local_attention
-from razor_dist.local_attention import Queries, SpanKeys, window_attention
-from razor_dist.parallel.window import QuerySpan
+from razor_dist.attention import streaming as streaming_attention
+from razor_dist.attention.streaming import Queries, SpanKeys, window_attention
+from razor_dist.attention.window_plan import QuerySpan
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.zigzag import Interval
-from razor_dist.policy import LocalPolicy
 
 TOKENS = 300
 
@@ -23,7 +23,7 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
-def attention(policy: LocalPolicy, begin: int, end: int) -> tuple[Tensor, int]:
+def attention(policy: StreamingPolicy, begin: int, end: int) -> tuple[Tensor, int]:
     """Of the queries ``[begin, end)``, and how many calls of the kernels it took."""
     q = draw(2, 3, TOKENS, 8, seed=0)
     k, v = draw(2, TOKENS, 8, seed=1), draw(2, TOKENS, 8, seed=2)
@@ -35,21 +35,21 @@ def attention(policy: LocalPolicy, begin: int, end: int) -> tuple[Tensor, int]:
     )
     span = QuerySpan(at=Interval(begin, end), offset=0, edge=0, runs=runs)
     calls = []
-    attend = local_attention.attend
+    attend = streaming_attention.attend
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return attend(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_attention, "attend", counted)
+        patch.setattr(streaming_attention, "attend", counted)
         queries = Queries(q[:, :, begin:end], begin, 0.3, None)
         return window_attention(queries, span, keys, policy), len(calls)
 
 
-def one_by_one(policy: LocalPolicy, begin: int, end: int) -> tuple[Tensor, int]:
+def one_by_one(policy: StreamingPolicy, begin: int, end: int) -> tuple[Tensor, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_attention, "_TOGETHER", 1)
+        patch.setattr(streaming_attention, "_TOGETHER", 1)
         return attention(policy, begin, end)
 
 
@@ -64,7 +64,7 @@ def test_runs_together_are_the_runs_one_by_one(
     least: int, ratio: int | None, most: int | None, sinks: int, block: int, compensation: bool,
     begin: int, length: int,
 ) -> None:  # fmt: skip
-    policy = LocalPolicy(least, ratio, most, sinks, block, compensation)
+    policy = StreamingPolicy(least, ratio, most, sinks, block, compensation)
     end = min(begin + length, TOKENS)
     got, calls = attention(policy, begin, end)
     want, separate = one_by_one(policy, begin, end)
@@ -74,7 +74,7 @@ def test_runs_together_are_the_runs_one_by_one(
 
 def test_a_long_chunk_takes_few_calls() -> None:
     """30 runs of 8 queries: each of 2 heads sees its window and itself, all see the sinks."""
-    policy = LocalPolicy(40, None, None, 4, 8)
+    policy = StreamingPolicy(40, None, None, 4, 8)
     begin, end = 59, 299
     assert len(policy.runs(begin, end)) == 31  # the first and the last are shorter
     _, calls = attention(policy, begin, end)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.errors import ConfigError
-from razor_dist.policy import LocalPolicy
+from razor_dist.config.errors import ConfigError
+from razor_dist.heads.policy import StreamingPolicy
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> LocalPolicy:
+def policies(draw: st.DrawFn) -> StreamingPolicy:
     low = draw(st.integers(1, 50))
-    return LocalPolicy(
+    return StreamingPolicy(
         window_min=low,
         window_ratio=draw(st.none() | st.integers(1, 9)),
         window_max=draw(st.none() | st.integers(low, 80)),
@@ -25,7 +25,7 @@ def policies(draw: st.DrawFn) -> LocalPolicy:
 
 
 @given(policy=policies(), position=st.integers(0, 5000))
-def test_start_is_the_formula_and_covers_the_window(policy: LocalPolicy, position: int) -> None:
+def test_start_is_the_formula_and_covers_the_window(policy: StreamingPolicy, position: int) -> None:
     length = policy.window_min
     if policy.window_ratio:
         length = max(length, math.ceil((position + 1) / policy.window_ratio))
@@ -40,7 +40,7 @@ def test_start_is_the_formula_and_covers_the_window(policy: LocalPolicy, positio
 
 
 @given(policy=policies(), begin=st.integers(0, 300), count=st.integers(0, 200))
-def test_runs_partition_the_queries(policy: LocalPolicy, begin: int, count: int) -> None:
+def test_runs_partition_the_queries(policy: StreamingPolicy, begin: int, count: int) -> None:
     runs = policy.runs(begin, begin + count)
     covered = [i for run in runs for i in range(run.begin, run.end)]
     assert covered == list(range(begin, begin + count))
@@ -59,4 +59,4 @@ def test_runs_partition_the_queries(policy: LocalPolicy, begin: int, count: int)
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, int], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        LocalPolicy(**settings)
+        StreamingPolicy(**settings)

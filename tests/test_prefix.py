@@ -17,10 +17,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from razor_dist import LLM, RequestOutput, SamplingParams
-from razor_dist.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.llm.prefix import Prefix
 from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.prefix import Prefix
 from tests.tiny_models import make_tiny
 
 BOS, MAX_LEN = 1, 400
@@ -75,7 +75,7 @@ def start(model: Path) -> Callable[[int], LLM]:
             max_model_len=MAX_LEN,
             max_num_seqs=3,
             page_size=8,
-            wave_tokens=40,
+            chunked_prefill_size=40,
             window_min=24,
             window_ratio=8,
             block=8,
@@ -230,7 +230,7 @@ def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
     for prefix in (None, prefixes[0]):
         with pytest.raises(RequestError, match="hold 3 of the engine's 3 sequences") as error:
             llm.generate([[5]], GREEDY, prefix=prefix)
-        assert error.value.code == "kept_prompts_hold_cache"
+        assert error.value.code == "pinned_prefixes_hold_cache"
     prefixes.pop().release()
     assert len(llm.generate(QUESTIONS, GREEDY, prefix=prefixes[0])) == 4
     for prefix in prefixes:

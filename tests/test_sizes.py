@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.config import EngineConfig
-from razor_dist.config_sources import load_config
-from razor_dist.errors import ConfigError
-from razor_dist.sizes import parse_size, tokens
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import parse_size, tokens
+from razor_dist.config.sources import load_config
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,18 @@ def test_what_is_shown_reads_back(size: int) -> None:
 
 
 def test_settings_in_tokens_take_them() -> None:
-    given = {"max_model_len": "1M", "kv_tokens": "2M", "wave_tokens": "64k", "window_max": "8K"}
+    given = {
+        "max_model_len": "1M",
+        "kv_tokens": "2M",
+        "chunked_prefill_size": "64k",
+        "window_max": "8K",
+    }
     config = load_config(EngineConfig, {**given, "window_min": "1K"})
-    assert (config.max_model_len, config.kv_tokens, config.wave_tokens) == (2**20, 2**21, 64000)
+    assert (config.max_model_len, config.kv_tokens, config.chunked_prefill_size) == (
+        2**20,
+        2**21,
+        64000,
+    )
     assert (config.window_min, config.window_max) == (1024, 8192)
     for wrong, message in (("8Q", "must be an integer or none"), ("-8", "must be at least 1")):
         with pytest.raises(ConfigError, match=f"max_model_len {message}, got .*{wrong}"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from razor_dist.engine.prompts import load_tokenizer
+from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.models.registry import resolve_model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import BaselineConfig
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.plan.deployment import Deployment
@@ -46,7 +46,7 @@ class Budget:
             return int(self._config.kv_budget * tokens * self.token_bytes)
         longest = self._config.max_model_len or self._deployment.shape.max_positions
         kept = self._dry_run.caches(longest, tokens)
-        return kept["sequence_retrieval_kv"] + kept["sequence_local_cache"]
+        return kept["sequence_retrieval_kv"] + kept["sequence_streaming_cache"]
 
     def tokens(self, read: int) -> int:
         """How many of ``read`` tokens every head may keep, if all keep the same number.

@@ -16,14 +16,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.prompts import load_tokenizer
-from razor_dist.engine.ranks import without_torchrun
-from razor_dist.errors import EngineError
+from razor_dist.config.errors import EngineError
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
+from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from razor_dist.frontend.prompts import load_tokenizer
+from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
-from razor_dist.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from razor_dist.sampling_params import SamplingParams
 
 _WORKER = "razor_dist.evals.baselines.worker"
 # Seconds that the process gets to end by itself.
@@ -68,7 +68,7 @@ class PressLLM:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "razor_dist.engine.guard", str(os.getpid()), _WORKER),
+                *(sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), _WORKER),
                 str(theirs.fileno()),
             ],
             pass_fds=[theirs.fileno()],

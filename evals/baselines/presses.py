@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from razor_dist.errors import ConfigError, ModelError
-from razor_dist.jobs.config import ForeignConfig, JobConfig
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.baselines.client import PressLLM
@@ -57,7 +57,7 @@ PRESSES: Mapping[str, Press] = MappingProxyType(
 """By the name of the method; settings within a press are kvpress's own."""
 
 
-class BaselineConfig(ForeignConfig):
+class BaselineConfig(ExternalEngineConfig):
     """Settings of transformers' own model with a press; build it with `of`. Frozen.
 
     Attributes
@@ -94,7 +94,7 @@ class BaselineConfig(ForeignConfig):
         return cls(**shared, press=press, kv_budget=kv_budget)
 
     def open(self) -> PressLLM:
-        """See `ForeignConfig`."""
+        """See `ExternalEngineConfig`."""
         from razor_dist.evals.baselines.client import PressLLM
 
         return PressLLM(self)

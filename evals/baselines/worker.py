@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
 from razor_dist.evals.baselines.model import PressedModel
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import size_or_itself
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
-from razor_dist.sizes import size_or_itself
 
 MethodName = Literal[
     "full",

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.documents.haystack import Haystack
 from razor_dist.evals.grid import Prompter
-from razor_dist.evals.haystack import Haystack
 from razor_dist.evals.hidden_words import hide_words
 from razor_dist.evals.needle.presets import Fact, Layout, Preset
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from razor_dist.evals.haystack import Needle, draw_needles
+from razor_dist.documents.haystack import Needle, draw_needles
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Preset:
     lengths, depths : int
         How many of each, if the user does not say.
     haystack : str
-        See `razor_dist.evals.haystack.haystack_paragraphs`; empty for documents of the preset's
+        See `razor_dist.documents.haystack.haystack_paragraphs`; empty for documents of the preset's
         own.
     """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.evals.grid import FULL
 from razor_dist.evals.markdown import markdown
@@ -147,7 +147,7 @@ def _mean(score: float | None) -> str:
 
 
 def _engines(run: NeedleRun) -> list[str]:
-    """The settings in which engines differ, or that a local head's cache hangs on."""
+    """The settings in which engines differ, or that a streaming head's cache hangs on."""
     names = ["attention", "head_map", "prefill", "window_min", "window_ratio", "window_max"]
     names += ["sink_tokens", "block", "compensation"]
     rows = [["method", *names]]

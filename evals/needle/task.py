@@ -10,22 +10,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import Haystack, fingerprint, haystack_paragraphs, open_haystack
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, check_presses
 from razor_dist.evals.grid import Prompter
-from razor_dist.evals.haystack import Haystack, fingerprint, haystack_paragraphs, open_haystack
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import Spot, readings, share_out, with_questions
 from razor_dist.evals.needle.results import KIND
+from razor_dist.evals.needle.tokenizer import needle_vocabulary
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.task import Item
-from razor_dist.llm import LLM
+from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
-from razor_dist.models.needle_tokenizer import needle_vocabulary
 from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
-from razor_dist.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

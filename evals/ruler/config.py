@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import parse_size
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, ComparingConfig
 from razor_dist.evals.ruler.tasks import QUESTION_TASKS, TASKS
-from razor_dist.sizes import parse_size
 
 _BUILT_IN = ("full", "razor", "streaming")
 # RULER's question is a part of its prompt, so every press sees it: one SnapKV is enough.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from razor_dist.evals.haystack import NOISE
+from razor_dist.documents.haystack import NOISE
 from razor_dist.evals.ruler.sample import (
     Sample,
     Units,

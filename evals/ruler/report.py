@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.markdown import markdown
 from razor_dist.evals.ruler.task import KIND

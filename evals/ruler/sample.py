@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 _INTERPOLATIONS = 8
 
@@ -111,7 +111,7 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
 @lru_cache(maxsize=1)
 def single_words() -> tuple[str, ...]:
     """Ordinary English words, each once."""
-    from razor_dist.models.needle_tokenizer import needle_words  # imports transformers
+    from razor_dist.evals.needle.tokenizer import needle_words  # imports transformers
 
     return tuple(sorted(set(needle_words())))
 

@@ -11,21 +11,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.prompts import PromptEncoder
-from razor_dist.errors import ConfigError, ModelError
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import check_presses
-from razor_dist.evals.haystack import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.qa import read_hotpotqa, read_squad
 from razor_dist.evals.ruler.sample import Sample
 from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, Material, make_sample, score
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
-from razor_dist.llm import LLM
+from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
-from razor_dist.sampling_params import SamplingParams
 
 KIND = "ruler"
 """What ``settings.task.kind`` of a folder of results says."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.ruler.aggregation import common_words, frequent_words
 from razor_dist.evals.ruler.needles import Needles
 from razor_dist.evals.ruler.qa import Questions

@@ -6,7 +6,7 @@ import random
 import string
 from collections.abc import Collection, Sequence
 
-from razor_dist.evals.haystack import NOISE
+from razor_dist.documents.haystack import NOISE
 from razor_dist.evals.ruler.sample import Sample, Units, numbers
 
 VARIABLES = 5

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from razor_dist.errors import EngineError
+from razor_dist.config.errors import EngineError
 
 
 @dataclass
@@ -65,7 +65,7 @@ class PagePool:
     clear : bool
         Whether pages are zeroed when they are taken: a reader that hides what no token has filled
         yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
-    placed : bool
+    track_positions : bool
         Whether it is noted where the tokens stand, for heads that are biased by distance.
 
     Attributes
@@ -73,9 +73,9 @@ class PagePool:
     k, v : Tensor
         ``[rows, (num_pages + 1) * page_size, D]``: one page more than is lent.
     positions : Tensor or None
-        int64 ``[(num_pages + 1) * page_size]``, if ``placed``: where in its sequence each slot's
-        token stands.
-    spare : int
+        int64 ``[(num_pages + 1) * page_size]``, if ``track_positions``: where in its sequence each
+        slot's token stands.
+    dummy_slot : int
         First slot of that page, where a step of fixed shape writes what this rank does not keep.
     """
 
@@ -89,18 +89,18 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         clear: bool = False,
-        placed: bool = False,
+        track_positions: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.clear = clear
-        self.spare = num_pages * page_size
-        shape = (rows, self.spare + page_size, head_dim)
+        self.dummy_slot = num_pages * page_size
+        shape = (rows, self.dummy_slot + page_size, head_dim)
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.positions: Tensor | None = None
-        if placed:
+        if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self._references = [0] * num_pages
         self._free = num_pages
@@ -114,14 +114,14 @@ class PagePool:
     def page_bytes(self) -> int:
         """Bytes of one page, read off the tensors."""
         page = slice(0, self.page_size)
-        placed = 0 if self.positions is None else self.positions[page].nbytes
-        return self.k[:, page].nbytes + self.v[:, page].nbytes + placed
+        track_positions = 0 if self.positions is None else self.positions[page].nbytes
+        return self.k[:, page].nbytes + self.v[:, page].nbytes + track_positions
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the whole pool."""
-        placed = 0 if self.positions is None else self.positions.nbytes
-        return self.k.nbytes + self.v.nbytes + placed
+        track_positions = 0 if self.positions is None else self.positions.nbytes
+        return self.k.nbytes + self.v.nbytes + track_positions
 
     @property
     def used_bytes(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from razor_dist.cache.local import LocalSlot
 from razor_dist.cache.pages import PageTable
+from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.halo import Piece
-from razor_dist.parallel.zigzag import Wave
+from razor_dist.parallel.zigzag import Chunk
 
 
 @dataclass
@@ -23,18 +23,19 @@ class Sequence:
         This rank's shard of the retrieval heads' keys and values.
     shard_tokens : list of int
         Length of every rank's shard.
-    local : tuple of LocalSlot
-        The local heads' caches, one for each window (`razor_dist.heads.layout.HeadLayout.windows`),
+    streaming : tuple of StreamingSlot
+        The streaming heads' caches, one for each window
+        (`razor_dist.heads.layout.HeadLayout.windows`),
         the same on every rank once a prompt is prefilled.
     scratch : PageTable or None
-        With exact prefill, the local heads' full keys and values until the prompt ends.
+        With exact prefill, the streaming heads' full keys and values until the prompt ends.
     window : list of dict, or None
-        Between two waves: for each cache of ``local``, by layer, this rank's own part of the
-        window. ``None`` when the window is replicated in ``local``.
-    done : list of Wave
-        Waves of the prompt that is being prefilled.
-    waves : list of Wave
-        All waves, of a prompt that it was forked from as well. What lies between two of them, and
+        Between two chunks: for each cache of ``streaming``, by layer, this rank's own part of the
+        window. ``None`` when the window is replicated in ``streaming``.
+    done : list of Chunk
+        Chunks of the prompt that is being prefilled.
+    chunks : list of Chunk
+        All chunks, of a prompt that it was forked from as well. What lies between two of them, and
         after the last, was decoded.
     length : int
         Tokens in the caches.
@@ -48,11 +49,11 @@ class Sequence:
     total: int
     table: PageTable
     shard_tokens: list[int]
-    local: tuple[LocalSlot, ...]
+    streaming: tuple[StreamingSlot, ...]
     scratch: PageTable | None = None
     window: list[dict[int, list[Piece]]] | None = None
-    done: list[Wave] = field(default_factory=list)
-    waves: list[Wave] = field(default_factory=list)
+    done: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     length: int = 0
     position_mark: int = 0
     layout: tuple[int, ...] | None = None
@@ -63,12 +64,12 @@ def owner_of(position: int, world_size: int) -> int:
     return position % world_size
 
 
-def shard_positions(done: Seq[Wave], end: int, rank: int, world_size: int) -> list[range]:
+def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
     """Where the tokens of a rank's shard stand, in its order.
 
     Parameters
     ----------
-    done : sequence of Wave
+    done : sequence of Chunk
         In order; tokens before the first are not in the shard, others between them were decoded.
     end : int
         Tokens ``[done[-1].end, end)`` were decoded as well.
@@ -79,30 +80,30 @@ def shard_positions(done: Seq[Wave], end: int, rank: int, world_size: int) -> li
     def decoded(begin: int, end: int) -> None:
         found.append(range(begin + (rank - begin) % world_size, end, world_size))
 
-    for before, wave in zip([None, *done], done, strict=False):
+    for before, chunk in zip([None, *done], done, strict=False):
         if before is not None:
-            decoded(before.end, wave.begin)
-        found += [range(chunk.begin, chunk.end) for chunk in wave.owned(rank)]
+            decoded(before.end, chunk.begin)
+        found += [range(shard.begin, shard.end) for shard in chunk.owned(rank)]
     if done:
         decoded(done[-1].end, end)
     return [run for run in found if run]
 
 
 def shard_sizes(
-    begin: int, prompt_end: int, total: int, wave_tokens: int, world_size: int
+    begin: int, prompt_end: int, total: int, chunked_prefill_size: int, world_size: int
 ) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
-    ``[begin, prompt_end)`` is prefilled in waves of ``wave_tokens``, the rest is decoded.
+    ``[begin, prompt_end)`` is prefilled in chunks of ``chunked_prefill_size``, the rest is decoded.
     """
     sizes = [0] * world_size
-    # Waves of one length are cut alike, wherever they begin.
-    whole, rest = divmod(prompt_end - begin, wave_tokens)
-    for count, length in ((whole, wave_tokens), (1, rest)):
+    # Chunks of one length are cut alike, wherever they begin.
+    whole, rest = divmod(prompt_end - begin, chunked_prefill_size)
+    for count, length in ((whole, chunked_prefill_size), (1, rest)):
         if count and length:
-            wave = Wave(0, length, world_size)
+            chunk = Chunk(0, length, world_size)
             for rank in range(world_size):
-                sizes[rank] += count * wave.tokens(rank)
+                sizes[rank] += count * chunk.tokens(rank)
     decoded = total - prompt_end
     for rank in range(world_size):
         first = (rank - prompt_end) % world_size

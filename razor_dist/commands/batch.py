@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config_sources import load_config
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sources import load_config
 from razor_dist.files import replacing
 from razor_dist.jobs.config import JobConfig
 
@@ -36,7 +36,7 @@ def batch(
     Lines that are no request, and requests that are refused, are told of; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
-    from razor_dist.config import EngineConfig
+    from razor_dist.config.schema import EngineConfig
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
     from razor_dist.jobs.launch import run_job
     from razor_dist.jobs.local_engine import settings_of

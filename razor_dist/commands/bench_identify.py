@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.files import check_writable
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sizes import parse_size
 from razor_dist.files import check_writable
-from razor_dist.sizes import parse_size
 
 # Those of one of the two benches only; the rest belong to both.
 _STOCK = ("model", "world_sizes")
@@ -62,7 +62,7 @@ class BenchOptions:
         typer.Option(help="With --shape: fraction of KV heads that razor keeps. Default: 0.3."),
     ] = None
     window_max: Annotated[
-        str | None, typer.Option(help="With --shape: longest local window. Default: 8K.")
+        str | None, typer.Option(help="With --shape: longest streaming window. Default: 8K.")
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --shape: where it runs.")

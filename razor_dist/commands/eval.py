@@ -13,15 +13,15 @@ from razor_dist.commands.eval_needle import needle
 from razor_dist.commands.eval_report import report
 from razor_dist.commands.eval_ruler import ruler
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config import EngineConfig
-from razor_dist.config_sources import load_config
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.ruler.config import RulerConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.ablations import Ablations
-    from razor_dist.evals.head_budgets import Contest
+    from razor_dist.evals.head_budgets import HeadMapComparison
 
 eval = typer.Typer(
     help="Measure what is found in long documents.",
@@ -42,7 +42,7 @@ _LEFT_OUT = frozenset(EngineConfig.model_fields) - {
     "device",
     "dtype",
     "kv_dtype",
-    "wave_tokens",
+    "chunked_prefill_size",
     "window_min",
     "window_ratio",
     "window_max",
@@ -58,7 +58,7 @@ Out: TypeAlias = Annotated[
 ]
 Prefill: TypeAlias = Annotated[
     Literal["exact", "local", "both"],
-    typer.Option(help="Local heads at prefill: in full (exact), windowed (local)."),
+    typer.Option(help="Streaming heads at prefill: in full (exact), windowed (local)."),
 ]
 Lengths: TypeAlias = Annotated[str, typer.Option(help="Tokens of the documents.")]
 Depths: TypeAlias = Annotated[str, typer.Option(help="Percent of the text before the needle.")]
@@ -95,10 +95,10 @@ def heads(
     """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
     config = load_config(EngineConfig, flags, os.environ, config_file)
     budgets = _numbers("percents", percents, float)
-    from razor_dist.evals.head_budgets import PREFILLS, Contest, read_maps
+    from razor_dist.evals.head_budgets import PREFILLS, HeadMapComparison, read_maps
 
     modes = PREFILLS if prefill == "both" else (prefill,)
-    contest = Contest(read_maps(head_maps), budgets, config, modes)
+    contest = HeadMapComparison(read_maps(head_maps), budgets, config, modes)
     grid = _grid(lengths, depths, needles, haystack, seed)
     _run(contest, contest.maps, config, grid, out / "heads.json")
 
@@ -154,17 +154,17 @@ def _grid(lengths: str, depths: str, needles: int, haystack: str, seed: int) -> 
 
 
 def _run(
-    study: Contest | Ablations,
+    study: HeadMapComparison | Ablations,
     maps: Mapping[str, Any],
     config: EngineConfig,
     grid: Any,
     file: Path,
 ) -> None:
     """Run what the file lacks, and write tables and picture beside it."""
+    from razor_dist.documents.haystack import open_haystack
     from razor_dist.evals.grid_results import Results
     from razor_dist.evals.grid_run import GridModel
-    from razor_dist.evals.haystack import open_haystack
-    from razor_dist.evals.head_budgets import Contest
+    from razor_dist.evals.head_budgets import HeadMapComparison
     from razor_dist.models.loader import dtype_name
     from razor_dist.models.registry import display_name
 
@@ -190,7 +190,7 @@ def _run(
     page = study.page(cells)
     written = [file, file.with_suffix(".md")]
     written[1].write_text(page + "\n")
-    if isinstance(study, Contest):
+    if isinstance(study, HeadMapComparison):
         written.append(file.with_suffix(".png"))
         study.plot(cells, written[-1])
     typer.echo(page)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from razor_dist.config_sources import load_config
+from razor_dist.config.sources import load_config
 from razor_dist.evals.needle.config import NeedleConfig
 
 

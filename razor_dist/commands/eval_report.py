@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 
 def report(

@@ -46,9 +46,9 @@ def import_(
 ) -> None:
     """Make a head map from the pattern in FOLDER, of DuoAttention's form."""
     # Imported here, like below, so that --help does not wait.
-    from razor_dist.heads import duo_pattern
     from razor_dist.heads.compare import Summary
-    from razor_dist.heads.duo_folder import read_pattern
+    from razor_dist.heads.duo import pattern as duo_pattern
+    from razor_dist.heads.duo.folder import read_pattern
 
     # Before the model's configuration, which takes transformers seconds.
     pattern = read_pattern(folder)
@@ -70,7 +70,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
 ) -> None:
     """Write a head map as a pattern of DuoAttention's form."""
-    from razor_dist.heads.duo_pattern import write_pattern
+    from razor_dist.heads.duo.pattern import write_pattern
     from razor_dist.heads.head_map import HeadMap
 
     own = write_pattern(HeadMap.load(head_map), folder)
@@ -128,8 +128,8 @@ def show(
         typer.echo(f"verified on {found.verification}")
     if found.windows is not None:
         own = sorted({window for row in found.windows for window in row if window is not None})
-        typer.echo(f"windows of local heads, in tokens: {', '.join(map(str, own)) or 'none'}")
-    typer.echo("layer by KV head: ■ keeps the whole context, · is local")
+        typer.echo(f"windows of streaming heads, in tokens: {', '.join(map(str, own)) or 'none'}")
+    typer.echo("layer by KV head: ■ keeps the whole context, · is streaming")
     for row in drawn_rows(found):
         typer.echo(row)
     if plot is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 
 def needle_model(
@@ -18,7 +18,7 @@ def needle_model(
     Its weights are constructed, not trained. It copies a hidden answer exactly, at any length up to
     2,097,152 tokens, and can do nothing else.
     """
-    from razor_dist.models.needle import HEAD_MAP, build_needle_model
+    from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 
     try:
         folder = build_needle_model(out)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 
 Options = TypeVar("Options")
 

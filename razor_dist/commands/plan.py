@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config import EngineConfig, ServerConfig
-from razor_dist.config_sources import load_config
-from razor_dist.sizes import parse_size
+from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.sizes import parse_size
+from razor_dist.config.sources import load_config
 
 # Given by plan's own argument and option; and what changes nothing that is planned.
 _LEFT_OUT = frozenset(

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config import ServerConfig
-from razor_dist.config_sources import load_config
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.config.sources import load_config
 from razor_dist.server.torchrun import HOLD_BACK, Torchrun, serve_as_rank
 
 

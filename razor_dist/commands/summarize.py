@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config_sources import load_config
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sources import load_config
 from razor_dist.documents.style import Style
-from razor_dist.errors import ConfigError
 from razor_dist.jobs.config import JobConfig
 
 
@@ -52,7 +52,7 @@ def summarize(
     Documents that cannot be read are told of in the end and skipped; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
-    from razor_dist.config import EngineConfig
+    from razor_dist.config.schema import EngineConfig
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
     from razor_dist.jobs.launch import run_job

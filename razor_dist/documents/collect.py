@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.documents.lines import Line, digest_of, read_lines
 from razor_dist.documents.read import KIND_OF_SUFFIX, checked_text, kind_of, read_document
-from razor_dist.errors import ConfigError, DocumentError
-from razor_dist.jobs.lines import Line, digest_of, read_lines
 
 
 @dataclass(frozen=True)

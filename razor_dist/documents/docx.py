@@ -9,7 +9,7 @@ from docx import Document
 from docx.table import Table
 from docx.text.paragraph import Paragraph
 
-from razor_dist.errors import DocumentError
+from razor_dist.config.errors import DocumentError
 
 # What a .docx file with a password is wrapped in, as was every .doc file.
 _COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 from bs4 import BeautifulSoup
 from lxml import etree
 
+from razor_dist.config.errors import DocumentError
 from razor_dist.documents.html import decoded, text_of
-from razor_dist.errors import DocumentError
 
 # Unpacked bytes of one file at most: an archive of kilobytes can hold gigabytes of zeros.
 _LARGEST = 256 * 2**20

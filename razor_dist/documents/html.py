@@ -7,7 +7,7 @@ import re
 from bs4 import BeautifulSoup, NavigableString, Tag
 from bs4.dammit import UnicodeDammit
 
-from razor_dist.errors import DocumentError
+from razor_dist.config.errors import DocumentError
 
 # Elements that are not read: programs, pictures, menus.
 _SKIPPED = re.compile("head|script|style|template|noscript|svg|math|nav|iframe|object")

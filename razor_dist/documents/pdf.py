@@ -6,7 +6,7 @@ import io
 
 from pypdf import PasswordType, PdfReader
 
-from razor_dist.errors import DocumentError
+from razor_dist.config.errors import DocumentError
 
 
 def read(data: bytes) -> str:

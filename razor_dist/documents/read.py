@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from razor_dist.errors import ConfigError, DocumentError
+from razor_dist.config.errors import ConfigError, DocumentError
 
 # Kinds by the names' ends; a reader is `read` of `razor_dist.documents.KIND`.
 _KINDS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from razor_dist.errors import ConfigError
-from razor_dist.ranges import check_least
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
+from razor_dist.engine.sampling_params import SamplingParams
 
 # The question comes last, so that every head that keeps recent tokens has it when it is answered.
 TEMPLATE = """Below is {kind}.

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from razor_dist.advice import about_settings
-from razor_dist.config import EngineConfig
-from razor_dist.engine.capacity import cache_config, context_length, wave_length
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.advice import about_settings
+from razor_dist.engine.capacity import cache_config, chunk_length, context_length
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import ring_of, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import Recorder, cuda_recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.weights import Loaded, load
-from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.shape import ModelShape
@@ -90,7 +90,7 @@ class _NoAttention:
         scale: float,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """See `razor_dist.attention.AttentionContext`."""
+        """See `razor_dist.models.bridge.AttentionContext`."""
         return torch.zeros_like(q).transpose(0, 1)
 
 
@@ -137,7 +137,7 @@ def make_engine(
     comm : Communicator
     eos_token_ids : tuple of int
     windows : tuple of tuple of (int or None), optional
-        For every layer and KV head, a local head's own window.
+        For every layer and KV head, a streaming head's own window.
     ring : RingAttention, optional
         In place of the one that the settings name.
 
@@ -153,13 +153,15 @@ def make_engine(
         warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
     layout = HeadLayout.from_decision(retrieval, device, windows)
-    wave_tokens = wave_length(config, shape, layout.windows, max_model_len, comm.size, device)
+    chunked_prefill_size = chunk_length(
+        config, shape, layout.windows, max_model_len, comm.size, device
+    )
     try:
         runner = ModelRunner(
             model,
             shape,
             layout,
-            cache_config(config, shape, max_model_len, wave_tokens, comm.size, kv_dtype),
+            cache_config(config, shape, max_model_len, chunked_prefill_size, comm.size, kv_dtype),
             comm,
             ring or ring_of(config, device, dtype, kv_dtype),
             recorder_of(config, comm, device),
@@ -175,7 +177,7 @@ def make_engine(
     core = EngineCore(
         runner,
         max_model_len=max_model_len,
-        wave_tokens=wave_tokens,
+        chunked_prefill_size=chunked_prefill_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed,
     )

@@ -1,4 +1,4 @@
-"""How many tokens an engine has room for: in a sequence, in a wave, and in a rank's caches."""
+"""How many tokens an engine has room for: in a sequence, in a chunk, and in a rank's caches."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from collections.abc import Sequence
 import torch
 
 from razor_dist.cache.sequence import shard_sizes
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.runner import CacheConfig
-from razor_dist.errors import ConfigError
 from razor_dist.models.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
-# Tokens of a wave per rank, unless the settings say. On CPU the activations of 2048 still fit the
-# caches: a 7000-token prompt in one wave took 1.2 times as long (docs/LOG.md).
-_WAVE_CPU = 2048
-_WAVE_CUDA = 8192
+# Tokens of a chunk per rank, unless the settings say. On CPU the activations of 2048 still fit the
+# caches: a 7000-token prompt in one chunk took 1.2 times as long (docs/LOG.md).
+_CHUNK_CPU = 2048
+_CHUNK_CUDA = 8192
 # With long windows it is longer on CUDA, up to this for heads of this many dimensions together.
 # Activations grow with both; these are GLM-4-9B's, and make 4 GB (docs/million.md).
-_LONGEST_WAVE_CUDA = 32768
+_LONGEST_CHUNK_CUDA = 32768
 _WIDTH_OF_LONGEST = 4096
 _STEP_CUDA = 1024
-# So many windows per rank. Each of a wave's 2P chunks fetches its window: of 2P windows' length, a
-# wave would have the local heads send all of their keys and values, of twice that, half of them.
-_WINDOWS_IN_WAVE = 4
+# So many windows per rank. Each of a chunk's 2P shards fetches its window: of 2P windows' length, a
+# chunk would have the streaming heads send all of their keys and values, of twice that, half of
+# them.
+_WINDOWS_IN_CHUNK = 4
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -60,7 +61,7 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
     return length
 
 
-def wave_length(
+def chunk_length(
     config: EngineConfig,
     shape: ModelShape,
     windows: Sequence[int | None],
@@ -68,30 +69,30 @@ def wave_length(
     world_size: int,
     device: torch.device,
 ) -> int:
-    """Tokens of a prompt that all ranks together prefill in one wave.
+    """Tokens of a prompt that all ranks together prefill in one chunk.
 
     Parameters
     ----------
     config : EngineConfig
     shape : ModelShape
     windows : sequence of (int or None)
-        The local heads' (`HeadLayout.windows`).
+        The streaming heads' (`HeadLayout.windows`).
     max_model_len, world_size : int
     device : torch.device
     """
-    if config.wave_tokens:
-        return config.wave_tokens
+    if config.chunked_prefill_size:
+        return config.chunked_prefill_size
     if device.type == "cpu":
-        return world_size * _WAVE_CPU
+        return world_size * _CHUNK_CPU
     if world_size == 1 or config.prefill == "exact":
-        return world_size * _WAVE_CUDA  # no halo
+        return world_size * _CHUNK_CUDA  # no halo
     policies = [config.policy.with_window(window) for window in windows]
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
-    wanted = max(_WAVE_CUDA, _WINDOWS_IN_WAVE * longest)
+    wanted = max(_CHUNK_CUDA, _WINDOWS_IN_CHUNK * longest)
     width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
-    most = _LONGEST_WAVE_CUDA * _WIDTH_OF_LONGEST // width
-    # Even chunks of whole blocks, which the ring of ring-flash-attn and batched blocks want.
-    most = max(_WAVE_CUDA, most // _STEP_CUDA * _STEP_CUDA)
+    most = _LONGEST_CHUNK_CUDA * _WIDTH_OF_LONGEST // width
+    # Even shards of whole blocks, which the ring of ring-flash-attn and batched blocks want.
+    most = max(_CHUNK_CUDA, most // _STEP_CUDA * _STEP_CUDA)
     return world_size * min(wanted, most)
 
 
@@ -99,7 +100,7 @@ def cache_config(
     config: EngineConfig,
     shape: ModelShape,
     max_model_len: int,
-    wave_tokens: int,
+    chunked_prefill_size: int,
     world_size: int,
     dtype: torch.dtype,
 ) -> CacheConfig:
@@ -107,7 +108,7 @@ def cache_config(
 
     ``dtype`` is that of the keys and values (`torch_kv_dtype`).
     """
-    longest = shard_sizes(0, max_model_len, max_model_len, wave_tokens, world_size)
+    longest = shard_sizes(0, max_model_len, max_model_len, chunked_prefill_size, world_size)
     # A page more: how a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + 1
     if config.kv_tokens is None:

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.engine.protocol import Message, error_message
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.engine.messages import Message, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner, PromptLogprobs
 from razor_dist.engine.sampler import sample
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.tokens import Tokens, as_tokens
-from razor_dist.errors import EngineError, RequestError
 from razor_dist.parallel.comm import PURPOSES
-from razor_dist.sampling_params import SamplingParams
 
-# With log-probabilities of the prompt, every position's logits are computed: short waves keep
+# With log-probabilities of the prompt, every position's logits are computed: short chunks keep
 # that many rows of the vocabulary's size in bounds.
-_LOGPROB_WAVE_TOKENS = 512
+_LOGPROB_CHUNK_TOKENS = 512
 
 
 class EngineCore:
@@ -34,7 +34,7 @@ class EngineCore:
         Rank 0's.
     max_model_len : int
         Tokens of prompt and answer together.
-    wave_tokens : int
+    chunked_prefill_size : int
         Tokens of a prompt that are prefilled together.
     eos_token_ids : tuple of int
     seed : int
@@ -46,12 +46,12 @@ class EngineCore:
         runner: ModelRunner,
         *,
         max_model_len: int,
-        wave_tokens: int,
+        chunked_prefill_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int = 0,
     ) -> None:
         self.runner = runner
-        self.max_model_len, self.wave_tokens = max_model_len, wave_tokens
+        self.max_model_len, self.chunked_prefill_size = max_model_len, chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(runner.config, runner.comm.size)
         self._requests: dict[str, Request] = {}
@@ -62,7 +62,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting, being prefilled or answering."""
-        return any(not (r.kept and self._ready(r)) for r in self._requests.values())
+        return any(not (r.pinned and self._ready(r)) for r in self._requests.values())
 
     def _ready(self, request: Request) -> bool:
         return request.key in self.scheduler.running and request.prefilled
@@ -74,7 +74,7 @@ class EngineCore:
         params: SamplingParams,
         *,
         prefix_id: str | None = None,
-        keep: bool = False,
+        pin: bool = False,
     ) -> None:
         """Queue a request.
 
@@ -85,9 +85,9 @@ class EngineCore:
             Token ids.
         params : SamplingParams
         prefix_id : str, optional
-            A kept request that ``prompt`` continues: its pages are shared, its local caches
+            A pinned request that ``prompt`` continues: its pages are shared, its streaming caches
             copied.
-        keep : bool
+        pin : bool
             Prefill only, and keep the caches for requests that name this one as their prefix,
             until it is aborted.
 
@@ -95,7 +95,8 @@ class EngineCore:
         ------
         RequestError
             If the prompt is empty, holds an unknown token id, does not fit, or would wait until a
-            kept prompt is released; if more log-probabilities are asked for than there are tokens.
+            pinned prefix is released; if more log-probabilities are asked for than there are
+            tokens.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
@@ -106,19 +107,19 @@ class EngineCore:
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
-            if prefix is None or not prefix.kept or prefix.released:
-                raise RequestError(f"there is no kept prompt {prefix_id!r}", param="prefix")
+            if prefix is None or not prefix.pinned or prefix.released:
+                raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
         before = 0 if prefix is None else prefix.end
-        wave_tokens = self.wave_tokens
+        chunked_prefill_size = self.chunked_prefill_size
         if params.prompt_logprobs is not None:
-            wave_tokens = min(wave_tokens, _LOGPROB_WAVE_TOKENS)
+            chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
         request = Request(
             id=request_id,
             key=self._next_key,
             prompt=tokens,
             params=params,
-            max_tokens=self._max_tokens(before + len(tokens), params, keep=keep),
-            wave_tokens=wave_tokens,
+            max_tokens=self._max_tokens(before + len(tokens), params, pin=pin),
+            chunked_prefill_size=chunked_prefill_size,
             generator=self._generator(params),
             prefix=prefix,
         )
@@ -132,10 +133,10 @@ class EngineCore:
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
 
-    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, keep: bool) -> int:
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, pin: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
         room = self.max_model_len - prompt_tokens
-        if keep:
+        if pin:
             if room < 1:
                 raise RequestError(
                     f"the context holds {self.max_model_len} tokens; the prompt to keep has "
@@ -176,7 +177,7 @@ class EngineCore:
         return self.runner.execute(plan)
 
     def step(self) -> list[Message]:
-        """Admit what fits, or run one wave or decode step; report what came of it."""
+        """Admit what fits, or run one chunk or decode step; report what came of it."""
         admitted: list[Message] = []
         while (plan := self.scheduler.admit()) is not None:
             self._run(plan)
@@ -184,7 +185,7 @@ class EngineCore:
             if not request.released:  # its id may be another's now
                 admitted.append(_progress_message(request, request.begin))
         if admitted:
-            return admitted  # told now: the first wave may take long
+            return admitted  # told now: the first chunk may take long
         plan = self.scheduler.next()
         if plan is None:
             # A request that waits while nothing runs would have rank 0 spin for ever.
@@ -205,7 +206,7 @@ class EngineCore:
 
     def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
         request = self.scheduler.running[plan.sequence]
-        self.scheduler.wave_done(request)
+        self.scheduler.chunk_done(request)
         messages: list[Message] = []
         if request.released:
             return messages  # needed by those that continue it only, as above
@@ -213,7 +214,7 @@ class EngineCore:
             first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
         messages.append(_progress_message(request, plan.end))
-        if plan.last and not request.kept:
+        if plan.last and not request.pinned:
             assert logits is not None
             messages.append(self._advance(request, logits[0]))
         return messages
@@ -259,7 +260,7 @@ class EngineCore:
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
-        """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.protocol`."""
+        """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.messages`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         kv, peak, rss, peak_rss, *sent = table.T.tolist()
@@ -290,7 +291,7 @@ def _progress_message(request: Request, processed: int) -> Message:
 
 
 def _prompt_message(request_id: str, first: bool, found: PromptLogprobs) -> Message:
-    """The ``prompt`` message of one wave; the first wave's begins with None for token 0."""
+    """The ``prompt`` message of one chunk; the first chunk's begins with None for token 0."""
     entries: list[Any] = [None] if first else []
     for row in range(found.logprob.shape[0]):
         top = zip(found.top_ids[row].tolist(), found.top_logprobs[row].tolist(), strict=True)

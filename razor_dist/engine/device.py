@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.models.loader import dtype_name
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention

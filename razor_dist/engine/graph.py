@@ -2,7 +2,8 @@
 
 A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
 CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
-of two parts (`razor_dist.decode_step`): the memory that it touches, which a recording fixes, and
+of two parts (`razor_dist.attention.decode_inputs`): the memory that it touches, which a recording
+fixes, and
 the `StepInputs`, one tensor that is written before every replay. What grows with the sequence is
 read up to a padded length, with a bias over what is not there yet.
 
@@ -28,15 +29,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from razor_dist.attention.decode_inputs import (
+    ReadExtent,
+    StepInputs,
+    exact_extent,
+    padded_extent,
+    streaming_widths,
+)
+from razor_dist.attention.prefill import Caches
 from razor_dist.cache.sequence import Sequence, owner_of
-from razor_dist.decode_step import Reach, StepInputs, exact_reach, local_widths, padded_reach
 from razor_dist.parallel.comm import Communicator, Purpose
-from razor_dist.prefill import Caches
 
 log = logging.getLogger(__name__)
 
 Step = Callable[[], Tensor]
-Forward = Callable[[Seq[Reach], StepInputs], Tensor]
+Forward = Callable[[Seq[ReadExtent], StepInputs], Tensor]
 Key = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 # Lengths are padded to a multiple of this at least: 1024 tokens more cost next to nothing.
@@ -147,7 +154,7 @@ class DecodeGraphs:
     caches : Caches
         The page pool must clear the pages that it lends.
     forward : callable
-        Logits of one step, from its reaches and inputs. It may run several times for a step: it
+        Logits of one step, from its extents and inputs. It may run several times for a step: it
         must not do more than compute, and write the new token's keys and values.
     recorder : Recorder
     dtype : torch.dtype
@@ -197,7 +204,7 @@ class DecodeGraphs:
         ----------
         sequences : sequence of Sequence
         inputs : Tensor
-            `razor_dist.decode_step.step_inputs` of them.
+            `razor_dist.attention.decode_inputs.step_inputs` of them.
         """
         if not self.enabled:
             return self._eager(sequences, inputs)
@@ -221,9 +228,9 @@ class DecodeGraphs:
         )
 
     def _widths(self, sequence: Sequence) -> tuple[int, ...]:
-        """How much of the local slots a recording reads."""
+        """How much of the streaming slots a recording reads."""
         tokens = padded_length(sequence.length + 1, self._pad)
-        return local_widths(self._caches, sequence, tokens)
+        return streaming_widths(self._caches, sequence, tokens)
 
     def _stored(self, sequence: Sequence) -> int:
         """Tokens of the longest shard, once the new token is stored."""
@@ -236,7 +243,7 @@ class DecodeGraphs:
         The ranks tell each other once per sequence: their page tables differ.
         """
         if sequence.layout is None:
-            slots = [(slot.index, slot.capacity) for slot in sequence.local]
+            slots = [(slot.index, slot.capacity) for slot in sequence.streaming]
             own = (*slots, *sequence.table.pages)
             digest = hashlib.sha256(repr(own).encode()).digest()
             number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
@@ -245,8 +252,8 @@ class DecodeGraphs:
         return sequence.layout
 
     def _eager(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
-        reaches = [exact_reach(self._comm, self._caches, s) for s in sequences]
-        return self._forward(reaches, StepInputs.of(inputs.to(self._caches.pages.k.device)))
+        extents = [exact_extent(self._comm, self._caches, s) for s in sequences]
+        return self._forward(extents, StepInputs.of(inputs.to(self._caches.pages.k.device)))
 
     def _replay(self, recording: _Recording, inputs: Tensor) -> Tensor:
         assert recording.inputs is not None and recording.replay is not None
@@ -278,15 +285,15 @@ class DecodeGraphs:
         self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
     ) -> str | None:
         caches = self._caches
-        reaches = [
-            padded_reach(caches, s, widths, stored)
+        extents = [
+            padded_extent(caches, s, widths, stored)
             for s, (_, widths, stored) in zip(sequences, key, strict=True)
         ]
         recording.inputs = inputs.to(caches.pages.k.device, copy=True)
         fields = StepInputs.of(recording.inputs)
 
         def step() -> Tensor:
-            return self._forward(reaches, fields)
+            return self._forward(extents, fields)
 
         self._recorder.warm_up(step)
         sent = self._comm.bytes_sent.copy()

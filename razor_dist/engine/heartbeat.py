@@ -1,6 +1,6 @@
-"""Signs of life: rank 0 sends them from a thread of its own, the front waits for them.
+"""Signs of life: rank 0 sends them from a thread of its own, the frontend waits for them.
 
-A wave may keep rank 0's main thread busy for minutes, so that silence between its messages means
+A chunk may keep rank 0's main thread busy for minutes, so that silence between its messages means
 nothing. A thread beside it shows that the process runs. That the main thread gets on it does not
 show: a rank that waits for another in vain is found by the collectives' time-out.
 
@@ -17,18 +17,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from razor_dist.engine.client import EngineClient
-from razor_dist.engine.protocol import Message
+from razor_dist.engine.messages import Message
+from razor_dist.frontend.client import EngineClient
 
-# Seconds between two signs of life, if that is not too long for the front's patience.
+# Seconds between two signs of life, if that is not too long for the frontend's patience.
 _INTERVAL = 1.0
-# Seconds that rank 0 gets to import its libraries and connect, however short the front's patience
-# is with a silence: cold disks of many ranks take minutes.
+# Seconds that rank 0 gets to import its libraries and connect, however short the frontend's
+# patience is with a silence: cold disks of many ranks take minutes.
 _LEAST_PATIENCE = 120.0
 
 
 def interval(timeout: float) -> float:
-    """Seconds between two signs of life of which a front with that patience misses none."""
+    """Seconds between two signs of life of which a frontend with that patience misses none."""
     return min(_INTERVAL, timeout / 4)
 
 
@@ -44,7 +44,7 @@ class Heartbeat:
     ----------
     send : callable
         Sends a message; may be called from any thread. The first `OSError` ends the heartbeat:
-        the main thread finds out by itself that the front has gone.
+        the main thread finds out by itself that the frontend has gone.
     seconds : float
         Between two messages.
     """
@@ -52,7 +52,7 @@ class Heartbeat:
     def __init__(self, send: Callable[[Message], None], seconds: float) -> None:
         self._send, self._seconds = send, seconds
         self._over = threading.Event()
-        # A daemon: a front that reads no more can block it in the socket.
+        # A daemon: a frontend that reads no more can block it in the socket.
         self._thread = threading.Thread(target=self._run, name="razor-heartbeat", daemon=True)
 
     def _run(self) -> None:
@@ -80,7 +80,7 @@ class Heartbeat:
 async def silence(client: EngineClient, timeout: float) -> str:
     """Wait until a connected rank 0 has been silent for too long, or none has connected in time.
 
-    Only time in which this process runs is counted: a front that was stopped itself finds, when
+    Only time in which this process runs is counted: a frontend that was stopped itself finds, when
     it goes on, old signs of life that it has not read yet.
 
     Parameters

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.tokens import Tokens
-from razor_dist.parallel.zigzag import Wave
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.parallel.zigzag import Chunk
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Request:
     Attributes
     ----------
     id : str
-        The front's name for it.
+        The frontend's name for it.
     key : int
         The ranks' name for its sequence.
     prompt : Tokens
@@ -27,23 +27,23 @@ class Request:
     params : SamplingParams
     max_tokens : int
         Tokens to generate at most; 0 if the prompt is only to be kept.
-    wave_tokens : int
+    chunked_prefill_size : int
         Tokens of the prompt that are prefilled together.
     generator : torch.Generator
         Where its random draws come from.
     prefix : Request or None
-        A kept prompt that this one continues.
-    waves : deque of Wave
-        Waves of the prompt still to be prefilled.
+        A pinned prefix that this one continues.
+    chunks : deque of Chunk
+        Chunks of the prompt still to be prefilled.
     generated : list of int
         Tokens sampled so far.
     began : float
-        When its first wave began, by the monotonic clock; 0 until then. Before, it waited, be it
+        When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
         admitted or not: prompts are read one after the other.
     continued_by : int
         Requests, waiting or running, that name this one as their prefix.
     released : bool
-        The front needs this kept prompt no longer.
+        The frontend needs this pinned prefix no longer.
     """
 
     id: str
@@ -51,10 +51,10 @@ class Request:
     prompt: Tokens
     params: SamplingParams
     max_tokens: int
-    wave_tokens: int
+    chunked_prefill_size: int
     generator: torch.Generator
     prefix: Request | None = None
-    waves: deque[Wave] = field(default_factory=deque)
+    chunks: deque[Chunk] = field(default_factory=deque)
     generated: list[int] = field(default_factory=list)
     began: float = 0.0
     continued_by: int = 0
@@ -78,9 +78,9 @@ class Request:
     @property
     def prefilled(self) -> bool:
         """Whether the whole prompt is in the caches; meaningful once admitted."""
-        return not self.waves
+        return not self.chunks
 
     @property
-    def kept(self) -> bool:
+    def pinned(self) -> bool:
         """Whether the prompt is prefilled for others to continue."""
         return self.max_tokens == 0

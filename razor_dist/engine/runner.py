@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from razor_dist.attention import AttentionContext
-from razor_dist.cache.local import LocalCache
-from razor_dist.cache.pages import PagePool
-from razor_dist.cache.sequence import Sequence, shard_sizes
-from razor_dist.decode import DecodeContext
-from razor_dist.decode_step import (
-    Reach,
+from razor_dist.attention.decode import DecodeContext
+from razor_dist.attention.decode_inputs import (
+    ReadExtent,
     StepInputs,
-    account,
+    advance_lengths,
     drop_outdated,
-    exact_reach,
+    exact_extent,
     step_inputs,
 )
+from razor_dist.attention.prefill import Caches, PrefillContext
+from razor_dist.cache.pages import PagePool
+from razor_dist.cache.sequence import Sequence, shard_sizes
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.memory import resident_bytes
-from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
 from razor_dist.parallel.ring import RingAttention, ring_attention
-from razor_dist.parallel.zigzag import Wave
-from razor_dist.policy import LocalPolicy
-from razor_dist.prefill import Caches, PrefillContext
+from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class CacheConfig:
 
     Attributes
     ----------
-    policy : LocalPolicy
+    policy : StreamingPolicy
     max_sequences : int
-        Slots of the local cache.
+        Slots of the streaming cache.
     max_tokens : int
         Longest sequence.
     num_pages, page_size : int
@@ -57,7 +57,7 @@ class CacheConfig:
         Of keys and values, in the caches and between ranks.
     """
 
-    policy: LocalPolicy
+    policy: StreamingPolicy
     max_sequences: int
     max_tokens: int
     num_pages: int
@@ -116,9 +116,14 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         dtype, size, dim = cache.dtype, cache.page_size, shape.head_dim
         scratch = None
-        if cache.scratch_pages and layout.local_rows:
+        if cache.scratch_pages and layout.streaming_rows:
             scratch = PagePool(
-                layout.local_rows, cache.scratch_pages, size, dim, dtype=dtype, device=self.device
+                layout.streaming_rows,
+                cache.scratch_pages,
+                size,
+                dim,
+                dtype=dtype,
+                device=self.device,
             )
         self.caches = Caches(
             layout,
@@ -130,10 +135,10 @@ class ModelRunner:
                 dtype=dtype,
                 device=self.device,
                 clear=recorder is not None,
-                placed=shape.alibi,
+                track_positions=shape.alibi,
             ),
             tuple(
-                LocalCache(
+                StreamingCache(
                     rows,
                     cache.max_sequences,
                     cache.max_tokens,
@@ -162,7 +167,7 @@ class ModelRunner:
         Returns
         -------
         Tensor or None
-            On rank 0: float32 logits ``[1, V]`` after a prompt's last wave, ``[n, V]`` after a
+            On rank 0: float32 logits ``[1, V]`` after a prompt's last chunk, ``[n, V]`` after a
             decode step of n sequences; the gathered counters after STATS. Otherwise None.
         """
         match plan.op:
@@ -188,16 +193,16 @@ class ModelRunner:
             self.graphs.close()
 
     def _open(self, plan: StepPlan) -> None:
-        sizes = shard_sizes(0, plan.end, plan.total, plan.wave_tokens, self.comm.size)
+        sizes = shard_sizes(0, plan.end, plan.total, plan.chunked_prefill_size, self.comm.size)
         scratch = None
         if self.caches.scratch is not None:
-            prompt = shard_sizes(0, plan.end, plan.end, plan.wave_tokens, self.comm.size)
+            prompt = shard_sizes(0, plan.end, plan.end, plan.chunked_prefill_size, self.comm.size)
             scratch = self.caches.scratch.allocate(prompt[self.comm.rank])
         self.sequences[plan.sequence] = Sequence(
             total=plan.total,
             table=self.caches.pages.allocate(sizes[self.comm.rank]),
             shard_tokens=[0] * self.comm.size,
-            local=tuple(cache.allocate(plan.total) for cache in self.caches.local),
+            streaming=tuple(cache.allocate(plan.total) for cache in self.caches.streaming),
             scratch=scratch,
             position_mark=position_mark(self.model.base_model, plan.reach),
         )
@@ -207,26 +212,26 @@ class ModelRunner:
         source = self.sequences[plan.source]
         assert source.window is None and source.scratch is None, "fork finished prompts only"
         size, rank = self.comm.size, self.comm.rank
-        new = shard_sizes(source.length, plan.end, plan.total, plan.wave_tokens, size)
+        new = shard_sizes(source.length, plan.end, plan.total, plan.chunked_prefill_size, size)
         table = self.caches.pages.fork(source.table, source.table.tokens + new[rank])
         self.sequences[plan.sequence] = Sequence(
             total=plan.total,
             table=table,
             shard_tokens=list(source.shard_tokens),
-            local=tuple(
+            streaming=tuple(
                 cache.fork(slot, source.length, plan.total)
-                for cache, slot in zip(self.caches.local, source.local, strict=True)
+                for cache, slot in zip(self.caches.streaming, source.streaming, strict=True)
             ),
             length=source.length,
             position_mark=source.position_mark,
-            waves=list(source.waves),
+            chunks=list(source.chunks),
         )
         self._note_peak()
 
     def _close(self, key: int) -> None:
         sequence = self.sequences.pop(key)
         self.caches.pages.release(sequence.table)
-        for cache, slot in zip(self.caches.local, sequence.local, strict=True):
+        for cache, slot in zip(self.caches.streaming, sequence.streaming, strict=True):
             cache.release(slot)
         if sequence.scratch is not None:
             assert self.caches.scratch is not None
@@ -249,20 +254,20 @@ class ModelRunner:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _prefill(self, plan: StepPlan) -> Tensor | None:
-        wave = Wave(plan.begin, plan.end, self.comm.size)
+        chunk = Chunk(plan.begin, plan.end, self.comm.size)
         sequence = self.sequences[plan.sequence]
         context = PrefillContext(
-            self.comm, self.caches, sequence, wave, last=plan.last, ring=self._ring
+            self.comm, self.caches, sequence, chunk, last=plan.last, ring=self._ring
         )
         positions = [
-            p for chunk in wave.owned(self.comm.rank) for p in range(chunk.begin, chunk.end)
+            p for shard in chunk.owned(self.comm.rank) for p in range(shard.begin, shard.end)
         ]
-        tokens = [plan.payload[p - wave.begin] for p in positions]
+        tokens = [plan.payload[p - chunk.begin] for p in positions]
         self.prompt_logprobs = None
         if plan.prompt_logprobs >= 0:
             keep = list(range(len(positions)))
         else:
-            # The last token of a wave is on rank 0, which samples.
+            # The last token of a chunk is on rank 0, which samples.
             keep = [len(tokens) - 1] if plan.last and self.comm.rank == 0 else []
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
         logits = self._forward(
@@ -274,18 +279,18 @@ class ModelRunner:
         context.finish()
         self._note_peak()
         if plan.prompt_logprobs >= 0:
-            self.prompt_logprobs = self._gather_logprobs(plan, wave, positions, logits)
+            self.prompt_logprobs = self._gather_logprobs(plan, chunk, positions, logits)
         return logits[-1:] if plan.last and self.comm.rank == 0 else None
 
     def _gather_logprobs(
-        self, plan: StepPlan, wave: Wave, positions: list[int], logits: Tensor
+        self, plan: StepPlan, chunk: Chunk, positions: list[int], logits: Tensor
     ) -> PromptLogprobs:
-        """Log-probabilities of the tokens after each of the wave's, from all ranks."""
+        """Log-probabilities of the tokens after each of the chunk's, from all ranks."""
         count = plan.prompt_logprobs
         # The prompt's last token has no next token: any id does, its row is cut off below.
         following = [*plan.payload[1:], 0]
         target = torch.tensor(
-            [following[p - wave.begin] for p in positions], dtype=torch.int64, device=self.device
+            [following[p - chunk.begin] for p in positions], dtype=torch.int64, device=self.device
         )
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(-1, target.unsqueeze(-1))
@@ -293,18 +298,18 @@ class ModelRunner:
         top = logprobs.topk(count, dim=-1)
         # Ids and ranks are exact in float64, so one tensor carries all.
         table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
-        most = max(wave.tokens(r) for r in range(self.comm.size))
+        most = max(chunk.tokens(r) for r in range(self.comm.size))
         padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
         padded[: len(positions)] = table
         gathered = self.comm.all_gather(padded, "control")
-        rows = torch.empty(wave.end - wave.begin, table.shape[1], dtype=torch.float64)
+        rows = torch.empty(chunk.end - chunk.begin, table.shape[1], dtype=torch.float64)
         for r in range(self.comm.size):
             done = 0
-            for chunk in wave.owned(r):
-                rows[chunk.begin - wave.begin : chunk.end - wave.begin] = gathered[
-                    r, done : done + len(chunk)
+            for shard in chunk.owned(r):
+                rows[shard.begin - chunk.begin : shard.end - chunk.begin] = gathered[
+                    r, done : done + len(shard)
                 ].cpu()
-                done += len(chunk)
+                done += len(shard)
         rows = rows[: len(plan.payload) - 1]
         return PromptLogprobs(
             rows[:, 0], rows[:, 1].long(), rows[:, 2 + count :].long(), rows[:, 2 : 2 + count]
@@ -318,14 +323,14 @@ class ModelRunner:
         if self.graphs is not None:
             logits = self.graphs.run(sequences, inputs)
         else:
-            reaches = [exact_reach(self.comm, self.caches, s) for s in sequences]
-            logits = self.decode_logits(reaches, StepInputs.of(inputs.to(self.device)))
-        account(self.comm, sequences)
+            extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
+            logits = self.decode_logits(extents, StepInputs.of(inputs.to(self.device)))
+        advance_lengths(self.comm, sequences)
         return logits if self.comm.rank == 0 else None
 
-    def decode_logits(self, reaches: Seq[Reach], inputs: StepInputs) -> Tensor:
+    def decode_logits(self, extents: Seq[ReadExtent], inputs: StepInputs) -> Tensor:
         """Logits ``[n, V]`` of a decode step; only rank 0, which samples, computes any."""
-        context = DecodeContext(self.comm, self.caches, reaches, inputs)
+        context = DecodeContext(self.comm, self.caches, extents, inputs)
         keep = 0 if self.comm.rank == 0 else self._nothing
         return self._forward(inputs.token, inputs.model_position, context, keep)
 
@@ -333,13 +338,13 @@ class ModelRunner:
     def reserved_bytes(self) -> int:
         """Bytes set aside for keys and values on this rank."""
         caches = self.caches
-        total = caches.pages.reserved_bytes + sum(c.reserved_bytes for c in caches.local)
+        total = caches.pages.reserved_bytes + sum(c.reserved_bytes for c in caches.streaming)
         return total if caches.scratch is None else total + caches.scratch.reserved_bytes
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that sequences hold on this rank now."""
-        held = self.caches.pages.used_bytes + sum(c.used_bytes for c in self.caches.local)
+        held = self.caches.pages.used_bytes + sum(c.used_bytes for c in self.caches.streaming)
         for sequence in self.sequences.values():
             for by_layer in sequence.window or ():
                 for pieces in by_layer.values():

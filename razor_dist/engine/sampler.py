@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.errors import EngineError
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.config.errors import EngineError
+from razor_dist.engine.sampling_params import SamplingParams
 
 # Below this a temperature is 0. Logits divided by less can exceed float32, and what is drawn is
 # the likeliest token anyway unless another's logit is within 1e-4 of its.

@@ -1,4 +1,4 @@
-"""What the ranks do next: admission, then prefill waves and decode steps in turn."""
+"""What the ranks do next: admission, then prefill chunks and decode steps in turn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from razor_dist.cache.sequence import shard_sizes
-from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import CacheConfig
-from razor_dist.errors import RequestError
-from razor_dist.parallel.zigzag import waves
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.parallel.zigzag import chunks
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class _Need:
 class Scheduler:
     """First come, first served; a request is admitted when all it may ever need is free.
 
-    Whatever waits is admitted some day: what runs ends by itself, except for kept prompts, and
-    `add` refuses a request that would not fit beside those. A kept prompt counts from the moment
+    Whatever waits is admitted some day: what runs ends by itself, except for pinned prefixes, and
+    `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    A prompt's waves alternate with decode steps of the requests that are already answering, so
-    that a long prompt delays them by one wave at a time.
+    A prompt's chunks alternate with decode steps of the requests that are already answering, so
+    that a long prompt delays them by one chunk at a time.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Scheduler:
     ----------
     waiting : deque of Request
     running : dict of int to Request
-        Admitted requests by key, kept prompts included.
+        Admitted requests by key, pinned prefixes included.
     """
 
     def __init__(self, cache: CacheConfig, world_size: int) -> None:
@@ -57,8 +57,8 @@ class Scheduler:
         return -(-tokens // self.cache.page_size)
 
     def _need(self, request: Request) -> _Need:
-        wave, size = request.wave_tokens, self.world_size
-        new = shard_sizes(request.begin, request.end, request.total, wave, size)
+        chunk, size = request.chunked_prefill_size, self.world_size
+        new = shard_sizes(request.begin, request.end, request.total, chunk, size)
         if request.prefix is not None:
             held = self._shards(request.prefix)
             # Full pages are shared with the prefix; a partly filled one is copied.
@@ -71,12 +71,14 @@ class Scheduler:
         pages = [self._pages(tokens) for tokens in new]
         if not self.cache.scratch_pages:
             return _Need(pages, [0] * size)
-        prompt = shard_sizes(0, request.end, request.end, wave, size)
+        prompt = shard_sizes(0, request.end, request.end, chunk, size)
         return _Need(pages, [self._pages(tokens) for tokens in prompt])
 
     def _shards(self, kept: Request) -> list[int]:
-        """Tokens of a kept prompt on every rank."""
-        own = shard_sizes(kept.begin, kept.end, kept.end, kept.wave_tokens, self.world_size)
+        """Tokens of a pinned prefix on every rank."""
+        own = shard_sizes(
+            kept.begin, kept.end, kept.end, kept.chunked_prefill_size, self.world_size
+        )
         if kept.prefix is None:
             return own
         return [a + b for a, b in zip(self._shards(kept.prefix), own, strict=True)]
@@ -88,11 +90,11 @@ class Scheduler:
         ------
         RequestError
             Code ``kv_capacity_exceeded`` if it could not be admitted with every cache empty but
-            for the prompts it continues; ``kept_prompts_hold_cache`` if it could not be admitted
-            until a kept prompt is released.
+            for the prompts it continues; ``pinned_prefixes_hold_cache`` if it could not be admitted
+            until a pinned prefix is released.
         """
         self._check_size(request)
-        self._check_beside_kept(request)
+        self._check_beside_pinned(request)
         if request.prefix is not None:
             request.prefix.continued_by += 1
         self.waiting.append(request)
@@ -109,7 +111,7 @@ class Scheduler:
                 "start the engine with a larger kv_tokens",
                 code="kv_capacity_exceeded",
             )
-        # The scratch pages hold a prompt of max_model_len, cut into the usual waves. Shorter ones,
+        # The scratch pages hold a prompt of max_model_len, cut into the usual chunks. Shorter ones,
         # which log-probabilities of the prompt make, may split less evenly.
         if scratch > self.cache.scratch_pages:
             raise RequestError(
@@ -120,8 +122,8 @@ class Scheduler:
                 code="kv_capacity_exceeded",
             )
 
-    def _check_beside_kept(self, request: Request) -> None:
-        """Refuse a request that would wait for ever, because kept prompts end by abort only."""
+    def _check_beside_pinned(self, request: Request) -> None:
+        """Refuse a request that would wait for ever, because pinned prefixes end by abort only."""
         kept = self._held()
         need, held = self._need(request).pages, self._pages_of(kept)
         most = max(range(self.world_size), key=lambda rank: held[rank] + need[rank])
@@ -138,18 +140,18 @@ class Scheduler:
         else:
             return
         raise RequestError(
-            f"kept prompts ({', '.join(k.id for k in kept)}) hold {what}; release one that is not "
-            f"needed or start the engine with a larger {setting}",
-            code="kept_prompts_hold_cache",
+            f"pinned prefixes ({', '.join(k.id for k in kept)}) hold {what}; release one "
+            f"that is not needed or start the engine with a larger {setting}",
+            code="pinned_prefixes_hold_cache",
         )
 
     def _held(self) -> list[Request]:
-        """What only an abort will free: kept prompts, and the prompts that these continue.
+        """What only an abort will free: pinned prefixes, and the prompts that these continue.
 
         Waiting ones count as well. A released prompt does not count if only requests that will
         end by themselves continue it: all of them were queued before whatever is queued next.
         """
-        kept = [r for r in [*self.running.values(), *self.waiting] if r.kept and not r.released]
+        kept = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
         held = {r.key: r for k in kept for r in [k, *_prefixes(k)]}
         return list(held.values())
 
@@ -175,15 +177,15 @@ class Scheduler:
         self._take(self._free_pages, need.pages)
         self._take(self._free_scratch, need.scratch)
         self.running[request.key] = request
-        request.waves.extend(
-            waves(request.begin, request.end, request.wave_tokens, self.world_size)
+        request.chunks.extend(
+            chunks(request.begin, request.end, request.chunked_prefill_size, self.world_size)
         )
         return StepPlan(
             Op.OPEN if prefix is None else Op.FORK,
             request.key,
             end=request.end,
             total=request.total,
-            wave_tokens=request.wave_tokens,
+            chunked_prefill_size=request.chunked_prefill_size,
             source=0 if prefix is None else prefix.key,
             reach=self._reach(request),
         )
@@ -191,7 +193,7 @@ class Scheduler:
     def _reach(self, request: Request) -> int:
         """The most tokens that the model may read of a request, or of what continues it."""
         # The last token of an answer is sampled and never read.
-        return (self.cache.max_tokens if request.kept else request.total) - 1
+        return (self.cache.max_tokens if request.pinned else request.total) - 1
 
     @staticmethod
     def _take(free: list[int], need: list[int], sign: int = 1) -> None:
@@ -199,9 +201,9 @@ class Scheduler:
             free[rank] -= sign * pages
 
     def next(self) -> StepPlan | None:
-        """The next prefill wave or decode step, or None when there is nothing to do."""
+        """The next prefill chunk or decode step, or None when there is nothing to do."""
         prefilling = [r for r in self.running.values() if not r.prefilled]
-        decoding = [r for r in self.running.values() if r.prefilled and not r.kept]
+        decoding = [r for r in self.running.values() if r.prefilled and not r.pinned]
         if prefilling and (self._decoded_last or not decoding):
             self._decoded_last = False
             return self._prefill_plan(prefilling[0])
@@ -212,31 +214,31 @@ class Scheduler:
         return None
 
     def _prefill_plan(self, request: Request) -> StepPlan:
-        wave, begin = request.waves[0], request.begin
+        chunk, begin = request.chunks[0], request.begin
         count = request.params.prompt_logprobs
         following = 0 if count is None else 1
         return StepPlan(
             Op.PREFILL,
             request.key,
-            begin=wave.begin,
-            end=wave.end,
-            last=wave.end == request.end,
+            begin=chunk.begin,
+            end=chunk.end,
+            last=chunk.end == request.end,
             prompt_logprobs=-1 if count is None else count,
             payload=tuple(
-                request.prompt[wave.begin - begin : wave.end - begin + following].tolist()
+                request.prompt[chunk.begin - begin : chunk.end - begin + following].tolist()
             ),
         )
 
-    def wave_done(self, request: Request) -> None:
-        """Note that a request's next wave has been prefilled."""
-        request.waves.popleft()
+    def chunk_done(self, request: Request) -> None:
+        """Note that a request's next chunk has been prefilled."""
+        request.chunks.popleft()
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
             self._take(self._free_scratch, self._need(request).scratch, -1)
 
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; the plans that free its caches, if it has any.
 
-        A kept prompt stays until the requests that continue it have ended.
+        A pinned prefix stays until the requests that continue it have ended.
         """
         request.released = True
         if request.continued_by:
@@ -261,5 +263,5 @@ class Scheduler:
 
 
 def _prefixes(request: Request) -> list[Request]:
-    """The kept prompt that a request continues, the one that this continues, and so on."""
+    """The pinned prefix that a request continues, the one that this continues, and so on."""
     return [] if request.prefix is None else [request.prefix, *_prefixes(request.prefix)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from razor_dist.errors import RequestError
+from razor_dist.config.errors import RequestError
 
 Tokens = npt.NDArray[np.int32]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype
-from razor_dist.errors import ConfigError
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.loader import (
     eos_token_ids,

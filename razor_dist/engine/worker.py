@@ -1,4 +1,4 @@
-"""A rank's process: rank 0 serves the front over a socket, the others follow its plans."""
+"""A rank's process: rank 0 serves the frontend over a socket, the others follow its plans."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import RazorError, RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import Engine, start
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
-from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.engine.process_group import init_distributed
-from razor_dist.engine.protocol import (
+from razor_dist.engine.messages import (
     HEADER_SIZE,
     Message,
     body_length,
@@ -32,12 +31,13 @@ from razor_dist.engine.protocol import (
     encode,
     error_message,
 )
-from razor_dist.engine.ranks import EXIT_USER_ERROR, FrontUnreachableError
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.tokens import unpack
 from razor_dist.engine.weights import load
-from razor_dist.errors import RazorError, RequestError
+from razor_dist.frontend.ranks import EXIT_USER_ERROR, FrontendUnreachableError
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.parallel.process_group import init_distributed
 
 log = logging.getLogger(__name__)
 
@@ -46,26 +46,26 @@ T = TypeVar("T")
 # How long the ranks wait for each other while one fetches and loads the model: no such wait shows
 # that anything is wrong. A rank that dies meanwhile is noticed by whoever started it.
 _LOADING = timedelta(days=1)
-# Seconds that the front gets to read why rank 0 ends, before rank 0 ends.
+# Seconds that the frontend gets to read why rank 0 ends, before rank 0 ends.
 _LAST_WORDS = 5.0
 
 
 class FrontClosed(OSError):
-    """The front has gone; there is nobody left to serve."""
+    """The frontend has gone; there is nobody left to serve."""
 
 
 class Link:
-    """Rank 0's end of the socket to the front; any thread may send, one receives.
+    """Rank 0's end of the socket to the frontend; any thread may send, one receives.
 
     Parameters
     ----------
     path : str
-        The Unix-domain socket on which the front listens.
+        The Unix-domain socket on which the frontend listens.
 
     Raises
     ------
-    FrontUnreachableError
-        If the front does not listen.
+    FrontendUnreachableError
+        If the frontend does not listen.
     """
 
     def __init__(self, path: str) -> None:
@@ -74,8 +74,8 @@ class Link:
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise FrontUnreachableError(
-                f"the front does not listen on {path}: {error.strerror}"
+            raise FrontendUnreachableError(
+                f"the frontend does not listen on {path}: {error.strerror}"
             ) from error
         self._buffer = bytearray()
         self._sending = threading.Lock()
@@ -89,23 +89,23 @@ class Link:
             raise FrontClosed from error
 
     def send_failure(self, error: RazorError) -> None:
-        """Tell the front why the ranks cannot start; the front tells the user.
+        """Tell the frontend why the ranks cannot start; the frontend tells the user.
 
         Raises
         ------
-        FrontUnreachableError
-            If the front has gone without a word; it holds what the front was to tell. One that
-            said ``shutdown`` has its own reason, often the same, and tells that.
+        FrontendUnreachableError
+            If the frontend has gone without a word; it holds what the frontend was to tell. One
+            that said ``shutdown`` has its own reason, often the same, and tells that.
         """
         try:
             self.send(error_message("", error))
         except FrontClosed:
             if self._was_told_to_end():
                 return
-            raise FrontUnreachableError(f"{error} (the front has gone)") from error
+            raise FrontendUnreachableError(f"{error} (the frontend has gone)") from error
         with contextlib.suppress(FrontClosed):
-            # The front hangs up when it has read that. Our exit makes torchrun's agent end, and
-            # that the front, which must know the reason by then.
+            # The frontend hangs up when it has read that. Our exit makes torchrun's agent end, and
+            # that the frontend, which must know the reason by then.
             self.receive(_LAST_WORDS)
 
     def receive(self, timeout: float) -> list[Message]:
@@ -114,7 +114,7 @@ class Link:
         Raises
         ------
         FrontClosed
-            If the front has closed the connection.
+            If the frontend has closed the connection.
         """
         while select.select([self._socket], [], [], timeout)[0]:
             try:
@@ -128,7 +128,7 @@ class Link:
         return list(self._messages())
 
     def _was_told_to_end(self) -> bool:
-        """Whether ``shutdown`` is among the last messages of a front that has gone."""
+        """Whether ``shutdown`` is among the last messages of a frontend that has gone."""
         with contextlib.suppress(FrontClosed):
             self.receive(0.0)
         return any(message["t"] == "shutdown" for message in self._messages())
@@ -144,7 +144,7 @@ class Link:
         return messages
 
 
-def serve_front(engine: Engine, link: Link, idle_seconds: float) -> None:
+def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
     """Rank 0's loop: take messages, make a step, send what came of it.
 
     Parameters
@@ -172,7 +172,7 @@ def serve_front(engine: Engine, link: Link, idle_seconds: float) -> None:
             elif not messages:
                 core.idle()
     except FrontClosed:
-        log.info("the front has gone; ending")
+        log.info("the frontend has gone; ending")
         core.stop()
 
 
@@ -186,7 +186,7 @@ def _handle(engine: Engine, message: Message) -> Message | None:
                     unpack(message["prompt"]),
                     SamplingParams(**message["params"]),
                     prefix_id=message.get("prefix"),
-                    keep=message.get("keep", False),
+                    pin=message.get("pin", False),
                 )
             except RequestError as error:
                 return error_message(message["id"], error)
@@ -213,7 +213,7 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
     """``build()``, which succeeds on every rank or raises the same error on every rank.
 
     The nodes of a job have their own disks: a model may be missing on one, which only the ranks
-    there can know, and only rank 0 can tell the front. One may also have to fetch what others
+    there can know, and only rank 0 can tell the frontend. One may also have to fetch what others
     have, so the ranks wait here without the time-out that their collectives have.
 
     Parameters
@@ -248,21 +248,21 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
 
 
 def run_rank(config: EngineConfig, socket_path: str | None) -> None:
-    """Be one rank until the front says shutdown or goes away.
+    """Be one rank until the frontend says shutdown or goes away.
 
     Parameters
     ----------
     config : EngineConfig
     socket_path : str or None
-        Rank 0: the front's socket. Other ranks: None.
+        Rank 0: the frontend's socket. Other ranks: None.
 
     Raises
     ------
-    FrontUnreachableError
-        If rank 0 cannot reach the front: nobody but the caller can tell the user.
+    FrontendUnreachableError
+        If rank 0 cannot reach the frontend: nobody but the caller can tell the user.
     RazorError
-        If the engine cannot be built on some rank: every rank raises the same. The front has been
-        told and tells the user, so the ranks need not.
+        If the engine cannot be built on some rank: every rank raises the same. The frontend has
+        been told and tells the user, so the ranks need not.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -277,7 +277,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
             except RazorError as error:
                 link.send_failure(error)
                 raise
-            serve_front(engine, link, idle_seconds=config.collective_timeout / 4)
+            serve_frontend(engine, link, idle_seconds=config.collective_timeout / 4)
     engine.runner.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -295,7 +295,7 @@ def _engine(config: EngineConfig, local_rank: int) -> Engine:
 
 
 def main() -> None:
-    """Entry point of a rank that `razor_dist.engine.launcher` starts."""
+    """Entry point of a rank that `razor_dist.frontend.launcher` starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-json", type=Path, required=True)
     parser.add_argument("--socket")
@@ -305,10 +305,10 @@ def main() -> None:
     is_first = os.environ["RANK"] == "0"
     try:
         run_rank(config, arguments.socket if is_first else None)
-    except FrontUnreachableError as error:
+    except FrontendUnreachableError as error:
         sys.exit(f"razor-dist: rank 0 ends: {error}")  # code 1: another start may help
     except RazorError:
-        sys.exit(EXIT_USER_ERROR)  # the front tells the user
+        sys.exit(EXIT_USER_ERROR)  # the frontend tells the user
 
 
 if __name__ == "__main__":

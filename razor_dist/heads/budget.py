@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Flags, Pairs, flags, heads_of_percent, ranked
 from razor_dist.heads.head_map import HeadMap
 

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, combinations
 
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 

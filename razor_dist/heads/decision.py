@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from razor_dist.ranges import check_percent
+from razor_dist.config.ranges import check_percent
 
 Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Scores: TypeAlias = tuple[tuple[Score, ...], ...]
@@ -16,7 +16,7 @@ Scores: TypeAlias = tuple[tuple[Score, ...], ...]
 Flags: TypeAlias = tuple[tuple[bool, ...], ...]
 """``[layers][KV heads]``."""
 Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
-"""``[layers][KV heads]``: windows of their own that local heads have, in tokens."""
+"""``[layers][KV heads]``: windows of their own that streaming heads have, in tokens."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from razor_dist.errors import HeadMapError
+from razor_dist.config.errors import HeadMapError
 from razor_dist.heads.decision import Flags, Pairs, Scores, Windows
 from razor_dist.heads.head_map_json import readable_json
 from razor_dist.heads.verification import Verification
@@ -49,8 +49,8 @@ class HeadMap:
     kv_scores : dict
         For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
     windows : tuple, optional
-        ``[layers][KV heads]``: the window of every local head, in tokens; None for a retrieval
-        head. Without it, local heads have the window of the settings. A file may leave it out;
+        ``[layers][KV heads]``: the window of every streaming head, in tokens; None for a retrieval
+        head. Without it, streaming heads have the window of the settings. A file may leave it out;
         releases from before there were any refuse one that does not.
     verification : Verification, optional
         What the map was found to lose. A file may leave it out.
@@ -107,7 +107,9 @@ class HeadMap:
         for layer, (row, flags) in enumerate(zip(windows, self.retrieval, strict=True)):
             for head, (window, flag) in enumerate(zip(row, flags, strict=True)):
                 if flag is not (window is None):
-                    needs = "retrieval head and has none" if flag else "local head and needs one"
+                    needs = (
+                        "retrieval head and has none" if flag else "streaming head and needs one"
+                    )
                     raise ValueError(f"windows: layer {layer}, KV head {head} is a {needs}")
 
     @property

@@ -12,15 +12,15 @@ from razor_dist.heads.decision import Windows
 
 
 @dataclass(frozen=True)
-class LocalGroup:
-    """Local heads of one layer that share a window, and so a cache.
+class StreamingGroup:
+    """Streaming heads of one layer that share a window, and so a cache.
 
     Attributes
     ----------
     index : int
         Which of `HeadLayout.windows`.
     part : slice
-        Which of `LayerHeads.local`.
+        Which of `LayerHeads.streaming`.
     rows : slice
         Their rows in that window's cache.
     """
@@ -36,24 +36,25 @@ class LayerHeads:
 
     Attributes
     ----------
-    retrieval, local : Tensor
-        int64 indices of the layer's KV heads of each kind: ascending; local ones group by group.
-    groups : tuple of LocalGroup
-        The local heads, by window.
+    retrieval, streaming : Tensor
+        int64 indices of the layer's KV heads of each kind: ascending; streaming ones group by
+        group.
+    groups : tuple of StreamingGroup
+        The streaming heads, by window.
     inverse : Tensor
-        int64; the model's order of what is computed in the order ``[*retrieval, *local]``.
+        int64; the model's order of what is computed in the order ``[*retrieval, *streaming]``.
     retrieval_rows : slice
         Rows in the page pool.
-    local_rows : slice
-        The local heads' rows among those of all layers and windows (the scratch pool's).
+    streaming_rows : slice
+        The streaming heads' rows among those of all layers and windows (the scratch pool's).
     """
 
     retrieval: Tensor
-    local: Tensor
-    groups: tuple[LocalGroup, ...]
+    streaming: Tensor
+    groups: tuple[StreamingGroup, ...]
     inverse: Tensor
     retrieval_rows: slice
-    local_rows: slice
+    streaming_rows: slice
 
     @property
     def num_retrieval(self) -> int:
@@ -61,17 +62,17 @@ class LayerHeads:
         return self.retrieval_rows.stop - self.retrieval_rows.start
 
     @property
-    def num_local(self) -> int:
-        """Local KV heads of the layer."""
-        return self.local_rows.stop - self.local_rows.start
+    def num_streaming(self) -> int:
+        """Streaming KV heads of the layer."""
+        return self.streaming_rows.stop - self.streaming_rows.start
 
     def of_retrieval(self, x: Tensor) -> Tensor:
         """The retrieval heads of ``x`` along its first dimension; ``x`` if those are all."""
-        return x if self.num_local == 0 else x[self.retrieval]
+        return x if self.num_streaming == 0 else x[self.retrieval]
 
-    def of_local(self, x: Tensor) -> Tensor:
-        """The local heads of ``x``, group by group; ``x`` if those are all, and of one window."""
-        return x if self.num_retrieval == 0 and len(self.groups) == 1 else x[self.local]
+    def of_streaming(self, x: Tensor) -> Tensor:
+        """Return the streaming heads of ``x`` by group; ``x`` itself if it is one whole group."""
+        return x if self.num_retrieval == 0 and len(self.groups) == 1 else x[self.streaming]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class HeadLayout:
     ----------
     layers : tuple of LayerHeads
     windows : tuple of (int or None)
-        The local heads' windows, each once, ascending; None, the last, is what the settings say.
+        The streaming heads' windows, each once, ascending; None, the last, is what the settings
+        say.
     rows : tuple of int
         For each of them, its heads in all layers together.
     """
@@ -97,9 +99,9 @@ class HeadLayout:
         return self.layers[-1].retrieval_rows.stop
 
     @property
-    def local_rows(self) -> int:
-        """Local KV heads of all layers."""
-        return self.layers[-1].local_rows.stop
+    def streaming_rows(self) -> int:
+        """Streaming KV heads of all layers."""
+        return self.layers[-1].streaming_rows.stop
 
     @classmethod
     def from_decision(
@@ -118,7 +120,7 @@ class HeadLayout:
             Where the index tensors live.
         windows : tuple of tuple of (int or None), optional
             For each layer and KV head, a window of its own; without one, or where it is None, a
-            local head has the window of the settings.
+            streaming head has the window of the settings.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)
@@ -141,7 +143,7 @@ class HeadLayout:
                     part = slice(len(rest), len(rest) + len(heads))
                     first = rows[window]
                     rows[window] += len(heads)
-                    groups.append(LocalGroup(index, part, slice(first, rows[window])))
+                    groups.append(StreamingGroup(index, part, slice(first, rows[window])))
                     rest += heads
             layers.append(
                 LayerHeads(

@@ -30,16 +30,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from razor_dist.attention import run_body
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
+from razor_dist.config.ranges import check_fraction, check_least
 from razor_dist.heads.decision import Scores, rounded
-from razor_dist.heads.duo_pattern import by_sparsity, published_sparsity
-from razor_dist.heads.gates import full_attention, streaming_attention
+from razor_dist.heads.duo.gates import full_attention, streaming_attention
+from razor_dist.heads.duo.pattern import by_sparsity, published_sparsity
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
+from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
-from razor_dist.ranges import check_fraction, check_least
 
 METHOD: Final = "onthefly"
 KIND: Final = "change"
@@ -98,7 +98,7 @@ class ChangeContext:
         """By layer, float64 scalar: squared norm of what the attention adds."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """See `razor_dist.attention.AttentionContext`."""
+        """See `razor_dist.models.bridge.AttentionContext`."""
         full = full_attention(q, k, v, scale)
         cut = streaming_attention(q, k, v, scale, self._sinks, self._recent)
         kv_heads = k.shape[0]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.errors import ConfigError, ModelError
-from razor_dist.ranges import check_least, check_seed
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.ranges import check_least, check_seed
 
 Encode = Callable[[str], list[int]]
 
@@ -217,8 +217,8 @@ def open_passkeys(
     ConfigError
         If the haystack has no text, or the passkeys do not fit.
     """
-    from razor_dist.engine.prompts import load_tokenizer
-    from razor_dist.evals.haystack import folder_paragraphs, reference_paragraphs
+    from razor_dist.documents.haystack import folder_paragraphs, reference_paragraphs
+    from razor_dist.frontend.prompts import load_tokenizer
 
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if tokenizer is None:

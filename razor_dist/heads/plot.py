@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from razor_dist.errors import HeadMapError
+from razor_dist.config.errors import HeadMapError
 from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 

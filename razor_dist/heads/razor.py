@@ -32,13 +32,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from razor_dist import kernels
-from razor_dist.attention import run_body
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least, check_percent, check_seed
 from razor_dist.heads.decision import Decision, Scores, decide, rounded
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
-from razor_dist.ranges import check_least, check_percent, check_seed
 
 METHOD = "razor"
 
@@ -134,7 +134,7 @@ class ProbeContext:
         self._weight = torch.zeros(2, shape.layers, shape.query_heads, repeats, dtype=torch.float64)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """See `razor_dist.attention.AttentionContext`."""
+        """See `razor_dist.models.bridge.AttentionContext`."""
         q_KGTD = q.unflatten(0, (k.shape[0], -1))
         out, lse = kernels.attend(q_KGTD, k, v, scale=scale, causal=True)
         for r in range(1, self._repeats):

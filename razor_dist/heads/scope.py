@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
 from razor_dist.heads.decision import Scores, rounded
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.alibi import AlibiModel, LayerWeights
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.shape import ModelShape
-from razor_dist.ranges import check_least
 
 METHOD: Final = "alibi"
 KIND: Final = "scope"
@@ -194,7 +194,7 @@ def head_map(
     settings: ScopeSettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """The head map that the scopes decide: a window for each local KV head.
+    """The head map that the scopes decide: a window for each streaming KV head.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ class Verification:
     seed : int
     dtype : str
     settings : dict
-        The engine's: prefill and what a local head sees; its window is the map's own if the map
+        The engine's: prefill and what a streaming head sees; its window is the map's own if the map
         has windows.
     found_full, found : int
         Needles found with full attention, and with the map.

@@ -23,5 +23,5 @@ costs its item an attempt; one that is lost is opened anew; after ``attempts`` t
 as failed. Every result is in ``results.jsonl`` before the next is waited for (`results` tells of
 its fields), and `progress` logs a line. `ray_engine` makes engines of Ray actors, `local_engine` of
 processes. What is neither, a model that another library runs, is an engine whose settings are a
-`config.ForeignConfig`, which opens it.
+`config.ExternalEngineConfig`, which opens it.
 """

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.assembler import Piece
-from razor_dist.engine.prompts import PromptEncoder
-from razor_dist.errors import RequestError
-from razor_dist.jobs.lines import Line, digest_of, read_lines
+from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.lines import Line, digest_of, read_lines
+from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.outputs import RequestOutput, TokenLogprobs
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
-from razor_dist.llm import LLM
-from razor_dist.outputs import RequestOutput, TokenLogprobs
+from razor_dist.llm.llm import LLM
 from razor_dist.server.answers import Answer, AnswerList
 from razor_dist.server.body import parse_json
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import ChatFormat, CompletionFormat
-from razor_dist.server.intake import Endpoint, Limits, take_in_value
+from razor_dist.server.request_parsing import Endpoint, Limits, parse_value
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -169,16 +169,16 @@ def _answer(
 ) -> dict[str, Any]:
     tokenizer, info = llm.get_tokenizer(), llm.info
     limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size)
-    intake = take_in_value(endpoint, body, PromptEncoder(tokenizer), limits)
-    if intake.stream:
+    parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
+    if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
     # Draws that hang on nothing but the request, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     params = [
         p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number))
-        for number, (_, p) in enumerate(intake.prompts)
+        for number, (_, p) in enumerate(parsed.prompts)
     ]
-    prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in intake.prompts]
+    prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
     answers = AnswerList([_as_pieces(output) for output in llm.generate(prompts, params)])
     form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}

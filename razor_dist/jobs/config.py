@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 
 
 class JobConfig(EngineConfig):
@@ -44,7 +44,7 @@ class JobConfig(EngineConfig):
     )
 
 
-class ForeignConfig(EngineConfig):
+class ExternalEngineConfig(EngineConfig):
     """Settings of what stands in an engine's place: a model that another library runs; frozen.
 
     A task's ``engines`` may hold one. Its fields beside the engine's decide the results, too.

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.errors import ConfigError
-from razor_dist.jobs.pool import Crew, Outcome, run_items
+from razor_dist.config.errors import ConfigError
+from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import Progress
 from razor_dist.jobs.results import Record, ResultStore, json_line
 from razor_dist.jobs.task import Item, Task, job_settings
@@ -40,7 +40,7 @@ class Summary(NamedTuple):
 def run_task(
     task: Task,
     folder: str | Path,
-    crew: AbstractContextManager[Crew],
+    pool: AbstractContextManager[EnginePool],
     *,
     attempts: int = 3,
     new_folder: bool = False,
@@ -56,8 +56,8 @@ def run_task(
     task : Task
     folder : str or Path
         See `razor_dist.jobs.results`.
-    crew : context manager of Crew
-        The engines, such as `razor_dist.jobs.ray_engine.ray_crew` makes. It is entered only if
+    pool : context manager of EnginePool
+        The engines, such as `razor_dist.jobs.ray_engine.ray_pool` makes. It is entered only if
         anything is missing.
     attempts : int
         How often an item is tried while engines fail under it.
@@ -85,7 +85,7 @@ def run_task(
         missing = [item for item in items if item.id not in store.records]
         earlier = len(items) - len(missing)
         if missing:
-            with crew as (open_engine, engines), Progress(missing, earlier) as progress:
+            with pool as (open_engine, engines), Progress(missing, earlier) as progress:
                 for outcome in run_items(missing, open_engine, engines=engines, attempts=attempts):
                     store.append(_record(outcome))
                     progress.finished(outcome)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.job import Summary, run_task
-from razor_dist.jobs.pool import Crew
+from razor_dist.jobs.pool import EnginePool
 from razor_dist.jobs.task import Task
 
 
@@ -47,7 +47,7 @@ def run_job(
     return run_task(
         task,
         folder,
-        _crew(task, config),
+        _engine_pool(task, config),
         attempts=config.attempts,
         new_folder=config.new_folder,
         retry_failed=config.retry_failed,
@@ -55,11 +55,11 @@ def run_job(
     )
 
 
-def _crew(task: Task, config: JobConfig) -> AbstractContextManager[Crew]:
+def _engine_pool(task: Task, config: JobConfig) -> AbstractContextManager[EnginePool]:
     if not config.ray:
-        from razor_dist.jobs.local_engine import local_crew
+        from razor_dist.jobs.local_engine import host_pool
 
-        return local_crew(task, config.engines or 1)
+        return host_pool(task, config.engines or 1)
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -67,6 +67,6 @@ def _crew(task: Task, config: JobConfig) -> AbstractContextManager[Crew]:
             "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
             "or use processes of this host (ray: false, --no-ray)"
         ) from None
-    from razor_dist.jobs.ray_engine import ray_crew
+    from razor_dist.jobs.ray_engine import ray_pool
 
-    return ray_crew(task, config)
+    return ray_pool(task, config)

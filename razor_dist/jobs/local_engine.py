@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import EngineError
-from razor_dist.jobs.config import ForeignConfig
-from razor_dist.jobs.pool import Crew, EngineLostError
+from razor_dist.config.errors import EngineError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.jobs.config import ExternalEngineConfig
+from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.task import Item, Task
-from razor_dist.llm import LLM
-from razor_dist.progress import ReadingLog
+from razor_dist.llm.llm import LLM
+from razor_dist.llm.progress import ReadingLog
 
 
 class LocalEngine:
@@ -23,7 +23,8 @@ class LocalEngine:
     ----------
     task : Task
     llm : LLM
-        Closed with this engine. It restarts dead ranks by itself. Or what a `ForeignConfig` opens.
+        Closed with this engine. It restarts dead ranks by itself. Or what a `ExternalEngineConfig`
+        opens.
     """
 
     def __init__(self, task: Task, llm: LLM) -> None:
@@ -31,7 +32,9 @@ class LocalEngine:
 
     def run(self, item: Item) -> Mapping[str, Any]:
         """See `razor_dist.jobs.pool.Engine`."""
-        if hasattr(self._llm, "use_tqdm"):  # what a `ForeignConfig` opens tells nothing meanwhile
+        if hasattr(
+            self._llm, "use_tqdm"
+        ):  # what a `ExternalEngineConfig` opens tells nothing meanwhile
             self._llm.use_tqdm = ReadingLog(item.id)
         try:
             return self._task.run(self._llm, item)
@@ -51,13 +54,13 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def local_crew(task: Task, engines: int = 1) -> Iterator[Crew]:
+def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
     """Engines of this host, for `razor_dist.jobs.job.run_task`."""
 
     def open_engine(name: str, number: int, over: threading.Event) -> LocalEngine:
         config = task.engines[name]
-        if isinstance(config, ForeignConfig):
+        if isinstance(config, ExternalEngineConfig):
             return LocalEngine(task, config.open())
         return LocalEngine(task, LLM(**settings_of(config)))
 
-    yield Crew(open_engine, engines)
+    yield EnginePool(open_engine, engines)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from razor_dist.errors import ClusterError, EngineError, RazorError
+from razor_dist.config.errors import ClusterError, EngineError, RazorError
 from razor_dist.jobs.task import Item
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Engine(Protocol):
 OpenEngine = Callable[[str, int, threading.Event], Engine]
 
 
-class Crew(NamedTuple):
+class EnginePool(NamedTuple):
     """How engines are opened, and how many at once."""
 
     open_engine: OpenEngine

@@ -2,13 +2,14 @@
 
 An engine is one placement group with a bundle for each rank. In it are
 
-- `EngineActor`, on the node of the first bundle: the front. It holds the `LLM` and runs the task's
+- `EngineActor`, on the node of the first bundle: the frontend. It holds the `LLM` and runs the
+task's
   items. The weights of a node's ranks on CPU are one mapped file, as everywhere.
 - the ranks, `razor_dist.jobs.ray_ranks.RankActor`, made and owned by it: they end when it does,
   and it ends with the job's driver, so that Ray leaves nothing behind whoever is killed.
 
 A dead rank is the `LLM`'s to replace, in the same place; the item in work fails with `EngineError`.
-If the front dies, or the node, the engine is lost: the driver gives its place back and opens
+If the frontend dies, or the node, the engine is lost: the driver gives its place back and opens
 another.
 """
 
@@ -27,16 +28,16 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.local import LocalEngine as Front
-from razor_dist.errors import EngineError
+from razor_dist.config.errors import EngineError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.frontend.managed_engine import LocalEngine as Frontend
 from razor_dist.jobs.cluster import Demand, connected, reserve
-from razor_dist.jobs.config import ForeignConfig, JobConfig
+from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
 from razor_dist.jobs.local_engine import LocalEngine, settings_of
-from razor_dist.jobs.pool import Crew, EngineLostError
+from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, on_bundle
 from razor_dist.jobs.task import Item, Task
-from razor_dist.llm import LLM
+from razor_dist.llm.llm import LLM
 from razor_dist.server.logs import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,8 @@ class RayLLM(LLM):
         self._start_ranks = partial(ActorRanks.start, group, bundle)
         super().__init__(**settings_of(config))
 
-    async def _start(self) -> Front:
-        engine = Front(self.config, start_ranks=self._start_ranks)
+    async def _start(self) -> Frontend:
+        engine = Frontend(self.config, start_ranks=self._start_ranks)
         await engine.start()
         return engine
 
@@ -83,7 +84,7 @@ class EngineActor:
     ) -> list[int]:
         """Start the ranks, or what is in their place; returns their process ids once ready."""
         set_up_logging("info")
-        if isinstance(config, ForeignConfig):
+        if isinstance(config, ExternalEngineConfig):
             foreign = config.open()
             self._engine = LocalEngine(task, foreign)
             return list(foreign.pids)
@@ -135,7 +136,7 @@ class RayEngine:
         self._closed = self._busy = False
         make: Any = ray.remote(EngineActor)
         # The bundle's resources are the rank's, where there is one.
-        foreign = isinstance(config, ForeignConfig)
+        foreign = isinstance(config, ExternalEngineConfig)
         self._actor = make.options(
             num_cpus=bundle["CPU"] if foreign else 0,
             num_gpus=bundle.get("GPU", 0) if foreign else 0,
@@ -180,7 +181,7 @@ class RayEngine:
 
 
 @contextmanager
-def ray_crew(task: Task, job: JobConfig) -> Iterator[Crew]:
+def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
     """Engines of a Ray cluster, for `razor_dist.jobs.job.run_task`.
 
     Parameters
@@ -214,4 +215,4 @@ def ray_crew(task: Task, job: JobConfig) -> Iterator[Crew]:
             log.info("%s is ready; its ranks are processes %s", what, engine.pids)
             return engine
 
-        yield Crew(open_engine, count)
+        yield EnginePool(open_engine, count)

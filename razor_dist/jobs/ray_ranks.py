@@ -1,4 +1,4 @@
-"""An engine's ranks as Ray actors, in the place of `razor_dist.engine.ranks.RankGroup`."""
+"""An engine's ranks as Ray actors, in the place of `razor_dist.frontend.ranks.RankGroup`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.ranks import EXIT_USER_ERROR, FrontUnreachableError, RankExit
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.frontend.ranks import EXIT_USER_ERROR, FrontendUnreachableError, RankExit
 from razor_dist.server.logs import set_up_logging
 
 # Seconds that killed actors are waited for. Their successors wait for their room in any case.
@@ -42,7 +42,7 @@ class RankActor:
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 
     def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
-        """Be a rank until the front says shutdown; returns what a rank's process exits with."""
+        """Be a rank until the frontend says shutdown; returns what a rank's process exits with."""
         set_up_logging("info")
         os.environ.update(env)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -52,11 +52,11 @@ class RankActor:
 
         try:
             run_rank(EngineConfig.from_json(config_json), socket_path)
-        except FrontUnreachableError as error:
+        except FrontendUnreachableError as error:
             logging.getLogger(__name__).error("rank 0 ends: %s", error)
             return 1
         except RazorError:
-            return EXIT_USER_ERROR  # the front tells the user
+            return EXIT_USER_ERROR  # the frontend tells the user
         return 0
 
 
@@ -98,7 +98,7 @@ class ActorRanks:
         folder : Path
             A private, empty folder of this node.
         socket_path : Path
-            Where rank 0 finds the front.
+            Where rank 0 finds the frontend.
         """
         make: Any = ray.remote(RankActor)
         actors = [

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Self
 
 from filelock import FileLock, Timeout
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.files import replacing, sync_folder
 from razor_dist.jobs.task import settings_hash
 

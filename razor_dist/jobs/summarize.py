@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import Source
 from razor_dist.documents.style import Style
-from razor_dist.documents.summary import Summarizer
 from razor_dist.jobs.results import Record
+from razor_dist.jobs.summary import Summarizer
 from razor_dist.jobs.task import Item
-from razor_dist.llm import LLM
+from razor_dist.llm.llm import LLM
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
 _VERSION = 1

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.head_map import shipped_head_map
-from razor_dist.jobs.config import ForeignConfig
+from razor_dist.jobs.config import ExternalEngineConfig
 
 if TYPE_CHECKING:
-    from razor_dist.llm import LLM
+    from razor_dist.llm.llm import LLM
 
 # Of the engine's settings, those that its answers do not hang on: how many ranks share the work
 # and how (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on
@@ -26,7 +26,7 @@ _INDIFFERENT = frozenset(
         "max_num_seqs",
         "kv_tokens",
         "page_size",
-        "wave_tokens",
+        "chunked_prefill_size",
         "cuda_graphs",
         "threads",
         "collective_timeout",
@@ -141,7 +141,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     fields = config.model_dump(
         mode="json", include=set(EngineConfig.model_fields) - _INDIFFERENT - {"head_map"}
     )
-    if isinstance(config, ForeignConfig):
+    if isinstance(config, ExternalEngineConfig):
         own = set(type(config).model_fields) - set(EngineConfig.model_fields)
         fields |= config.model_dump(mode="json", include=own)
     if config.attention == "razor":

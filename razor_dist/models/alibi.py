@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 if TYPE_CHECKING:
-    from razor_dist.attention import AlibiContext
+    from razor_dist.models.bridge import AlibiContext
 
 # Model types with an adapter, and where its class `Model` and its `reason` to refuse are.
 _ADAPTERS = {

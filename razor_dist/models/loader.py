@@ -16,10 +16,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from razor_dist.attention import NAME as RAZOR_ATTENTION
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.kernels.linear import use_fast_linear
 from razor_dist.models.alibi import adapter, is_alibi, register_configs
+from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
 from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
 from razor_dist.models.support import check_class, check_supported, without_idle_window
@@ -92,7 +92,7 @@ def load_model(
     -------
     PreTrainedModel
         In eval mode, without gradients and without transformers' own cache. Its forward needs
-        ``attention_context=`` (see `razor_dist.attention`).
+        ``attention_context=`` (see `razor_dist.models.bridge`).
 
     Raises
     ------

@@ -9,8 +9,8 @@ and for the cached keys of a text that grows beyond the limit while it is answer
 throws the cache away and reads everything again).
 
 Here the choice is made once, by how long the sequence may become (`position_mark`), and comes with
-every position id: bit `LONG` asks for the long set. So it holds in every wave, on every rank and in
-every decode step, also when short and long sequences share one, and a CUDA graph sees it change.
+every position id: bit `LONG` asks for the long set. So it holds in every chunk, on every rank and
+in every decode step, also when short and long sequences share one, and a CUDA graph sees it change.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
 
 # What serving needs of a hub repository; never a pickle.

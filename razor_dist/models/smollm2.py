@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 
 NAME = "smollm2"
 

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.models.alibi import adapter, adapter_reason, is_alibi
 
 # Whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`). PhiMoE's,

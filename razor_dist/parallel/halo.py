@@ -1,4 +1,4 @@
-"""Local heads' keys between ranks: who needs which positions, by interval arithmetic.
+"""Streaming heads' keys between ranks: who needs which positions, by interval arithmetic.
 
 Every rank computes the same plan from positions alone, so nothing is asked for: each pair of ranks
 exchanges at most one message per layer.

@@ -1,14 +1,14 @@
-"""Ring attention over one zigzag wave and over the shards that earlier waves left.
+"""Ring attention over one zigzag chunk and over the shards that earlier chunks left.
 
-Every rank starts with the keys of its own two chunks. P-1 times it hands its current block to
+Every rank starts with the keys of its own two shards. P-1 times it hands its current block to
 the next rank and receives the previous rank's, computing on one block while the next is under way.
 Which queries see which part of a block follows from the zigzag (`parallel.zigzag`):
 
-* a rank's own block: causal, for its two chunks are in order;
-* from a lower rank: its early chunk precedes, and its late chunk follows, all our queries;
-* from a higher rank: both its chunks lie between our early and our late chunk.
+* a rank's own block: causal, for its two shards are in order;
+* from a lower rank: its early shard precedes, and its late shard follows, all our queries;
+* from a higher rank: both its shards lie between our early and our late shard.
 
-Keys of earlier waves precede every query. They either travel with the block (pass-KV) or stay
+Keys of earlier chunks precede every query. They either travel with the block (pass-KV) or stay
 where they are while the queries travel (pass-Q), whichever moves fewer bytes.
 """
 
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from razor_dist.kernels import Alibi, Partial, attend, empty_partial, merge
 from razor_dist.parallel.comm import Communicator, Pending
-from razor_dist.parallel.zigzag import Wave
+from razor_dist.parallel.zigzag import Chunk
 
 Segments = Sequence[tuple[Tensor, Tensor]]
 RingAttention = Callable[
-    [Communicator, Wave, Tensor, Tensor, Tensor, "Earlier", float, Tensor | None], Tensor
+    [Communicator, Chunk, Tensor, Tensor, Tensor, "Earlier", float, Tensor | None], Tensor
 ]  # the signature of `ring_attention`
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Keys of earlier waves.
+    """Keys of earlier chunks.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Earlier:
 
 
 def queries_travel(
-    wave: Wave,
+    chunk: Chunk,
     earlier_tokens: int,
     kv_heads: int,
     group: int,
@@ -63,20 +63,20 @@ def queries_travel(
     itemsize: int,
     kv_itemsize: int,
 ) -> bool:
-    """Whether pass-Q moves fewer bytes than pass-KV for the earlier waves' keys.
+    """Whether pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
 
-    pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the wave
+    pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the chunk
     the same way and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is the
     bytes of a query's number, ``kv_itemsize`` those of a key's or value's.
     """
     kv_bytes = earlier_tokens * kv_heads * 2 * dim * kv_itemsize
-    q_bytes = (wave.end - wave.begin) * kv_heads * group * (dim * itemsize + 4 * (dim + 1))
+    q_bytes = (chunk.end - chunk.begin) * kv_heads * group * (dim * itemsize + 4 * (dim + 1))
     return q_bytes < kv_bytes
 
 
 def ring_attention(
     comm: Communicator,
-    wave: Wave,
+    chunk: Chunk,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -84,14 +84,14 @@ def ring_attention(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a wave's queries to the wave's keys and to all earlier ones.
+    """Causal attention of a chunk's queries to the chunk's keys and to all earlier ones.
 
     Parameters
     ----------
     comm : Communicator
-    wave : Wave
+    chunk : Chunk
     q : Tensor
-        ``[K, G, T, D]``: this rank's queries, early chunk then late chunk.
+        ``[K, G, T, D]``: this rank's queries, early shard then late shard.
     k, v : Tensor
         ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
     earlier : Earlier
@@ -105,26 +105,26 @@ def ring_attention(
         ``[K, G, T, D]`` float32.
     """
     kv_heads, group, _, dim = q.shape
-    see = _Sight(wave, scale, slopes, earlier.positions)
+    see = _BoundAttention(chunk, scale, slopes, earlier.positions)
     if comm.size == 1:
-        own = see(q, see.queries(0), k, v, see.wave_keys(0, k.device), causal=True)
+        own = see(q, see.queries(0), k, v, see.chunk_keys(0, k.device), causal=True)
         return merge([own, *see.earlier(q, see.queries(0), earlier.segments, 0)]).out
     if earlier.total and queries_travel(
-        wave, earlier.total, kv_heads, group, dim, q.element_size(), k.element_size()
+        chunk, earlier.total, kv_heads, group, dim, q.element_size(), k.element_size()
     ):
-        returning = _start_pass_q(comm, wave, q, earlier, see)
+        returning = _start_pass_q(comm, chunk, q, earlier, see)
         nothing = Earlier((), [0] * comm.size)
-        see_wave = _Sight(wave, scale, slopes, ())
-        own = _pass_kv(comm, wave, q, k, v, nothing, see_wave)
+        see_chunk = _BoundAttention(chunk, scale, slopes, ())
+        own = _pass_kv(comm, chunk, q, k, v, nothing, see_chunk)
         return merge([own, *returning.finish()]).out
-    return _pass_kv(comm, wave, q, k, v, earlier, see).out
+    return _pass_kv(comm, chunk, q, k, v, earlier, see).out
 
 
 @dataclass(frozen=True)
-class _Sight:
+class _BoundAttention:
     """`attend`, told of positions where heads are biased by distance."""
 
-    wave: Wave
+    chunk: Chunk
     scale: float
     slopes: Tensor | None
     positions: Sequence[Tensor]
@@ -160,18 +160,18 @@ class _Sight:
         return self(q, queries, block[0, :, at], block[1, :, at], keys, causal=causal)
 
     def queries(self, rank: int) -> list[range]:
-        """Positions of a rank's tokens of the wave: the early chunk's, the late chunk's."""
-        return [range(chunk.begin, chunk.end) for chunk in self.wave.owned(rank)]
+        """Positions of a rank's tokens of the chunk: the early shard's, the late shard's."""
+        return [range(shard.begin, shard.end) for shard in self.chunk.owned(rank)]
 
-    def wave_keys(self, rank: int, device: torch.device) -> Tensor | None:
+    def chunk_keys(self, rank: int, device: torch.device) -> Tensor | None:
         """The same positions, where they matter."""
         if self.slopes is None:
             return None
         return positions_of(self.queries(rank), device)
 
     def block_keys(self, rank: int, device: torch.device) -> Tensor | None:
-        """Positions of a rank's block: its shard of earlier waves, then its tokens of this one."""
-        keys = self.wave_keys(rank, device)
+        """Positions of a rank's block: its shard of earlier chunks, then its tokens of this one."""
+        keys = self.chunk_keys(rank, device)
         if keys is None or not self.positions:
             return keys
         return torch.cat([self.positions[rank], keys])
@@ -201,12 +201,12 @@ def _merged(partials: Sequence[Partial], q: Tensor) -> Partial:
 
 def _pass_kv(
     comm: Communicator,
-    wave: Wave,
+    chunk: Chunk,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     earlier: Earlier,
-    see: _Sight,
+    see: _BoundAttention,
 ) -> Partial:
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
@@ -226,7 +226,7 @@ def _pass_kv(
         if step + 1 < size:
             # Post the next transfer before computing on this block.
             source = (owner - 1) % size
-            tokens = earlier.tokens[source] + wave.tokens(source)
+            tokens = earlier.tokens[source] + chunk.tokens(source)
             buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
             pending = comm.shift(block, buffer, 1, "ring")
         before = earlier.tokens[owner]
@@ -237,7 +237,7 @@ def _pass_kv(
             partial = merge([own, old]) if before else merge([own])
             early, late = _split(partial, split)
         elif owner < rank:
-            seen = before + len(wave.owned(owner)[0])
+            seen = before + len(chunk.owned(owner)[0])
             got = see.part(q, queries, block, places, slice(0, seen))
             got_early, got_late = _split(got, split)
             early, late = merge([early, got_early]), merge([late, got_late])
@@ -273,14 +273,14 @@ class _Returning:
 
 
 def _start_pass_q(
-    comm: Communicator, wave: Wave, q: Tensor, earlier: Earlier, see: _Sight
+    comm: Communicator, chunk: Chunk, q: Tensor, earlier: Earlier, see: _BoundAttention
 ) -> _Returning:
     rank, size = comm.rank, comm.size
     heads, group, tokens, dim = q.shape
     block = q.contiguous()
 
     def receive_next(owner: int) -> Pending:
-        shape = (heads, group, wave.tokens((owner - 1) % size), dim)
+        shape = (heads, group, chunk.tokens((owner - 1) % size), dim)
         return comm.shift(block, torch.empty(shape, dtype=q.dtype, device=q.device), 1, "ring")
 
     arriving = receive_next(rank)

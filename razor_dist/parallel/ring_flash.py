@@ -1,6 +1,6 @@
 """The package ring-flash-attn behind our ring's interface: ``ring: ring_flash_attn``.
 
-Its zigzag ring wants equal chunks and knows no earlier keys, so it serves the waves that are a
+Its zigzag ring wants equal shards and knows no earlier keys, so it serves the chunks that are a
 prompt's first and divide into 2P; the others, and heads biased by distance, take our own ring. It
 is made for CUDA, and is an independent check of ours wherever flash-attn's forward has a stand-in.
 """
@@ -15,10 +15,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import Earlier, ring_attention
-from razor_dist.parallel.zigzag import Wave
+from razor_dist.parallel.zigzag import Chunk
 
 _NAME = "razor_dist._ring_flash_attn"
 
@@ -48,18 +48,18 @@ def load_zigzag() -> ModuleType:
     return importlib.import_module(f"{_NAME}.zigzag_ring_flash_attn")
 
 
-def serves(comm: Communicator, wave: Wave, earlier: Earlier, dim: int) -> bool:
-    """Whether the package can compute this wave, for heads of ``dim`` dimensions.
+def serves(comm: Communicator, chunk: Chunk, earlier: Earlier, dim: int) -> bool:
+    """Whether the package can compute this chunk, for heads of ``dim`` dimensions.
 
     It calls flash-attn's kernels without the padding that flash-attn's own functions do.
     """
-    equal = (wave.end - wave.begin) % (2 * comm.size) == 0
+    equal = (chunk.end - chunk.begin) % (2 * comm.size) == 0
     return comm.size > 1 and equal and earlier.total == 0 and dim % 8 == 0 and dim <= 256
 
 
 def ring_flash_attention(
     comm: Communicator,
-    wave: Wave,
+    chunk: Chunk,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,8 +68,8 @@ def ring_flash_attention(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
-    if slopes is not None or not serves(comm, wave, earlier, q.shape[-1]):
-        return ring_attention(comm, wave, q, k, v, earlier, scale, slopes)
+    if slopes is not None or not serves(comm, chunk, earlier, q.shape[-1]):
+        return ring_attention(comm, chunk, q, k, v, earlier, scale, slopes)
     heads, group, tokens, dim = q.shape
     # [batch, tokens, heads, dim], contiguous for the package's sends.
     out, _ = load_zigzag().zigzag_ring_flash_attn_forward(

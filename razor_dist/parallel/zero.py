@@ -5,7 +5,7 @@ extras ``zero3`` and ``train``, and no other part of razor_dist needs it.
 
 A rank keeps 1/P of each weight. Before a decoder layer runs, its weights are gathered from all
 ranks; when it has run, they are freed. So every rank must run the same layers equally often, which
-the engine does: a rank without tokens of a wave runs one dummy token.
+the engine does: a rank without tokens of a chunk runs one dummy token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 
 # The keys that DeepSpeed wants of every engine, and silence.
 COMMON = {

@@ -1,8 +1,8 @@
-"""Which rank holds which positions of a wave, by arithmetic alone.
+"""Which rank holds which positions of a chunk, by arithmetic alone.
 
-A wave ``[begin, end)`` is cut into 2P chunks; rank r holds chunks r and 2P-1-r. Early chunks see
+A chunk ``[begin, end)`` is cut into 2P shards; rank r holds shards r and 2P-1-r. Early shards see
 few keys and late ones many, so every rank gets the same causal work. The last token is always in
-chunk 2P-1 and so on rank 0, which samples.
+shard 2P-1 and so on rank 0, which samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Wave:
+class Chunk:
     """Positions ``[begin, end)`` of one sequence, prefilled together by ``world_size`` ranks."""
 
     begin: int
@@ -40,39 +40,42 @@ class Wave:
         assert self.end > self.begin and self.world_size >= 1
 
     @cached_property
-    def chunks(self) -> tuple[Interval, ...]:
-        """The 2P chunks in order; some are empty when the wave is shorter than 2P tokens."""
+    def shards(self) -> tuple[Interval, ...]:
+        """The 2P shards in order; some are empty when the chunk is shorter than 2P tokens."""
         n, parts = self.end - self.begin, 2 * self.world_size
         edges = [self.begin + n * j // parts for j in range(parts + 1)]
         return tuple(Interval(a, b) for a, b in itertools.pairwise(edges))
 
     def indices(self, rank: int) -> tuple[int, int]:
-        """Indices of the early and the late chunk of ``rank``."""
+        """Indices of the early and the late shard of ``rank``."""
         return rank, 2 * self.world_size - 1 - rank
 
     def owned(self, rank: int) -> tuple[Interval, Interval]:
-        """The early and the late chunk of ``rank``."""
+        """The early and the late shard of ``rank``."""
         early, late = self.indices(rank)
-        return self.chunks[early], self.chunks[late]
+        return self.shards[early], self.shards[late]
 
     def tokens(self, rank: int) -> int:
-        """How many tokens of the wave ``rank`` holds."""
-        return sum(len(chunk) for chunk in self.owned(rank))
+        """How many tokens of the chunk ``rank`` holds."""
+        return sum(len(shard) for shard in self.owned(rank))
 
 
-def waves(begin: int, end: int, wave_tokens: int, world_size: int) -> list[Wave]:
-    """Cut ``[begin, end)`` into waves of at most ``wave_tokens`` tokens."""
-    return [Wave(a, min(a + wave_tokens, end), world_size) for a in range(begin, end, wave_tokens)]
-
-
-def holdings(done: Sequence[Wave], retained: Interval) -> list[tuple[Interval, int]]:
-    """Which rank holds which part of ``retained`` after the waves ``done``, which are in order."""
-    # From the newest wave back to where it begins: not all waves of a long prompt.
-    recent = itertools.takewhile(lambda wave: wave.end > retained.begin, reversed(done))
+def chunks(begin: int, end: int, chunked_prefill_size: int, world_size: int) -> list[Chunk]:
+    """Cut ``[begin, end)`` into chunks of at most ``chunked_prefill_size`` tokens."""
     return [
-        (chunk & retained, rank)
-        for wave in recent
-        for rank in range(wave.world_size)
-        for chunk in wave.owned(rank)
-        if len(chunk & retained)
+        Chunk(a, min(a + chunked_prefill_size, end), world_size)
+        for a in range(begin, end, chunked_prefill_size)
+    ]
+
+
+def holdings(done: Sequence[Chunk], retained: Interval) -> list[tuple[Interval, int]]:
+    """Which rank holds which part of ``retained`` after the chunks ``done``, which are in order."""
+    # From the newest chunk back to where it begins: not all chunks of a long prompt.
+    recent = itertools.takewhile(lambda chunk: chunk.end > retained.begin, reversed(done))
+    return [
+        (shard & retained, rank)
+        for chunk in recent
+        for rank in range(chunk.world_size)
+        for shard in chunk.owned(rank)
+        if len(shard & retained)
     ]

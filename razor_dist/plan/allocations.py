@@ -82,7 +82,7 @@ class Allocations(TorchDispatchMode):
 
         A question about a number is answered with zero on the meta device, which has none.
         transformers asks one, whether the positions are those of several packed sequences, to
-        decide on a mask; ours is none in either case (`razor_dist.attention`).
+        decide on a mask; ours is none in either case (`razor_dist.models.bridge`).
         """
         if func in _READS and args[0].is_meta:
             return 0

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from razor_dist.cache.local import compensation_entries
 from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.streaming import compensation_entries
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.traffic import Traffic
-from razor_dist.policy import LocalPolicy
 
 _CHUNK = 1 << 20
 
@@ -29,21 +29,21 @@ class Operations:
     ----------
     linear : int
         Projections and MLPs, and the output head once.
-    retrieval, local : int
-        Attention of the retrieval and of the local heads.
+    retrieval, streaming : int
+        Attention of the retrieval and of the streaming heads.
     full : int
         Attention if every head were a retrieval head.
     """
 
     linear: int
     retrieval: int
-    local: int
+    streaming: int
     full: int
 
     @property
     def attention(self) -> int:
         """Attention of all heads."""
-        return self.retrieval + self.local
+        return self.retrieval + self.streaming
 
     @property
     def total(self) -> int:
@@ -91,8 +91,8 @@ class Estimate:
         return max(self.expected, key=lambda term: self.expected[term])
 
 
-def visible(policy: LocalPolicy, prompt: int) -> int:
-    """Keys that a local head's queries of a prompt see, all queries together (policy.py)."""
+def visible(policy: StreamingPolicy, prompt: int) -> int:
+    """Keys that a streaming head's queries of a prompt see, all queries together (policy.py)."""
     seen = 0
     for begin in range(0, prompt, _CHUNK):
         end = min(begin + _CHUNK, prompt)
@@ -108,11 +108,11 @@ def operations(d: Deployment, prompt: int) -> Operations:
     shape = d.shape
     per_key = 4 * shape.head_dim * shape.group
     causal = prompt * (prompt + 1) // 2
-    seen = {heads: causal if d.exact else visible(heads.policy, prompt) for heads in d.local}
+    seen = {heads: causal if d.exact else visible(heads.policy, prompt) for heads in d.streaming}
     return Operations(
         linear=2 * (d.weights.matmul * prompt + d.weights.head),
         retrieval=per_key * sum(d.retrieval_per_layer) * causal,
-        local=per_key * sum(heads.rows * keys for heads, keys in seen.items()),
+        streaming=per_key * sum(heads.rows * keys for heads, keys in seen.items()),
         full=per_key * shape.kv_heads * shape.layers * causal,
     )
 
@@ -124,13 +124,13 @@ def _precision(d: Deployment) -> str:
 def prefill_time(d: Deployment, device: Device, prompt: int, traffic: Traffic) -> Estimate:
     """Of a whole prompt: work and bytes are even over the ranks (zigzag); links are the busiest's.
 
-    Memory is the weights, read once in every wave; keys and values are read by attention kernels
+    Memory is the weights, read once in every chunk; keys and values are read by attention kernels
     that compute far longer on them.
     """
     size, efficiency = d.world_size, device.efficiency
     peak = device.flops(_precision(d), size) * size
     work = operations(d, prompt)
-    reads = len(d.waves(prompt)) * d.weights.nbytes / device.bandwidth(size)
+    reads = len(d.chunks(prompt)) * d.weights.nbytes / device.bandwidth(size)
     sends = Traffic.most(traffic.prefill) / device.link
     linear, attention = work.linear / peak, work.attention / peak
     floor = {"compute": linear + attention, "memory": reads, "links": sends}
@@ -145,11 +145,12 @@ def prefill_time(d: Deployment, device: Device, prompt: int, traffic: Traffic) -
 def decode_reads(d: Deployment, context: int) -> int:
     """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens.
 
-    Weights (`Weights.step_bytes`); the shard of the retrieval heads; the slots of the local heads.
+    Weights (`Weights.step_bytes`); the shard of the retrieval heads; the slots of the streaming
+    heads.
     """
-    shard = max(shard_sizes(0, context, context, d.wave_tokens, d.world_size))
+    shard = max(shard_sizes(0, context, context, d.chunked_prefill_size, d.world_size))
     kept = sum(d.retrieval_per_layer) * shard
-    for heads in d.local:
+    for heads in d.streaming:
         policy = heads.policy
         entries = compensation_entries(policy, d.dtype)
         kept += heads.rows * (entries + policy.sinks + min(context, policy.capacity(context)))
@@ -163,9 +164,9 @@ def decode_time(d: Deployment, device: Device, context: int, traffic: Traffic) -
     """
     size, efficiency, shape = d.world_size, device.efficiency, d.shape
     per_key = 4 * shape.head_dim * shape.group
-    shard = max(shard_sizes(0, context, context, d.wave_tokens, size))
+    shard = max(shard_sizes(0, context, context, d.chunked_prefill_size, size))
     keys = sum(d.retrieval_per_layer) * shard
-    keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.local)
+    keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
     work = 2 * (d.weights.matmul + d.weights.head) + per_key * keys
     compute = work / device.flops(_precision(d), size)
     reads = decode_reads(d, context) / device.bandwidth(size)

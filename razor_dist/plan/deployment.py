@@ -11,20 +11,20 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.capacity import cache_config, wave_length
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.capacity import cache_config, chunk_length
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.weights import head_map_of
-from razor_dist.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Windows, spread
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
-from razor_dist.parallel.zigzag import Wave, waves
-from razor_dist.policy import LocalPolicy
+from razor_dist.parallel.zigzag import Chunk, chunks
 
 # The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
 ASSUMED_FRACTION = 0.3
@@ -33,17 +33,17 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class LocalHeads:
-    """Local heads that share a policy.
+class StreamingHeads:
+    """Streaming heads that share a policy.
 
     Attributes
     ----------
-    policy : LocalPolicy
+    policy : StreamingPolicy
     per_layer : tuple of int
         How many KV heads of each layer.
     """
 
-    policy: LocalPolicy
+    policy: StreamingPolicy
     per_layer: tuple[int, ...]
 
     @property
@@ -67,7 +67,7 @@ class Decision:
     selected_fraction : float or None
         Fraction of query heads that were chosen for their own scores, of a head map that says.
     windows : tuple of tuple of (int or None), optional
-        For every layer and KV head, a local head's own window.
+        For every layer and KV head, a streaming head's own window.
     """
 
     retrieval: Sequence[Sequence[bool]]
@@ -241,17 +241,17 @@ class Deployment:
         return torch_kv_dtype(self.config, self.dtype)
 
     @property
-    def wave_tokens(self) -> int:
+    def chunked_prefill_size(self) -> int:
         """Tokens of a prompt that all ranks prefill together."""
         length = self.config.max_model_len or self.shape.max_positions
         device = torch.device(self.kind)
-        return wave_length(
+        return chunk_length(
             self.config, self.shape, self.layout.windows, length, self.world_size, device
         )
 
-    def waves(self, prompt: int) -> list[Wave]:
-        """The waves of a prompt of so many tokens."""
-        return waves(0, prompt, self.wave_tokens, self.world_size)
+    def chunks(self, prompt: int) -> list[Chunk]:
+        """The chunks of a prompt of so many tokens."""
+        return chunks(0, prompt, self.chunked_prefill_size, self.world_size)
 
     def cache(self, max_model_len: int, *, bounded: bool = True) -> CacheConfig:
         """The caches that the engine would make for sequences of up to so many tokens.
@@ -260,12 +260,17 @@ class Deployment:
         """
         config = self.config if bounded else self.config.model_copy(update={"kv_tokens": None})
         return cache_config(
-            config, self.shape, max_model_len, self.wave_tokens, self.world_size, self.kv_dtype
+            config,
+            self.shape,
+            max_model_len,
+            self.chunked_prefill_size,
+            self.world_size,
+            self.kv_dtype,
         )
 
     @property
     def exact(self) -> bool:
-        """Whether local heads attend in full at prefill."""
+        """Whether streaming heads attend in full at prefill."""
         return self.config.prefill == "exact"
 
     @property
@@ -279,15 +284,15 @@ class Deployment:
         return HeadLayout.from_decision(self.decision.retrieval, META, self.decision.windows)
 
     @cached_property
-    def local(self) -> tuple[LocalHeads, ...]:
-        """The local heads, by window, in the order of `HeadLayout.windows`."""
+    def streaming(self) -> tuple[StreamingHeads, ...]:
+        """The streaming heads, by window, in the order of `HeadLayout.windows`."""
         policy, found = self.config.policy, []
         for index, window in enumerate(self.layout.windows):
             per_layer = tuple(
                 sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
                 for heads in self.layout.layers
             )
-            found.append(LocalHeads(policy.with_window(window), per_layer))
+            found.append(StreamingHeads(policy.with_window(window), per_layer))
         return tuple(found)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A wave's memory: the engine's own prefill, run on tensors without numbers.
+"""A chunk's memory: the engine's own prefill, run on tensors without numbers.
 
 Formulas for what prefill allocates would repeat the model's and the engine's code line by line, and
 drift from it. So the planner runs that code itself, on torch's meta device: a model of the real
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.attention.prefill import Caches
+from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.engine.runner import CacheConfig, ModelRunner
-from razor_dist.errors import ConfigError, EngineError
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import Run, StreamingPolicy
 from razor_dist.models.loader import model_from_config
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
 from razor_dist.parallel.halo import Piece
 from razor_dist.parallel.ring import ring_attention
-from razor_dist.parallel.zigzag import Interval, Wave, holdings
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.deployment import META, Decision, Deployment
 from razor_dist.plan.traffic import keys_travel_until
-from razor_dist.policy import LocalPolicy, Run
-from razor_dist.prefill import Caches
 
 _MOST_RUNS = 16
 
@@ -67,15 +67,15 @@ class SilentCommunicator(Communicator):
         return Pending([tensor])
 
 
-class _FewRuns(LocalPolicy):
-    """A policy whose adjacent runs are joined, so that a long wave is few operations.
+class _FewRuns(StreamingPolicy):
+    """A policy whose adjacent runs are joined, so that a long chunk is few operations.
 
     Their results are as large as before; what is made for one run and freed is larger, by a few
-    hundredths of the local heads' results.
+    hundredths of the streaming heads' results.
     """
 
     def runs(self, begin: int, end: int) -> list[Run]:
-        """See `LocalPolicy`."""
+        """See `StreamingPolicy`."""
         runs = super().runs(begin, end)
         step = -(-len(runs) // _MOST_RUNS) or 1
         groups = [runs[i : i + step] for i in range(0, len(runs), step)]
@@ -83,7 +83,7 @@ class _FewRuns(LocalPolicy):
 
 
 class DryRun:
-    """Waves of one deployment, on the meta device.
+    """Chunks of one deployment, on the meta device.
 
     Parameters
     ----------
@@ -114,7 +114,11 @@ class DryRun:
             try:
                 runner.execute(
                     StepPlan(
-                        Op.OPEN, 0, end=context, total=context, wave_tokens=self._d.wave_tokens
+                        Op.OPEN,
+                        0,
+                        end=context,
+                        total=context,
+                        chunked_prefill_size=self._d.chunked_prefill_size,
                     )
                 )
             except EngineError:
@@ -123,9 +127,9 @@ class DryRun:
                 ) from None
             used |= Counter(
                 sequence_retrieval_kv=runner.caches.pages.used_bytes,
-                sequence_local_cache=sum(cache.used_bytes for cache in runner.caches.local),
+                sequence_streaming_cache=sum(cache.used_bytes for cache in runner.caches.streaming),
             )
-        names = ("sequence_retrieval_kv", "sequence_local_cache")
+        names = ("sequence_retrieval_kv", "sequence_streaming_cache")
         return _reserved(runner.caches) | {name: used[name] for name in names}
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
@@ -134,46 +138,51 @@ class DryRun:
         return self._runner(cache, rank, Allocations(), self._d.layout)
 
     def activations(self, prompt: int) -> Counter[str]:
-        """Bytes by label at the highest peak of any wave, on the rank where it is.
+        """Bytes by label at the highest peak of any chunk, on the rank where it is.
 
-        What outlives a wave (the window between waves, the caches) is not part of it. The waves
+        What outlives a chunk (the window between chunks, the caches) is not part of it. The chunks
         looked at are the last one, the last full one and the last in which earlier keys travel, on
         the last rank, which attends to every block in full; the last also on rank 0, which computes
         the logits.
         """
-        waves = self._d.waves(prompt)
-        last, far = len(waves) - 1, self._d.world_size - 1
-        places = {(last, 0), (last, far), (keys_travel_until(self._d, waves), far)}
-        if waves[last].end - waves[last].begin < self._d.wave_tokens:
+        chunks = self._d.chunks(prompt)
+        last, far = len(chunks) - 1, self._d.world_size - 1
+        places = {(last, 0), (last, far), (keys_travel_until(self._d, chunks), far)}
+        if chunks[last].end - chunks[last].begin < self._d.chunked_prefill_size:
             places.add((max(0, last - 1), far))
-        found = [self.wave(waves, *place) for place in sorted(places)]
+        found = [self.chunk(chunks, *place) for place in sorted(places)]
         return max(found, key=lambda sizes: sum(sizes.values()))
 
-    def wave(self, waves: Seq[Wave], index: int, rank: int) -> Counter[str]:
-        """Bytes by label at the peak of one wave on one rank."""
+    def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
+        """Bytes by label at the peak of one chunk on one rank."""
         allocations = Allocations()
-        wave, prompt = waves[index], waves[-1].end
+        chunk, prompt = chunks[index], chunks[-1].end
         cache = self._d.cache(prompt, bounded=False)
         runner = self._runner(cache, rank, allocations, self._layout)
         runner.execute(
             StepPlan(
-                Op.OPEN, 0, end=prompt, total=prompt, wave_tokens=self._d.wave_tokens, reach=prompt
+                Op.OPEN,
+                0,
+                end=prompt,
+                total=prompt,
+                chunked_prefill_size=self._d.chunked_prefill_size,
+                reach=prompt,
             )
         )
-        self._skip(runner, waves[:index])
+        self._skip(runner, chunks[:index])
         plan = StepPlan(
             Op.PREFILL,
             0,
-            begin=wave.begin,
-            end=wave.end,
-            last=wave.end == prompt,
-            payload=(0,) * (wave.end - wave.begin),
+            begin=chunk.begin,
+            end=chunk.end,
+            last=chunk.end == prompt,
+            payload=(0,) * (chunk.end - chunk.begin),
         )
         with allocations:
             runner.execute(plan)
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
-        return Counter(ring=sizes["ring"], halo=halo, wave=sizes["model"])
+        return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
 
     def _runner(
         self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
@@ -191,21 +200,21 @@ class DryRun:
             ring,
         )
 
-    def _skip(self, runner: ModelRunner, done: Seq[Wave]) -> None:
-        """Leave a sequence as if the waves ``done`` had been prefilled."""
+    def _skip(self, runner: ModelRunner, done: Seq[Chunk]) -> None:
+        """Leave a sequence as if the chunks ``done`` had been prefilled."""
         sequence, rank = runner.sequences[0], runner.comm.rank
         if not done:
             return
         sequence.done, sequence.length = list(done), done[-1].end
         for r in range(runner.comm.size):
-            sequence.shard_tokens[r] = sum(wave.tokens(r) for wave in done)
+            sequence.shard_tokens[r] = sum(chunk.tokens(r) for chunk in done)
         sequence.table.tokens = sequence.shard_tokens[rank]
         if sequence.scratch is not None:
             sequence.scratch.tokens = sequence.shard_tokens[rank]
             return
         sequence.window = []
         for index, (cache, slot) in enumerate(
-            zip(runner.caches.local, sequence.local, strict=True)
+            zip(runner.caches.streaming, sequence.streaming, strict=True)
         ):
             slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
             kept = Interval(slot.start, sequence.length)
@@ -228,13 +237,13 @@ class DryRun:
 def _reserved(caches: Caches) -> dict[str, int]:
     return {
         "retrieval_kv": caches.pages.reserved_bytes,
-        "local_cache": sum(cache.reserved_bytes for cache in caches.local),
+        "streaming_cache": sum(cache.reserved_bytes for cache in caches.streaming),
         "scratch": 0 if caches.scratch is None else caches.scratch.reserved_bytes,
     }
 
 
 def _kinds_of_layers(decision: Decision) -> Decision:
-    """Of a few layers: most local heads, most retrieval heads, most even.
+    """Of a few layers: most streaming heads, most retrieval heads, most even.
 
     One of them comes first once more, since a model's first layer has less in memory than the
     others: its input is the embedding itself.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.dry_run import DryRun
-from razor_dist.plan.traffic import window_tokens_between_waves
+from razor_dist.plan.traffic import window_tokens_between_chunks
 
 # Contexts beyond this are not asked about.
 LONGEST = 2**28
@@ -23,43 +23,43 @@ class Memory:
     ----------
     weights : int
         Parameters and buffers.
-    retrieval_kv, local_cache, scratch : int
-        Reserved at start: the page pool, the slots of local heads, exact prefill's pool.
-    window_between_waves : int
-        The local heads' window while a prompt is being prefilled; taken when it is needed.
+    retrieval_kv, streaming_cache, scratch : int
+        Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
+    window_between_chunks : int
+        The streaming heads' window while a prompt is being prefilled; taken when it is needed.
     activations : dict of str to int
-        At a wave's peak: ``ring`` (blocks in flight, partial results), ``halo`` (with sinks and
-        sums), ``wave`` (hidden states, projections, local attention, MLP).
+        At a chunk's peak: ``ring`` (blocks in flight, partial results), ``halo`` (with sinks and
+        sums), ``chunk`` (hidden states, projections, streaming attention, MLP).
     logits : int
         Of a decode step of ``max_num_seqs`` sequences, in the model's dtype and in float32.
-    sequence_retrieval_kv, sequence_local_cache : int
+    sequence_retrieval_kv, sequence_streaming_cache : int
         What one sequence of the planned length takes of the first two.
     """
 
     weights: int
     retrieval_kv: int
-    local_cache: int
+    streaming_cache: int
     scratch: int
-    window_between_waves: int
+    window_between_chunks: int
     activations: dict[str, int]
     logits: int
     sequence_retrieval_kv: int
-    sequence_local_cache: int
+    sequence_streaming_cache: int
 
     @property
     def reserved(self) -> int:
         """All that is allocated at start for keys and values."""
-        return self.retrieval_kv + self.local_cache + self.scratch
+        return self.retrieval_kv + self.streaming_cache + self.scratch
 
     @property
     def working(self) -> int:
-        """The larger of a wave's activations and a decode step's logits."""
+        """The larger of a chunk's activations and a decode step's logits."""
         return max(sum(self.activations.values()), self.logits)
 
     @property
     def total(self) -> int:
         """Everything."""
-        return self.weights + self.reserved + self.window_between_waves + self.working
+        return self.weights + self.reserved + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
@@ -92,7 +92,7 @@ class MemoryPlanner:
         caches = self._dry_run.caches(max_model_len, context)
         return Memory(
             weights=self.weights,
-            window_between_waves=self._window(context),
+            window_between_chunks=self._window(context),
             activations=dict(self._peak(context)),
             logits=self._logits,
             **caches,
@@ -100,8 +100,8 @@ class MemoryPlanner:
 
     def _window(self, context: int) -> int:
         return self._d.kv_bytes * sum(
-            heads.rows * window_tokens_between_waves(self._d, heads.policy, context)
-            for heads in self._d.local
+            heads.rows * window_tokens_between_chunks(self._d, heads.policy, context)
+            for heads in self._d.streaming
         )
 
     @property

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from razor_dist.advice import about_heads, about_window
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import tokens
+from razor_dist.engine.advice import about_heads, about_window
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.compute import Estimate, Operations, decode_time, operations, prefill_time
 from razor_dist.plan.deployment import Deployment, Weights
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
 from razor_dist.plan.traffic import Traffic, full_attention, traffic
-from razor_dist.sizes import tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     ----------
     model, device : str
         As they were named.
-    world_size, context, max_model_len, wave_tokens, waves : int
+    world_size, context, max_model_len, chunked_prefill_size, chunks : int
         ``context`` is the prompt's length, and what decoding then sees.
     dtype, kv_dtype, prefill : str
     heads : str
@@ -77,8 +77,8 @@ class Plan:
     world_size: int
     context: int
     max_model_len: int
-    wave_tokens: int
-    waves: int
+    chunked_prefill_size: int
+    chunks: int
     dtype: str
     kv_dtype: str
     prefill: str
@@ -146,7 +146,7 @@ def plan(
     max_model_len = config.max_model_len or context
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
-    # As the engine will be told: the default wave's length follows from it.
+    # As the engine will be told: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
     d = dataclasses.replace(d, config=config)
     planner = MemoryPlanner(d, device)
@@ -166,8 +166,8 @@ def plan(
         world_size=d.world_size,
         context=context,
         max_model_len=max_model_len,
-        wave_tokens=d.wave_tokens,
-        waves=len(d.waves(context)),
+        chunked_prefill_size=d.chunked_prefill_size,
+        chunks=len(d.chunks(context)),
         dtype=dtype_name(d.dtype),
         kv_dtype=dtype_name(d.kv_dtype),
         prefill=config.prefill,
@@ -204,11 +204,11 @@ def warnings(d: Deployment, plan: Plan) -> list[str]:
         longest = tokens(plan.longest) if plan.longest else "no context at all"
         said.append(
             f"it does not fit: {over:.1f} GB too much per rank; {longest} fits with max_num_seqs "
-            f"{d.config.max_num_seqs}: lower max_num_seqs or wave_tokens, use more ranks, or "
+            f"{d.config.max_num_seqs}: lower max_num_seqs or chunked_prefill_size, add ranks, or "
             "kv_dtype: bf16"
         )
-    held = plan.memory.sequence_retrieval_kv + plan.memory.sequence_local_cache
-    if d.local and held >= plan.full_kv_per_rank:
+    held = plan.memory.sequence_retrieval_kv + plan.memory.sequence_streaming_cache
+    if d.streaming and held >= plan.full_kv_per_rank:
         said.append(
             f"keys and values take {held / 1e9:.2f} GB per rank and sequence, where full attention "
             f"over {d.world_size} ranks would take {plan.full_kv_per_rank / 1e9:.2f}: nothing is "
@@ -224,16 +224,16 @@ def warnings(d: Deployment, plan: Plan) -> list[str]:
 
 def _about_windows(d: Deployment, plan: Plan) -> list[str]:
     said, size = [], d.world_size
-    for heads in d.local:
+    for heads in d.streaming:
         window = heads.policy.window(plan.context - 1)
         said += about_window(heads.policy, plan.context, size)
-        wave = min(plan.wave_tokens, plan.context)
-        if size > 1 and not d.exact and wave <= 2 * size * window and plan.waves > 1:
+        chunk = min(plan.chunked_prefill_size, plan.context)
+        if size > 1 and not d.exact and chunk <= 2 * size * window and plan.chunks > 1:
             moved = plan.links.prefill["halo"] / (heads.rows * d.kv_bytes * plan.context)
             said.append(
-                f"a wave of {tokens(wave)} tokens is no longer than 2P windows "
-                f"({tokens(2 * size * window)}): the halo moves {moved:.1f} times all local keys "
-                "and values; raise wave_tokens or lower window_max"
+                f"a chunk of {tokens(chunk)} tokens is no longer than 2P windows "
+                f"({tokens(2 * size * window)}): the halo moves {moved:.1f} x all streaming keys "
+                "and values; raise chunked_prefill_size or lower window_max"
             )
     return said
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from razor_dist.config.sizes import tokens
 from razor_dist.plan.compute import Estimate
 from razor_dist.plan.planner import Plan, longest_text
-from razor_dist.sizes import tokens
 
 
 def tables(plan: Plan) -> RenderableType:
@@ -29,7 +29,8 @@ def _gb(nbytes: float) -> str:
 
 
 def _setting(plan: Plan) -> str:
-    prompt = f"{tokens(plan.context)} tokens in {plan.waves} waves of {tokens(plan.wave_tokens)}"
+    size = tokens(plan.chunked_prefill_size)
+    prompt = f"{tokens(plan.context)} tokens in {plan.chunks} chunks of {size}"
     return (
         f"{plan.model} on {plan.world_size} x {plan.device}, {plan.dtype}, keys and values in "
         f"{plan.kv_dtype}\n"
@@ -45,14 +46,18 @@ def _memory(plan: Plan) -> Table:
     table.add_row(
         "retrieval KV (page pool)", _gb(memory.retrieval_kv), _gb(memory.sequence_retrieval_kv)
     )
-    table.add_row("local caches (slots)", _gb(memory.local_cache), _gb(memory.sequence_local_cache))
+    table.add_row(
+        "streaming caches (slots)",
+        _gb(memory.streaming_cache),
+        _gb(memory.sequence_streaming_cache),
+    )
     if memory.scratch:
         table.add_row("exact prefill's pool", _gb(memory.scratch), "")
-    table.add_row("window between waves", _gb(memory.window_between_waves), "")
+    table.add_row("window between chunks", _gb(memory.window_between_chunks), "")
     what = {
         "ring": "ring blocks and results",
         "halo": "halo, sinks, sums",
-        "wave": "wave activations",
+        "chunk": "chunk activations",
     }
     for name, nbytes in memory.activations.items():
         table.add_row(f"prefill: {what[name]}", _gb(nbytes), "")
@@ -72,7 +77,7 @@ def _work(plan: Plan) -> Table:
     for name, count in (
         ("projections, MLPs", work.linear),
         ("attention, retrieval heads", work.retrieval),
-        ("attention, local heads", work.local),
+        ("attention, streaming heads", work.streaming),
     ):
         table.add_row(name, f"{count / 1e15:,.3f}")
     table.add_section()

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.assembler import Assembler, Piece
-from razor_dist.engine.client import EngineClient, RequestStream
-from razor_dist.engine.prompts import Checked
+from razor_dist.frontend.assembler import Assembler, Piece
+from razor_dist.frontend.client import EngineClient, RequestStream
+from razor_dist.frontend.prompts import Checked
 
 
 class Progress(NamedTuple):

@@ -11,12 +11,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
 from razor_dist.server.answers import Answers, Event
 from razor_dist.server.body import read_body
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format
-from razor_dist.server.intake import Endpoint
+from razor_dist.server.request_parsing import Endpoint
 from razor_dist.server.service import Service
 from razor_dist.server.sse import EventStream, stream
 
@@ -85,10 +85,10 @@ async def _answer(
     service: Service, endpoint: Endpoint, raw: bytearray, heartbeat: float
 ) -> Response:
     """Answer a completion request, streaming or not; its end frees what it holds."""
-    intake = await service.take_in(endpoint, raw)
+    parsed = await service.parse_request(endpoint, raw)
     del raw  # megabytes, for as long as the answer takes
-    answers, form = service.submit(endpoint, intake)
-    if not intake.stream:
+    answers, form = service.submit(endpoint, parsed)
+    if not parsed.stream:
         return await _whole(answers, form)
     events = answers.events(heartbeat)
     first = asyncio.ensure_future(anext(events, None))
@@ -100,7 +100,7 @@ async def _answer(
         first.cancel()
         answers.close()
         raise
-    lines = stream(_resumed(first, events), form, include_usage=intake.include_usage)
+    lines = stream(_resumed(first, events), form, include_usage=parsed.include_usage)
     return EventStream(lines, close=answers.close)
 
 

@@ -7,7 +7,7 @@ import re
 
 from fastapi import Request
 
-from razor_dist.errors import RequestError
+from razor_dist.config.errors import RequestError
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

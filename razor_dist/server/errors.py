@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
-from razor_dist.engine.client import EngineBusyError, Status
-from razor_dist.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.frontend.client import EngineBusyError, Status
 
 _STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413}
 _TYPE_OF_STATUS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}

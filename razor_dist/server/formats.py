@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.assembler import Piece
+from razor_dist.frontend.assembler import Piece
 from razor_dist.server.answers import Answer, AnswerList, Progress
 from razor_dist.server.logprobs import chat_logprobs, legacy_logprobs
 

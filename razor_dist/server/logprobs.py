@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.assembler import Piece
-from razor_dist.engine.detokenizer import REPLACEMENT
-from razor_dist.outputs import Logprob
+from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.detokenizer import REPLACEMENT
+from razor_dist.frontend.outputs import Logprob
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 

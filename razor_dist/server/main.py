@@ -1,4 +1,4 @@
-"""Runs the front: HTTP on one side, the engine on the other, until a signal or its end."""
+"""Runs the frontend: HTTP on one side, the engine on the other, until a signal or its end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 
 import uvicorn
 
-from razor_dist.config import ServerConfig
-from razor_dist.engine.client import EngineClient
-from razor_dist.engine.local import LocalEngine
-from razor_dist.engine.prompts import PromptEncoder, load_tokenizer
-from razor_dist.engine.ranks import WORKER
-from razor_dist.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
+from razor_dist.frontend.ranks import WORKER
 from razor_dist.models.registry import resolve_model
 from razor_dist.server.app import build_app
-from razor_dist.server.intake_process import IntakeProcess
 from razor_dist.server.logs import set_up_logging
+from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.processes import in_daemon_thread, process_end
 from razor_dist.server.service import Reader, Service
 
@@ -62,9 +62,9 @@ def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
 
     async def main(listener: socket.socket) -> int:
         engine = LocalEngine(config, max_queue=config.max_queue, worker=worker)
-        front = Front(config, engine.client, listener, start=engine.start, agent=agent)
+        frontend = Frontend(config, engine.client, listener, start=engine.start, agent=agent)
         try:
-            return await front.run()
+            return await frontend.run()
         finally:
             await engine.close()
 
@@ -72,7 +72,7 @@ def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
         return asyncio.run(main(listener))
 
 
-class Front:
+class Frontend:
     """The HTTP server and what it waits for.
 
     Parameters
@@ -86,7 +86,7 @@ class Front:
     start : callable
         Starts the engine; awaited once the model is known to exist.
     agent : int, optional
-        A process whose end is the front's end.
+        A process whose end is the frontend's end.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class Front:
         # thousands of objects, for a quarter of a second in which nobody is answered.
         gc.collect()
         gc.freeze()
-        process = IntakeProcess(folder, trust_remote_code=trust)
+        process = ParsingProcess(folder, trust_remote_code=trust)
         self._service.reader = Reader(PromptEncoder(tokenizer), process)
         await self._client.ready()
 
     async def _tell_failure(self) -> None:
-        """Log it when the engine fails for good; the front stays, and /health tells why."""
+        """Log it when the engine fails for good; the frontend stays, and /health tells why."""
         while self._client.status.state != "failed":
             await self._client.wait_change()
         log.error("the engine failed: %s", self._client.status.reason)

@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from razor_dist.config_errors import nearest
-from razor_dist.errors import RequestError
-from razor_dist.sampling_params import MAX_LOGPROBS, SamplingParams
+from razor_dist.config.errors import RequestError
+from razor_dist.config.validation import nearest
+from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _INT64 = 2**63
 Body = TypeVar("Body", bound="GenerateBody")

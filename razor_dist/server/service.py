@@ -6,14 +6,20 @@ import asyncio
 import time
 from typing import Any, NamedTuple
 
-from razor_dist.config import ServerConfig
-from razor_dist.engine.client import EngineClient, EngineInfo, Status
-from razor_dist.engine.prompts import PromptEncoder
+from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.client import EngineClient, EngineInfo, Status
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.answers import Answers
 from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
-from razor_dist.server.intake import Endpoint, Intake, Limits, check_model, take_in
-from razor_dist.server.intake_process import IntakeProcess
+from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.request_parsing import (
+    Endpoint,
+    Limits,
+    ParsedRequest,
+    check_model,
+    parse_request,
+)
 
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
@@ -25,7 +31,7 @@ class Reader(NamedTuple):
     """What makes tokens of requests: in this process, and for long ones in another."""
 
     encoder: PromptEncoder
-    process: IntakeProcess
+    process: ParsingProcess
 
 
 class Service:
@@ -67,8 +73,8 @@ class Service:
         """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
         check_model(name, self.config.name)
 
-    async def take_in(self, endpoint: Endpoint, raw: bytes | bytearray) -> Intake:
-        """Read a request's body; see `razor_dist.server.intake.take_in`.
+    async def parse_request(self, endpoint: Endpoint, raw: bytes | bytearray) -> ParsedRequest:
+        """Read a request's body; see `razor_dist.server.request_parsing.parse_request`.
 
         The request counts for ``max_queue`` from here on.
 
@@ -85,10 +91,10 @@ class Service:
         )
         with self.client.reading():
             if len(raw) >= _LONG:
-                return await reader.process.take_in(endpoint, raw, limits)
-            return await asyncio.to_thread(take_in, endpoint, raw, reader.encoder, limits)
+                return await reader.process.parse_request(endpoint, raw, limits)
+            return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
 
-    def submit(self, endpoint: Endpoint, intake: Intake) -> tuple[Answers, Format]:
+    def submit(self, endpoint: Endpoint, parsed: ParsedRequest) -> tuple[Answers, Format]:
         """Hand a request's prompts to the engine, each as a request of its own.
 
         Raises
@@ -101,7 +107,7 @@ class Service:
         _, reader = self.require_ready()  # again: it may have died since the request was read
         tokenizer = reader.encoder.tokenizer
         answers = Answers(
-            self.client, tokenizer, intake.prompts, report_progress=intake.return_progress
+            self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
         )
         form = ChatFormat if endpoint == "chat" else CompletionFormat
         return answers, form(self.config.name, answers, tokenizer)
@@ -112,7 +118,7 @@ class Service:
         Raises
         ------
         EngineBusyError
-            If a wave keeps rank 0 from answering for longer than a client may want to wait.
+            If a chunk keeps rank 0 from answering for longer than a client may want to wait.
         """
         info, _ = self.require_ready()
         answer = await self.client.stats(_STATS_PATIENCE)

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from razor_dist.engine.assembler import Piece
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
+from razor_dist.frontend.assembler import Piece
 from razor_dist.server.answers import Event
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format

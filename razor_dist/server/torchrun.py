@@ -1,8 +1,9 @@
 """Serving when torchrun starts the ranks.
 
-Every process is a rank. Rank 0 also starts the front, as a process that outlives it: torchrun may
-restart the ranks (``--max-restarts``), and the new rank 0 finds the front where the old one left
-it. The front ends when torchrun's agent does.
+Every process is a rank. Rank 0 also starts the frontend, as a process that outlives it: torchrun
+may
+restart the ranks (``--max-restarts``), and the new rank 0 finds the frontend where the old one left
+it. The frontend ends when torchrun's agent does.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.config import EngineConfig, ServerConfig
-from razor_dist.config_sources import Setting
-from razor_dist.engine.ranks import FrontUnreachableError, without_torchrun
-from razor_dist.errors import ConfigError, RazorError
+from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.sources import Setting
+from razor_dist.frontend.ranks import FrontendUnreachableError, without_torchrun
 from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
-FRONT = "razor_dist.server.attached"
-# Seconds that the front may take to import its libraries and listen.
+FRONT = "razor_dist.server.torchrun_frontend"
+# Seconds that the frontend may take to import its libraries and listen.
 _PATIENCE = 60.0
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met:
 # torchrun ends every process of a node as soon as it sees that one has failed.
 HOLD_BACK = 5.0
 
 
-class FrontRefusedError(Exception):
-    """The front ended at once; it has told the user why."""
+class FrontendRefusedError(Exception):
+    """The frontend ended at once; it has told the user why."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"the front ended with code {code}")
+        super().__init__(f"the frontend ended with code {code}")
         self.code = code
 
 
@@ -52,7 +53,7 @@ class Torchrun(NamedTuple):
     def of(cls, env: Mapping[str, str]) -> Torchrun | None:
         """Read the environment; ``None`` unless torchrun started more than one process.
 
-        A single process under torchrun is a front that starts the ranks itself.
+        A single process under torchrun is a frontend that starts the ranks itself.
         """
         if "TORCHELASTIC_RUN_ID" not in env or int(env["WORLD_SIZE"]) == 1:
             return None
@@ -73,7 +74,7 @@ class Torchrun(NamedTuple):
 
 
 def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -> int:
-    """Be one of torchrun's ranks; rank 0 sees to the front first.
+    """Be one of torchrun's ranks; rank 0 sees to the frontend first.
 
     Parameters
     ----------
@@ -93,61 +94,63 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     ------
     RazorError
         On another rank than 0, where it has been told already. On rank 0, if it cannot reach the
-        front, which it is for the caller to tell.
+        frontend, which it is for the caller to tell.
     """
     set_up_logging(config.log_level)
     socket_path = None
     if torchrun.rank == 0:
         try:
-            socket_path = str(ensure_front(config, agent=os.getppid()))
-        except FrontRefusedError as refusal:
+            socket_path = str(ensure_frontend(config, agent=os.getppid()))
+        except FrontendRefusedError as refusal:
             return refusal.code
     try:
         run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
-    except FrontUnreachableError:
+    except FrontendUnreachableError:
         raise
     except RazorError:
         if torchrun.rank > 0:
             raise
-        return 2  # the front tells the user
+        return 2  # the frontend tells the user
     return 0
 
 
-def ensure_front(config: ServerConfig, agent: int) -> Path:
-    """The socket of the front of this agent's job; the front is started if there is none.
+def ensure_frontend(config: ServerConfig, agent: int) -> Path:
+    """The socket of the frontend of this agent's job; the frontend is started if there is none.
 
     Raises
     ------
-    FrontRefusedError
-        If the new front ends at once (the port is in use).
-    FrontUnreachableError
+    FrontendRefusedError
+        If the new frontend ends at once (the port is in use).
+    FrontendUnreachableError
         If it does not listen in time.
     """
-    front: subprocess.Popen[bytes] | None = None
+    frontend: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + _PATIENCE
     while True:
-        if front is None:
-            # In each round: the front of an earlier rank 0 may end, and then removes the folder.
+        if frontend is None:
+            # In each round: the frontend of an earlier rank 0 may end, and then removes the folder.
             folder = _private_folder(agent)
-            front = _start_front(config, agent, folder)
+            frontend = _start_frontend(config, agent, folder)
         if (folder / "engine").exists():
             return folder / "engine"
-        if front is not None and (code := front.poll()) is not None:
-            raise FrontRefusedError(code)
+        if frontend is not None and (code := frontend.poll()) is not None:
+            raise FrontendRefusedError(code)
         if time.monotonic() > deadline:
-            if front is not None:
-                front.kill()
-            raise FrontUnreachableError(f"the front did not listen within {_PATIENCE:g} s")
+            if frontend is not None:
+                frontend.kill()
+            raise FrontendUnreachableError(f"the frontend did not listen within {_PATIENCE:g} s")
         time.sleep(0.05)
 
 
-def _start_front(config: ServerConfig, agent: int, folder: Path) -> subprocess.Popen[bytes] | None:
-    """Start the front; ``None`` if there is one, which an earlier rank 0 has started.
+def _start_frontend(
+    config: ServerConfig, agent: int, folder: Path
+) -> subprocess.Popen[bytes] | None:
+    """Start the frontend; ``None`` if there is one, which an earlier rank 0 has started.
 
     That one may not listen yet: its rank 0 may have died at once.
     """
     socket_path = folder / "engine"
-    # The front holds this lock as long as it lives: it inherits the descriptor.
+    # The frontend holds this lock as long as it lives: it inherits the descriptor.
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +165,7 @@ def _start_front(config: ServerConfig, agent: int, folder: Path) -> subprocess.P
             env=without_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],
-            start_new_session=True,  # torchrun ends the rank's process group, not the front
+            start_new_session=True,  # torchrun ends the rank's process group, not the frontend
         )
 
 

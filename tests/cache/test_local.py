@@ -1,4 +1,4 @@
-"""The local cache's slots: what a query sees is what the policy says, and nothing else."""
+"""The streaming cache's slots: what a query sees is what the policy says, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.cache.local import LocalCache, LocalSlot, _shares
+from razor_dist.cache.streaming import StreamingCache, StreamingSlot, _shares
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import HIDDEN, attend
-from razor_dist.policy import LocalPolicy
 from tests.test_policy import policies
 
 ALL = slice(0, 1)
 
 
-def make_cache(policy: LocalPolicy, longest: int, slots: int = 2) -> LocalCache:
-    return LocalCache(1, slots, longest, policy, 2, dtype=torch.float32, device=torch.device("cpu"))
+def make_cache(policy: StreamingPolicy, longest: int, slots: int = 2) -> StreamingCache:
+    return StreamingCache(
+        1, slots, longest, policy, 2, dtype=torch.float32, device=torch.device("cpu")
+    )
 
 
-def visible(cache: LocalCache, slot: LocalSlot, position: int) -> torch.Tensor:
+def visible(cache: StreamingCache, slot: StreamingSlot, position: int) -> torch.Tensor:
     """The bias over the slot, of which a longer one shows the same and nothing more."""
     at, start = torch.tensor([position, cache.policy.start(position)])
     width, whole = cache.width(slot, position + 1), cache.width(slot, slot.capacity)
@@ -34,7 +36,9 @@ def visible(cache: LocalCache, slot: LocalSlot, position: int) -> torch.Tensor:
 
 @settings(max_examples=80, deadline=None)
 @given(policy=policies(), length=st.integers(1, 150))
-def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, length: int) -> None:
+def test_a_decoded_sequence_leaves_what_the_policy_keeps(
+    policy: StreamingPolicy, length: int
+) -> None:
     cache = make_cache(policy, length)
     slot = cache.allocate(length)
     for position in range(length):
@@ -68,7 +72,7 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(policy: LocalPolicy, le
     spare=st.integers(0, 50),
 )
 def test_a_fork_holds_the_same_in_a_ring_of_another_length(
-    policy: LocalPolicy, length: int, more: int, spare: int
+    policy: StreamingPolicy, length: int, more: int, spare: int
 ) -> None:
     cache = make_cache(policy, length + more + spare)
     slot = cache.allocate(length + spare)
@@ -87,7 +91,7 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
 
 
 def test_a_fork_is_independent_and_a_reused_slot_is_clean() -> None:
-    cache = make_cache(LocalPolicy(window_min=4, window_ratio=None, sinks=1, block=1), 20)
+    cache = make_cache(StreamingPolicy(window_min=4, window_ratio=None, sinks=1, block=1), 20)
     slot = cache.allocate(20)
     cache.write(ALL, slot, cache.indices(slot, 0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     copy = cache.fork(slot, 1, 3)
@@ -119,10 +123,12 @@ def test_the_weight_of_dropped_tokens_in_shares_that_bfloat16_holds(count: int) 
 
 @settings(max_examples=25, deadline=None)
 @given(policy=policies(), length=st.integers(1, 80))
-def test_a_slot_for_queries_in_bfloat16_weighs_the_same(policy: LocalPolicy, length: int) -> None:
+def test_a_slot_for_queries_in_bfloat16_weighs_the_same(
+    policy: StreamingPolicy, length: int
+) -> None:
     """Decoded, forked and read: attention over it is that over a slot for float32."""
     kinds = [
-        LocalCache(
+        StreamingCache(
             1, 2, length, policy, 8, dtype=torch.float32, device=torch.device("cpu"), queries=dtype
         )
         for dtype in (torch.float32, torch.bfloat16)

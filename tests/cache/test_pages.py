@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import owner_of, shard_positions
-from razor_dist.errors import EngineError
-from razor_dist.parallel.zigzag import Wave, waves
+from razor_dist.config.errors import EngineError
+from razor_dist.parallel.zigzag import Chunk, chunks
 
 ROWS, SIZE, PAGES, DIM = 2, 4, 12, 3
 NOISE = (torch.full((ROWS, 1, DIM), math.nan),) * 2
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free_pages == PAGES - len(held)
         assert self.pool.used_bytes == len(held) * 2 * ROWS * SIZE * DIM * 4
         # What a step writes to the spare page is in nobody's way.
-        self.pool.put(slice(0, ROWS), torch.tensor([self.pool.spare]), *NOISE)
+        self.pool.put(slice(0, ROWS), torch.tensor([self.pool.dummy_slot]), *NOISE)
 
 
 TestPool = PoolMachine.TestCase
@@ -128,19 +128,25 @@ def test_pages_are_cleared_when_they_are_taken_if_that_is_asked_for() -> None:
 def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:
     plain = make_pool()
     assert plain.positions is None
-    placed = PagePool(
-        ROWS, PAGES, SIZE, DIM, dtype=torch.float32, device=torch.device("cpu"), placed=True
+    track_positions = PagePool(
+        ROWS,
+        PAGES,
+        SIZE,
+        DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        track_positions=True,
     )
-    assert placed.positions is not None
-    assert placed.reserved_bytes == plain.reserved_bytes + placed.positions.nbytes
-    assert placed.page_bytes == plain.page_bytes + 8 * SIZE
-    table = placed.allocate(6)
-    placed.place(placed.extents(table, 0, 6), torch.arange(10, 16))
+    assert track_positions.positions is not None
+    assert track_positions.reserved_bytes == plain.reserved_bytes + track_positions.positions.nbytes
+    assert track_positions.page_bytes == plain.page_bytes + 8 * SIZE
+    table = track_positions.allocate(6)
+    track_positions.place(track_positions.extents(table, 0, 6), torch.arange(10, 16))
     table.tokens = 6
-    copy = placed.fork(table, 8)
-    held = [placed.positions[a:b].tolist() for a, b in placed.extents(copy, 0, 6)]
+    copy = track_positions.fork(table, 8)
+    held = [track_positions.positions[a:b].tolist() for a, b in track_positions.extents(copy, 0, 6)]
     assert [p for extent in held for p in extent] == list(range(10, 16))
-    assert placed.used_bytes == 3 * placed.page_bytes
+    assert track_positions.used_bytes == 3 * track_positions.page_bytes
 
 
 @given(
@@ -151,17 +157,17 @@ def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:
 def test_a_shard_holds_the_positions_that_it_was_given(
     world: int, prompts: list[tuple[int, int]], cut: int
 ) -> None:
-    """Prompts in waves, each followed by decoded tokens; a continued one begins behind those."""
+    """Prompts in chunks, each followed by decoded tokens; a continued one begins behind those."""
     shards: list[list[int]] = [[] for _ in range(world)]
-    done: list[Wave] = []
+    done: list[Chunk] = []
     end = 0
     for tokens, decoded in prompts:
-        for wave in waves(end, end + tokens, cut, world):
-            assert all(p < wave.begin for shard in shards for p in shard)
+        for chunk in chunks(end, end + tokens, cut, world):
+            assert all(p < chunk.begin for shard in shards for p in shard)
             for rank in range(world):
-                for chunk in wave.owned(rank):
-                    shards[rank] += range(chunk.begin, chunk.end)
-            done.append(wave)
+                for part in chunk.owned(rank):
+                    shards[rank] += range(part.begin, part.end)
+            done.append(chunk)
         end += tokens
         for position in range(end, end + decoded):
             shards[owner_of(position, world)].append(position)

@@ -1,4 +1,4 @@
-"""What a local head drops is freed: the process's own memory, not our count of it."""
+"""What a streaming head drops is freed: the process's own memory, not our count of it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
 
 # Keys and values of 8 layers with 32 heads of 64 coordinates, in float32: 128 KiB a token, beside
-# which a model of hidden size 32 and waves of 256 tokens are nothing.
+# which a model of hidden size 32 and chunks of 256 tokens are nothing.
 LAYERS, HEADS, HEAD_DIM = 8, 32, 64
 TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4
-# The short prompt has two waves: what is kept between waves is there from the beginning.
-SHORT, LONG, WAVE = 512, 2560, 256
+# The short prompt has two chunks: what is kept between chunks is there from the beginning.
+SHORT, LONG, CHUNK = 512, 2560, 256
 
 
 class Growth(NamedTuple):
@@ -62,7 +62,7 @@ def measure(model: str, attention: str) -> Growth:
         attention=attention,  # type: ignore[arg-type]
         max_model_len=LONG + 8,
         max_num_seqs=1,
-        wave_tokens=WAVE,
+        chunked_prefill_size=CHUNK,
         window_min=64,
         window_ratio=None,
         block=64,

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config import EngineConfig
-from razor_dist.engine.client import EngineInfo
-from razor_dist.outputs import CompletionOutput, RequestOutput
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.client import EngineInfo
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from tests.tokenizer import smollm2_tokenizer
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents import read
 from razor_dist.documents.read import kind_of, read_document, require_readers
-from razor_dist.errors import ConfigError, DocumentError
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
 

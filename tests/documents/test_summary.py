@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
+from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.documents.style import Style
-from razor_dist.documents.summary import Summarizer
-from razor_dist.errors import ConfigError, DocumentError, RequestError
-from razor_dist.llm import LLM
+from razor_dist.jobs.summary import Summarizer
+from razor_dist.llm.llm import LLM
 from tests.documents.llm import Quoter
 from tests.tokenizer import smollm2_tokenizer
 

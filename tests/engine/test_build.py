@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, weights
-from razor_dist.engine.capacity import wave_length
-from razor_dist.errors import ConfigError, ModelError
+from razor_dist.engine.capacity import chunk_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
@@ -110,7 +110,7 @@ def test_an_engine_says_of_a_head_map_that_it_keeps_nearly_all(
     ("device", "world", "settings", "per_rank"),
     [
         ("cpu", 8, {"window_max": 8192}, 2048),
-        ("cuda", 8, {"wave_tokens": 80}, 10),
+        ("cuda", 8, {"chunked_prefill_size": 80}, 10),
         ("cuda", 1, {}, 8192),
         ("cuda", 8, {"window_ratio": None, "window_min": 512}, 8192),
         ("cuda", 8, {"window_max": 6000}, 24000),
@@ -119,26 +119,26 @@ def test_an_engine_says_of_a_head_map_that_it_keeps_nearly_all(
         ("cuda", 8, {"window_max": 8192, "prefill": "exact"}, 8192),
     ],
 )
-def test_waves_are_long_for_long_windows_on_cuda(
+def test_chunks_are_long_for_long_windows_on_cuda(
     device: str, world: int, settings: dict[str, Any], per_rank: int
 ) -> None:
     config, longest = EngineConfig(**settings), 2**20
     shape = ModelShape(40, 32, 2, 128, 151_552, longest)
-    got = wave_length(config, shape, (None,), longest, world, torch.device(device))
+    got = chunk_length(config, shape, (None,), longest, world, torch.device(device))
     assert got == world * per_rank
-    if device == "cuda" and not settings.get("wave_tokens"):
-        none_local = wave_length(config, shape, (), longest, world, torch.device(device))
-        own = wave_length(config, shape, (100, 5000), longest, world, torch.device(device))
-        assert none_local == 8192 * world
+    if device == "cuda" and not settings.get("chunked_prefill_size"):
+        none_streaming = chunk_length(config, shape, (), longest, world, torch.device(device))
+        own = chunk_length(config, shape, (100, 5000), longest, world, torch.device(device))
+        assert none_streaming == 8192 * world
         assert own == world * (20000 if world > 1 and config.prefill == "local" else 8192)
 
 
 @pytest.mark.parametrize(
     ("heads", "per_rank"), [(8, 32768), (32, 32768), (48, 21504), (64, 16384), (512, 8192)]
 )
-def test_the_longest_wave_of_a_wide_model_is_shorter(heads: int, per_rank: int) -> None:
+def test_the_longest_chunk_of_a_wide_model_is_shorter(heads: int, per_rank: int) -> None:
     """For activations grow with both."""
     shape = ModelShape(80, heads, 8, 128, 128_256, 2**20)
     config = EngineConfig(window_max=8192)
-    got = wave_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))
+    got = chunk_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))
     assert got == 8 * per_rank

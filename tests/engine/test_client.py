@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import heartbeat
-from razor_dist.engine.client import EngineClient, Status
 from razor_dist.engine.heartbeat import silence
-from razor_dist.engine.local import LocalEngine
-from razor_dist.engine.protocol import encode
-from razor_dist.errors import EngineError, RequestError
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.messages import encode
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.client import EngineClient, Status
+from razor_dist.frontend.managed_engine import LocalEngine
 from tests import fake_engine
 
 MANY = SamplingParams(max_tokens=100)
@@ -267,7 +267,7 @@ def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
         _, writer = await asyncio.open_unix_connection(client.socket_path)
         writer.write(ready)
         await client.ready()
-        released, lost = (client.generate(name, [1], MANY, keep=True) for name in "ab")
+        released, lost = (client.generate(name, [1], MANY, pin=True) for name in "ab")
         released.close()
         assert released.ended and released.closed
         with pytest.raises(RequestError, match="the prefix was released") as error:
@@ -308,7 +308,7 @@ def test_a_socket_path_that_is_too_long_is_told(tmp_path: Path) -> None:
 def test_the_guard_runs_a_module_as_python_m_would() -> None:
     import subprocess
 
-    command = [sys.executable, "-m", "razor_dist.engine.guard"]
+    command = [sys.executable, "-m", "razor_dist.frontend.guard"]
     shown = subprocess.run(
         [*command, str(os.getpid()), "json.tool", "--help"], capture_output=True, text=True
     )

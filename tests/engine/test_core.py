@@ -1,4 +1,4 @@
-"""The engine in process: many requests, kept prompts, exact admission, nothing left behind."""
+"""The engine in process: many requests, pinned prefixes, exact admission, nothing left behind."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, HeadMapError, RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.errors import ConfigError, HeadMapError, RequestError
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def make_core(path: Path, **settings: Any) -> EngineCore:
-    values = {"attention": "streaming", "window_min": 24, "block": 8, "wave_tokens": 40}
+    values = {"attention": "streaming", "window_min": 24, "block": 8, "chunked_prefill_size": 40}
     config = EngineConfig(model=str(path), max_model_len=400, page_size=8, **{**values, **settings})
     return build_engine(config, Communicator(None), torch.device("cpu")).core
 
@@ -84,7 +84,7 @@ def test_full_attention_generates_what_transformers_generates(
 def test_one_kept_prompt_answers_many_questions(prefill: str, tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"), prefill=prefill)
     document = prompt(150, 1)
-    core.add("doc", document, GREEDY, keep=True)
+    core.add("doc", document, GREEDY, pin=True)
     progress = run(core)["doc"]
     assert [m["processed"] for m in progress] == [0, 40, 80, 120, 150]
     assert {(m["cached"], m["total"]) for m in progress} == {(0, 150)}
@@ -111,7 +111,7 @@ def test_one_kept_prompt_answers_many_questions(prefill: str, tiny: Callable[[st
     core.abort("doc")  # while a question waits for it
     assert tokens(run(core)["last"]) == answers["q0"]
     assert core.runner.kv_bytes == 0
-    with pytest.raises(RequestError, match=r"no kept prompt 'doc'"):
+    with pytest.raises(RequestError, match=r"no pinned prefix 'doc'"):
         core.add("late", [5], GREEDY, prefix_id="doc")
 
 
@@ -131,17 +131,17 @@ def test_prefill_seconds_leave_out_the_wait(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny("llama"))
-    waves, execute = [0], core.runner.execute
+    chunks, execute = [0], core.runner.execute
 
     def count(plan: StepPlan) -> torch.Tensor | None:
-        waves[0] += plan.op is Op.PREFILL
+        chunks[0] += plan.op is Op.PREFILL
         return execute(plan)
 
-    clock = SimpleNamespace(monotonic=lambda: waves[0])  # a wave takes a second
+    clock = SimpleNamespace(monotonic=lambda: chunks[0])  # a chunk takes a second
     monkeypatch.setattr("razor_dist.engine.core.time", clock)
     monkeypatch.setattr(core.runner, "execute", count)
-    core.add("a", prompt(120), GREEDY, keep=True)
-    core.add("b", prompt(80), GREEDY, keep=True)  # admitted at once, and read after the other
+    core.add("a", prompt(120), GREEDY, pin=True)
+    core.add("b", prompt(80), GREEDY, pin=True)  # admitted at once, and read after the other
     messages = run(core)
     assert [m["seconds"] for m in messages["a"]] == [0, 1, 2, 3]
     assert [m["seconds"] for m in messages["b"]] == [0, 1, 2]

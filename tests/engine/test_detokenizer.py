@@ -7,7 +7,7 @@ import time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from razor_dist.engine.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
+from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
 from tests.tokenizer import smollm2_tokenizer
 
 TOKENIZER = smollm2_tokenizer()

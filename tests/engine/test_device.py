@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_dtype
-from razor_dist.errors import ConfigError
 
 
 @pytest.mark.parametrize(

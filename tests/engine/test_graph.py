@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.decode_step import drop_outdated, step_inputs
+from razor_dist.attention.decode_inputs import drop_outdated, step_inputs
 from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
@@ -28,10 +28,10 @@ from razor_dist.engine.graph import (
     cuda_recorder,
     padded_length,
 )
-from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import Tape
@@ -41,14 +41,16 @@ Tiny = Callable[[str], Path]
 
 PAD = 16
 # The window of 20 to 27 tokens slides in blocks of 8; the ring of 30 grows past PAD, then is full.
-POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 # Layers of one kind only, and mixed ones, for the four layers of two KV heads of the tiny Llama.
 SPLIT = ((False, False), (True, False), (True, True), (False, True))
 ROOM = 60
 
 
 def case_of(path: Path, **changes: Any) -> Case:
-    case = Case(str(path), SPLIT, POLICY, (), forced=(0,) * ROOM, wave_tokens=50, page_size=4)
+    case = Case(
+        str(path), SPLIT, POLICY, (), forced=(0,) * ROOM, chunked_prefill_size=50, page_size=4
+    )
     return dataclasses.replace(case, **changes)
 
 
@@ -68,7 +70,7 @@ def make_pair(
         comm, graphs.caches, graphs.decode_logits, recorder, torch.float32, pad=pad
     )
     for runner in (eager, graphs):
-        for store in (runner.caches.pages, *runner.caches.local):
+        for store in (runner.caches.pages, *runner.caches.streaming):
             store.k.fill_(math.nan)
             store.v.fill_(math.nan)
     return eager, graphs
@@ -128,7 +130,9 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
         both.decode(1, 0, 2) if both.eager.sequences[0].length < 100 else both.decode(1, 2)
         both.choose(0, 1, 2)
     length = both.eager.sequences[2].length
-    both.execute(StepPlan(Op.FORK, 3, end=length, total=length + 30, wave_tokens=50, source=2))
+    both.execute(
+        StepPlan(Op.FORK, 3, end=length, total=length + 30, chunked_prefill_size=50, source=2)
+    )
     both.execute(StepPlan(Op.CLOSE, 0))
     for step in range(20):
         # Now with its source, now alone: each has a recording.

@@ -1,4 +1,4 @@
-"""Kept prompts in the engine's core: what is refused, and that whatever is taken in ends.
+"""Pinned prefixes in the engine's core: what is refused, and that whatever is taken in ends.
 
 The model is left out: a stand-in for the runner does what the ranks do with pages and slots, for
 several ranks at once, so that the scheduler's arithmetic is checked against real page pools.
@@ -17,17 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import owner_of, shard_sizes
+from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.plan import Op, StepPlan
 from razor_dist.engine.runner import CacheConfig, ModelRunner
-from razor_dist.errors import RequestError
-from razor_dist.parallel.zigzag import Wave
-from razor_dist.policy import LocalPolicy
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.zigzag import Chunk
 
-VOCABULARY, WAVE, PAGE = 8, 6, 2
+VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
-POLICY = LocalPolicy(window_min=4, window_ratio=None, window_max=None, sinks=1, block=1)
+POLICY = StreamingPolicy(window_min=4, window_ratio=None, window_max=None, sinks=1, block=1)
 
 
 class PagesOnly:
@@ -53,7 +53,9 @@ class PagesOnly:
             case Op.OPEN:
                 self._take(plan, 0, [PageTable() for _ in self.pools])
                 if self.scratch:
-                    prompt = shard_sizes(0, plan.end, plan.end, plan.wave_tokens, self.comm.size)
+                    prompt = shard_sizes(
+                        0, plan.end, plan.end, plan.chunked_prefill_size, self.comm.size
+                    )
                     self.scratch_tables[plan.sequence] = [
                         pool.allocate(count)
                         for pool, count in zip(self.scratch, prompt, strict=True)
@@ -67,12 +69,12 @@ class PagesOnly:
                 self._release_scratch(plan.sequence)
             case Op.PREFILL:
                 assert plan.begin == self.lengths[plan.sequence]
-                wave = Wave(plan.begin, plan.end, self.comm.size)
+                chunk = Chunk(plan.begin, plan.end, self.comm.size)
                 self.lengths[plan.sequence] = plan.end
                 for rank, table in enumerate(self.tables[plan.sequence]):
-                    table.tokens += wave.tokens(rank)
+                    table.tokens += chunk.tokens(rank)
                 for rank, table in enumerate(self.scratch_tables.get(plan.sequence, [])):
-                    table.tokens += wave.tokens(rank)
+                    table.tokens += chunk.tokens(rank)
                     assert len(table.pages) * PAGE >= table.tokens
                 if plan.last:
                     self._release_scratch(plan.sequence)
@@ -88,7 +90,7 @@ class PagesOnly:
         return torch.zeros(rows, VOCABULARY)
 
     def _take(self, plan: StepPlan, begin: int, source: list[PageTable]) -> None:
-        new = shard_sizes(begin, plan.end, plan.total, plan.wave_tokens, self.comm.size)
+        new = shard_sizes(begin, plan.end, plan.total, plan.chunked_prefill_size, self.comm.size)
         self.tables[plan.sequence] = [
             pool.fork(table, table.tokens + count)
             for pool, table, count in zip(self.pools, source, new, strict=True)
@@ -109,7 +111,10 @@ def make_core(
 ) -> tuple[EngineCore, PagesOnly]:
     runner = PagesOnly(ranks, pages, slots, scratch)
     core = EngineCore(
-        cast("ModelRunner", runner), max_model_len=MAX_LEN, wave_tokens=WAVE, eos_token_ids=()
+        cast("ModelRunner", runner),
+        max_model_len=MAX_LEN,
+        chunked_prefill_size=CHUNK,
+        eos_token_ids=(),
     )
     return core, runner
 
@@ -120,11 +125,11 @@ def add(
     prompt: int,
     answer: int = 1,
     *,
-    keep: bool = False,
+    pin: bool = False,
     prefix: str | None = None,
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=answer)
-    core.add(name, [1] * prompt, params, keep=keep, prefix_id=prefix)
+    core.add(name, [1] * prompt, params, pin=pin, prefix_id=prefix)
 
 
 def step(core: EngineCore) -> list[dict[str, Any]]:
@@ -151,27 +156,27 @@ def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
     core, _ = make_core(pages=60)
     prefix = None
     if chained:
-        add(core, "first", chained, keep=True)
+        add(core, "first", chained, pin=True)
         prefix = "first"
     with pytest.raises(RequestError, match=r"holds 40 tokens; the prompt to keep has 40") as error:
-        add(core, "doc", MAX_LEN - chained, keep=True, prefix=prefix)
+        add(core, "doc", MAX_LEN - chained, pin=True, prefix=prefix)
     assert (error.value.param, error.value.code) == ("prompt", "context_length_exceeded")
-    add(core, "doc", MAX_LEN - 1 - chained, keep=True, prefix=prefix)
+    add(core, "doc", MAX_LEN - 1 - chained, pin=True, prefix=prefix)
     run(core)
 
 
 def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
     core, _ = make_core(slots=2)
-    add(core, "one", 4, keep=True)
-    add(core, "two", 4, keep=True)  # nothing has run yet: what waits counts as well
+    add(core, "one", 4, pin=True)
+    add(core, "two", 4, pin=True)  # nothing has run yet: what waits counts as well
     for prefix in (None, "one"):
         with pytest.raises(
             RequestError, match=r"\(one, two\) hold 2 of .* 2 seq.*max_num"
         ) as error:
             add(core, "question", 3, prefix=prefix)
-        assert error.value.code == "kept_prompts_hold_cache"
+        assert error.value.code == "pinned_prefixes_hold_cache"
     with pytest.raises(RequestError, match="max_num_seqs"):
-        add(core, "three", 4, keep=True)
+        add(core, "three", 4, pin=True)
     run(core)
     core.abort("one")
     add(core, "question", 3, prefix="two")
@@ -180,12 +185,12 @@ def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
 
 def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
     core, runner = make_core(pages=10)
-    add(core, "doc", 12, keep=True)
+    add(core, "doc", 12, pin=True)
     with pytest.raises(
         RequestError, match=r"\(doc\) hold 12 of the 20 .* needs 10; .*kv_tok"
     ) as no:
         add(core, "other", 8, 2)
-    assert no.value.code == "kept_prompts_hold_cache"
+    assert no.value.code == "pinned_prefixes_hold_cache"
     add(core, "fits", 7, 1)
     add(core, "question", 7, 1, prefix="doc")  # shares the document's pages
     with pytest.raises(RequestError, match="needs 22 tokens") as too_large:
@@ -200,7 +205,7 @@ def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
 
 def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     core, runner = make_core(pages=10, slots=2)
-    add(core, "doc", 12, keep=True)
+    add(core, "doc", 12, pin=True)
     add(core, "question", 2, 3, prefix="doc")
     core.abort("doc")
     add(core, "large", 16, 2)  # waits for the question, with which the document goes
@@ -213,12 +218,12 @@ def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
 
 def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
     core, _ = make_core(slots=2)
-    add(core, "first", 4, keep=True)
-    add(core, "second", 4, keep=True, prefix="first")
+    add(core, "first", 4, pin=True)
+    add(core, "second", 4, pin=True, prefix="first")
     core.abort("first")
     with pytest.raises(RequestError, match=r"\(second, first\) hold 2") as error:
         add(core, "question", 1, prefix="second")
-    assert error.value.code == "kept_prompts_hold_cache"
+    assert error.value.code == "pinned_prefixes_hold_cache"
     core.abort("second")
     add(core, "any", 1)
     run(core)
@@ -233,14 +238,14 @@ def test_what_exact_prefill_has_no_room_for_is_told_as_such() -> None:
     with pytest.raises(RequestError, match=r"20 in all\), which has 8; .* larger kv_tokens"):
         add(make_core(pages=4, scratch=20)[0], "long", 19)
     add(core, "fits", 8, 4)
-    add(core, "doc", 8, keep=True)
+    add(core, "doc", 8, pin=True)
     add(core, "question", 9, prefix="doc")  # what continues a prompt is read with local prefill
     run(core)
     assert runner.scratch[0].free_pages == 4
 
 
 class Engine(RuleBasedStateMachine):
-    """Random requests, kept prompts, continuations and aborts: nothing gets stuck or is lost."""
+    """Random requests, pinned prefixes, continuations and aborts: nothing gets stuck or is lost."""
 
     @initialize(
         ranks=st.integers(1, 3),
@@ -251,28 +256,28 @@ class Engine(RuleBasedStateMachine):
     def start(self, ranks: int, pages: int, slots: int, scratch: int) -> None:
         self.core, self.runner = make_core(ranks=ranks, pages=pages, slots=slots, scratch=scratch)
         self.names = 0
-        self.kept: list[str] = []
+        self.pinned: list[str] = []
 
     @rule(
         prompt=st.integers(1, 20),
         answer=st.integers(1, 8),
-        keep=st.booleans(),
+        pin=st.booleans(),
         which=st.none() | st.integers(0, 9),
     )
-    def add(self, prompt: int, answer: int, keep: bool, which: int | None) -> None:
+    def add(self, prompt: int, answer: int, pin: bool, which: int | None) -> None:
         prefix = None
-        if which is not None and self.kept:
-            prefix = self.kept[which % len(self.kept)]
+        if which is not None and self.pinned:
+            prefix = self.pinned[which % len(self.pinned)]
         name = f"r{self.names}"
         self.names += 1
         try:
-            add(self.core, name, prompt, answer, keep=keep, prefix=prefix)
+            add(self.core, name, prompt, answer, pin=pin, prefix=prefix)
         except RequestError as error:
             if error.code != "context_length_exceeded":
-                self.was_right_to_refuse(prompt, 0 if keep else answer, prefix)
+                self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
             return
-        if keep:
-            self.kept.append(name)
+        if pin:
+            self.pinned.append(name)
 
     def was_right_to_refuse(self, prompt: int, answer: int, prefix: str | None) -> None:
         """Once all that ends by itself has ended, there is still no room."""
@@ -283,13 +288,13 @@ class Engine(RuleBasedStateMachine):
             key = self.core._requests[prefix].key
             begin, held = runner.lengths[key], [t.tokens for t in runner.tables[key]]
         end = begin + prompt
-        new = shard_sizes(begin, end, end + answer, WAVE, runner.comm.size)
+        new = shard_sizes(begin, end, end + answer, CHUNK, runner.comm.size)
         fits = all(
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
         )
         if prefix is None:
-            parts = shard_sizes(0, end, end, WAVE, runner.comm.size)
+            parts = shard_sizes(0, end, end, CHUNK, runner.comm.size)
             fits = fits and all(
                 pool.pages_for(tokens) <= pool.free_pages
                 for pool, tokens in zip(runner.scratch, parts, strict=False)
@@ -302,8 +307,8 @@ class Engine(RuleBasedStateMachine):
         if alive:
             name = alive[which % len(alive)]
             self.core.abort(name)
-            if name in self.kept:
-                self.kept.remove(name)
+            if name in self.pinned:
+                self.pinned.remove(name)
 
     @precondition(lambda self: self.core.has_work)
     @rule(steps=st.integers(1, 5))
@@ -325,7 +330,7 @@ class Engine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         run(self.core)
-        for name in self.kept:
+        for name in self.pinned:
             self.core.abort(name)
         assert not self.core._requests
         assert not self.core.scheduler.running

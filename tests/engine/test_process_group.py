@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from razor_dist.engine.process_group import backend_of
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.process_group import backend_of
 from tests.ranks import RankPool
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from razor_dist.engine.protocol import HEADER_SIZE, decode, encode
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.engine.messages import HEADER_SIZE, decode, encode
 from razor_dist.engine.sampler import sample
-from razor_dist.errors import EngineError, RequestError
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.sampling_params import SamplingParams
 
 
 def draws(logits: list[float], **settings: Any) -> set[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from razor_dist import cli
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals import identify_cost
 from razor_dist.evals.bench_identify import in_process, run
 from razor_dist.evals.identify_cost import Cost, CostSettings, measure

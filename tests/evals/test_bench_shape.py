@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from razor_dist import cli
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
-from razor_dist.errors import ConfigError, EngineError
 from razor_dist.evals import bench_shape, ceilings
 from razor_dist.evals.bench_engines import OwnEngine
 from razor_dist.evals.bench_shape import ShapeSettings, run
@@ -111,7 +111,7 @@ def test_a_decode_step_reads_what_is_counted(
     model = load_model(str(tiny("glm")), device=CPU, dtype=torch.float32)
     built = make_engine(model, config, d.decision.retrieval, Communicator(None), eos_token_ids=())
     read: list[int] = []
-    from razor_dist import decode
+    from razor_dist.attention import decode
 
     attend = decode.attend
 

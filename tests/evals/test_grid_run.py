@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import open_haystack
 from razor_dist.engine.core import EngineCore
-from razor_dist.errors import ModelError
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.grid import FULL_METHOD, GridSettings, Method, Prompter
 from razor_dist.evals.grid_results import Results
 from razor_dist.evals.grid_run import GridModel, kept_layers, prefill, run_core
-from razor_dist.evals.haystack import open_haystack
 from razor_dist.heads.decision import Flags
-from razor_dist.sampling_params import SamplingParams
 from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer, write_letters
 
@@ -29,7 +29,7 @@ HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 def model(tmp_path_factory: pytest.TempPathFactory) -> GridModel:
     folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
     write_letters(folder)
-    return GridModel(EngineConfig(model=str(folder), threads=1, wave_tokens=128))
+    return GridModel(EngineConfig(model=str(folder), threads=1, chunked_prefill_size=128))
 
 
 def _decode(core: EngineCore, question: list[int]) -> list[int]:
@@ -72,8 +72,8 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     for a, b in at:
         torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
         torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
-    (cache,), (other_cache,) = one.local, other.local
-    (slot,), (other_slot,) = sequence.local, copy.local
+    (cache,), (other_cache,) = one.streaming, other.local
+    (slot,), (other_slot,) = sequence.streaming, copy.local
     assert slot.start == other_slot.start > cache.policy.sinks
     for begin, end in ((0, cache.policy.sinks), (slot.start, 333)):
         for mine, theirs in zip(
@@ -112,8 +112,8 @@ def test_what_is_there_is_not_run_again(model: GridModel, tmp_path: Path) -> Non
 
     assert len(run(methods)) == 8
     question = len(model.prompts(next(iter(documents.values())))[1])
-    waves = [tokens for tokens in read if tokens > 1 and tokens != question]
-    assert sum(waves) == 2 * (300 + 400)  # once for all that share a prefill, once for local
+    chunks = [tokens for tokens in read if tokens > 1 and tokens != question]
+    assert sum(chunks) == 2 * (300 + 400)  # once for all that share a prefill, once for local
     read.clear()
     assert run(methods) == [] and read == []
     # Another decision under the same name is another experiment; the old result is not shown.

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from razor_dist import cli
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.ablations import Ablations
 from razor_dist.evals.grid import FULL
 from razor_dist.evals.grid_results import Cell
-from razor_dist.evals.head_budgets import Contest, read_maps
+from razor_dist.evals.head_budgets import HeadMapComparison, read_maps
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
@@ -60,7 +60,7 @@ def _cell(method: str, right: bool, length: int = 2500, depth: int = 50) -> Cell
 
 def test_a_contest_counts_finds_and_overlaps() -> None:
     razor = HeadMap.load(shipped_head_map("smollm2"))
-    contest = Contest({"razor": razor, "again": razor}, [25, 10], SMALL, ["exact"])
+    contest = HeadMapComparison({"razor": razor, "again": razor}, [25, 10], SMALL, ["exact"])
     names = [method.name for method in contest.methods]
     assert names[:3] == [FULL, "streaming, exact", "razor 10 %, exact"] and len(names) == 6
     kept = {m.name: sum(map(sum, m.retrieval)) for m in contest.methods if m.retrieval}

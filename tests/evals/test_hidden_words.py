@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from razor_dist.evals.hidden_words import hide_words
-from razor_dist.models.needle import MAX_TOKENS
-from razor_dist.models.needle_tokenizer import needle_tokenizer, needle_vocabulary
+from razor_dist.evals.needle.model import MAX_TOKENS
+from razor_dist.evals.needle.tokenizer import needle_tokenizer, needle_vocabulary
 
 
 @pytest.mark.parametrize("tokens", [100, 1024, 5000])

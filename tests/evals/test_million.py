@@ -18,13 +18,21 @@ SETTINGS = RunSettings(1024, "razor", 2, 1, 256, 128, 64, (10, 90), 0)
 
 def test_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--out", str(tmp_path), "--length", "2K", "--world-size", "2"]
-    command += ["--wave-tokens", "512", "--attention", "razor", "full", "--window-min", "128"]
+    command += [
+        "--chunked-prefill-size",
+        "512",
+        "--attention",
+        "razor",
+        "full",
+        "--window-min",
+        "128",
+    ]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "read 2,048 of 2,048 tokens" in shown and shown.count(": exact") == 6
     runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     for run, heads in zip(runs, (1, 4), strict=True):
-        assert (run["read"], run["waves"]) == (2048, 4)
+        assert (run["read"], run["chunks"]) == (2048, 4)
         assert all(answer["said"] == answer["wanted"] for answer in run["answers"])
         # Keys and values of float32 and dimension 32, of 1024 tokens on each rank.
         retrieval = 1024 * heads * 2 * 32 * 4
@@ -64,7 +72,7 @@ def fake(settings: RunSettings, exact: bool = True, **changes: Any) -> dict[str,
         "read": n,
         "prefill_seconds": 2e-5 * n + kept * 1e-9 * n**2,
         "prefill_cpu_seconds": 3e-5 * n + kept * 2e-9 * n**2,
-        "waves": 4,
+        "chunks": 4,
         "first_token_seconds": 0.1,
         "decode_seconds": 0.01 + kept * 1e-9 * n,
         "answers": [answer],

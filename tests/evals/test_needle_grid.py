@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import Haystack, Needle, draw_needle, open_haystack
 from razor_dist.evals.grid import make_document
 from razor_dist.evals.grid_results import Cell, Results, table
-from razor_dist.evals.haystack import Haystack, Needle, draw_needle, open_haystack
 from razor_dist.evals.needle_grid import DEPTHS, LENGTHS, METHODS, NEEDLES, method
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from razor_dist import cli
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.qa import read_squad
 from razor_dist.evals.ruler.report import report

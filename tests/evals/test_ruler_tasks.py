@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from razor_dist.errors import ConfigError
-from razor_dist.evals.haystack import reference_paragraphs, sentences_of
+from razor_dist.config.errors import ConfigError
+from razor_dist.documents.haystack import reference_paragraphs, sentences_of
 from razor_dist.evals.ruler.qa import read_hotpotqa, read_squad
 from razor_dist.evals.ruler.sample import Sample, Units, fit
 from razor_dist.evals.ruler.tasks import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents.collect import collect
-from razor_dist.errors import ConfigError, DocumentError
 from razor_dist.evals import summary_sample
 from tests.tokenizer import smollm2_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.compare import Overlap, Summary, compare, drawn_rows, rank_correlation
 from razor_dist.heads.head_map import HeadMap
 

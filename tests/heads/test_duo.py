@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores
-from razor_dist.heads.duo import head_map, schedule, train
-from razor_dist.heads.duo_checkpoint import TrainingState
-from razor_dist.heads.duo_loss import GatedModel
-from razor_dist.heads.duo_settings import DuoSettings, run_settings
+from razor_dist.heads.duo.checkpoint import TrainingState
+from razor_dist.heads.duo.loss import GatedModel
+from razor_dist.heads.duo.settings import DuoSettings, run_settings
+from razor_dist.heads.duo.train import head_map, schedule, train
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
@@ -175,7 +175,7 @@ def _shares(comm: Any, model: Path) -> tuple[int, int, int]:
 
 
 def _uneven(comm: Any) -> str:
-    from razor_dist.heads.duo_engine import Ulysses
+    from razor_dist.heads.duo.engine import Ulysses
     from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(CPU)
@@ -269,7 +269,7 @@ def test_without_deepspeed_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['deepspeed'] = None;"
         "from razor_dist.parallel.zero import import_deepspeed as load;"
-        "from razor_dist.errors import ConfigError\n"
+        "from razor_dist.config.errors import ConfigError\n"
         "try: load()\nexcept ConfigError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.heads.decision import Flags, Scores, rounded
-from razor_dist.heads.duo_folder import Pattern, read_pattern
-from razor_dist.heads.duo_pattern import (
+from razor_dist.heads.duo.folder import Pattern, read_pattern
+from razor_dist.heads.duo.pattern import (
     KIND,
     by_sparsity,
     by_threshold,

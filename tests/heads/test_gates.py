@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from razor_dist.heads import gates
-from razor_dist.heads.gates import GateContext, gated_attention, streaming_attention
+from razor_dist.heads.duo import gates
+from razor_dist.heads.duo.gates import GateContext, gated_attention, streaming_attention
 from razor_dist.models.loader import load_model
 from tests.tiny_models import make_tiny
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Scores, decide, rounded
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.verification import Verification

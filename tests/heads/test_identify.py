@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 
 from razor_dist import cli
 from razor_dist.commands.identify import identify
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.haystack import open_haystack
 from razor_dist.evals.grid import GridSettings
-from razor_dist.evals.haystack import open_haystack
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.needle import HEAD_MAP, build_needle_model
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
@@ -153,7 +153,7 @@ def ask_for_numbers(folder: Path, settings: GridSettings) -> None:
         (["--verify-tokens", "400"], "are options of --verify"),
         (["--haystack", "."], "--haystack belongs to --method duo and onthefly, or to --verify"),
         (["--verify", "--verify-tokens", "4000"], "holds documents of 1 to 3964"),
-        (["--verify"], "would test nothing: a local head's window of at least 4000"),
+        (["--verify"], "would test nothing: a streaming head's window of at least 4000"),
         (
             ["--verify", "--verify-tokens", "100", "--verify-window", "50"],
             "more --verify-tokens, up to 3964",

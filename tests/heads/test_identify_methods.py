@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from razor_dist.commands.identify import identify
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.heads.onthefly import KIND, OnTheFlySettings, head_map, measure
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.models.loader import load_model, model_fingerprint

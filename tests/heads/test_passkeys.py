@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from razor_dist.errors import ConfigError, ModelError
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.heads.passkeys import Passkeys, PasskeySample, PasskeySettings, open_passkeys
 from razor_dist.models.smollm2 import embedded_model
 from tests.heads.planted import encode, passkeys

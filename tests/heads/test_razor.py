@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores, decide
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.razor import (

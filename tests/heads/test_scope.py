@@ -21,15 +21,15 @@ from transformers import (
 from typer.testing import CliRunner
 
 from razor_dist.commands.identify import identify
-from razor_dist.errors import ConfigError, HeadMapError
-from razor_dist.heads.duo_pattern import write_pattern
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.heads.duo.pattern import write_pattern
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.scope import Bound, ScopeSettings, scopes, window_of
 from razor_dist.models.alibi import LayerWeights, adapter
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.policy import LocalPolicy
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.test_invariance import tokens_of
@@ -200,7 +200,7 @@ def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
         0.001,
         200,
     )
-    assert found.windows is not None and "kept " in text and "windows of local heads" in text
+    assert found.windows is not None and "kept " in text and "windows of streaming heads" in text
     for flags, windows, row in zip(
         found.retrieval, found.windows, found.scores["scope"], strict=True
     ):
@@ -211,13 +211,13 @@ def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
     # Steep heads see little: windows of different lengths, and real caches of those lengths.
     lengths = {w for row in found.windows for w in row if w is not None}
     assert len(lengths) > 2 and max(lengths) <= 192 and any(map(any, found.retrieval))
-    policy = LocalPolicy(block=8)
+    policy = StreamingPolicy(block=8)
     tokens = tokens_of(300)
     case = Case(
         str(bloom), found.retrieval, policy, tokens[:290], tokens[290:], windows=found.windows
     )
     comm = Communicator(None)
-    caches = make_runner(comm, case).caches.local
+    caches = make_runner(comm, case).caches.streaming
     assert [c.k.shape[2] for c in caches] == [1 + w + 7 for w in sorted(lengths)]
     got = logits_of(comm, case)
     stock = AutoModelForCausalLM.from_pretrained(bloom)
@@ -259,7 +259,7 @@ def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as refused:
         run(str(bloom), "--out", str(out), *options, "--verify-tokens", "120")
     assert str(refused.value) == (
-        f"--verify would test nothing: a local head's window of at least {min(windows)} tokens "
+        f"--verify would test nothing: a streaming head's window of at least {min(windows)} tokens "
         "holds a document of 120 whole; give more --verify-tokens, up to 3964"
     )
     with pytest.raises(ConfigError, match="every head keeps the whole context"):
@@ -285,7 +285,7 @@ def test_windows_in_the_file(bloom: Path, tmp_path: Path) -> None:
     start = text.index('"windows"')
     first = str(list(row)).replace("None", "null")
     for wrong, message in (
-        (first.replace(str(row[0]), "null", 1), "layer 0, KV head 0 is a local head"),
+        (first.replace(str(row[0]), "null", 1), "layer 0, KV head 0 is a streaming head"),
         (first.replace(str(row[0]), "0", 1), "greater than or equal to 1"),
         (first.replace(f"{row[0]}, ", "", 1), "windows: needs 3 layers of 8 KV heads"),
     ):

@@ -7,8 +7,8 @@ import sys
 import yaml
 
 import razor_dist
-from razor_dist.config import EngineConfig
-from razor_dist.errors import RazorError
+from razor_dist.config.errors import RazorError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.launch import run_job
 from razor_dist.server.logs import set_up_logging

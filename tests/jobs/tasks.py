@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.config import EngineConfig
-from razor_dist.errors import EngineError
+from razor_dist.config.errors import EngineError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.task import Item
 
 VOCABULARY = 192  # of tests/tiny_models.py
@@ -32,7 +32,7 @@ class Completions:
         Seconds that each item takes at least.
     harm : dict
         What befalls an item, by its id: "error" and "nan" are the task's faults, "rank" and
-        "front" kill a process of the engine. What is written as ``"rank:FILE"`` happens once:
+        "frontend" kill a process of the engine. What is written as ``"rank:FILE"`` happens once:
         the first time leaves the file.
     """
 
@@ -73,7 +73,7 @@ class Completions:
         match harm:
             case "error":
                 raise KeyError("no such thing")
-            case "front":
+            case "frontend":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "rank":
                 kill_rank(llm)

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from razor_dist.config import EngineConfig
-from razor_dist.config_sources import load_config
-from razor_dist.errors import ClusterError, ConfigError, EngineError, HeadMapError
+from razor_dist.config.errors import ClusterError, ConfigError, EngineError, HeadMapError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.job import Summary, run_task
 from razor_dist.jobs.launch import run_job
-from razor_dist.jobs.local_engine import LocalEngine, local_crew
-from razor_dist.jobs.pool import Crew
+from razor_dist.jobs.local_engine import LocalEngine, host_pool
+from razor_dist.jobs.pool import EnginePool
 from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
-from razor_dist.progress import ReadingLog
+from razor_dist.llm.progress import ReadingLog
 from tests.jobs.tasks import Completions
 from tests.test_llm import FakeLLM
 
@@ -50,12 +50,12 @@ class Answers:
 
 
 @contextmanager
-def crew(task: Completions, engines: int = 2) -> Iterator[Crew]:
-    yield Crew(lambda name, number, over: Answers(task), engines)
+def pool(task: Completions, engines: int = 2) -> Iterator[EnginePool]:
+    yield EnginePool(lambda name, number, over: Answers(task), engines)
 
 
 @contextmanager
-def no_crew() -> Iterator[Crew]:
+def no_crew() -> Iterator[EnginePool]:
     raise ClusterError("nothing is missing, so no engine is asked for")
     yield
 
@@ -71,7 +71,7 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_job_is_done_once(tmp_path: Path) -> None:
     task = Completions({"full": FULL, "streaming": STREAMING})
-    assert run_task(task, tmp_path, crew(task)) == Summary(tmp_path, 12, 0, 0)
+    assert run_task(task, tmp_path, pool(task)) == Summary(tmp_path, 12, 0, 0)
     first = (tmp_path / RESULTS).read_bytes()
     assert [r["id"] for r in without_times(tmp_path)] == [item.id for item in task.items()]
     assert run_task(task, tmp_path, no_crew()) == Summary(tmp_path, 12, 0, 12)
@@ -80,22 +80,22 @@ def test_a_job_is_done_once(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_computed(tmp_path: Path) -> None:
     task = Completions({"full": FULL})
-    run_task(task, tmp_path / "whole", crew(task))
-    run_task(task, tmp_path / "cut", crew(task))
+    run_task(task, tmp_path / "whole", pool(task))
+    run_task(task, tmp_path / "cut", pool(task))
     path = tmp_path / "cut" / RESULTS
     path.write_bytes(path.read_bytes()[:-300])
     kept = len(read_job(tmp_path / "cut").records)
     assert 0 < kept < 6
-    assert run_task(task, tmp_path / "cut", crew(task)) == Summary(tmp_path / "cut", 6, 0, kept)
+    assert run_task(task, tmp_path / "cut", pool(task)) == Summary(tmp_path / "cut", 6, 0, kept)
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     more = Completions({"full": FULL}, count=8)
-    assert run_task(more, tmp_path / "cut", crew(more)).earlier == 6
+    assert run_task(more, tmp_path / "cut", pool(more)).earlier == 6
 
 
 def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> None:
     harm = {"full-0": "error", "full-1": "rank", "full-2": "nan"}
     task = Completions({"full": FULL}, harm=harm)
-    assert run_task(task, tmp_path, crew(task)) == Summary(tmp_path, 3, 3, 0)
+    assert run_task(task, tmp_path, pool(task)) == Summary(tmp_path, 3, 3, 0)
     records = {record["id"]: record for record in read_job(tmp_path).records}
     assert records["full-0"]["error"] == {"type": "KeyError", "message": "'no such thing'"}
     assert records["full-1"]["error"] == {"type": "EngineError", "message": "a rank died"}
@@ -104,17 +104,17 @@ def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> Non
     assert all(records[id]["result"] is None for id in harm)
     healthy = Completions({"full": FULL})
     assert run_task(healthy, tmp_path, no_crew()).failed == 3
-    summary = run_task(healthy, tmp_path, crew(healthy), retry_failed=True)
+    summary = run_task(healthy, tmp_path, pool(healthy), retry_failed=True)
     assert summary == Summary(tmp_path, 6, 0, 3)
 
 
 def test_other_settings_are_another_job(tmp_path: Path) -> None:
     task = Completions({"full": FULL})
-    run_task(task, tmp_path / "a", crew(task))
+    run_task(task, tmp_path / "a", pool(task))
     other = Completions({"full": FULL}, max_tokens=5)
     with pytest.raises(ConfigError, match=r"task\.max_tokens is 4 there and 5 here"):
         run_task(other, tmp_path / "a", no_crew())
-    summary = run_task(other, tmp_path / "a", crew(other), new_folder=True)
+    summary = run_task(other, tmp_path / "a", pool(other), new_folder=True)
     assert summary == Summary(tmp_path / "a-2", 6, 0, 0)
 
 
@@ -123,7 +123,7 @@ def test_which_settings_decide(tmp_path: Path) -> None:
         task = Completions({"e": EngineConfig(**settings)})
         return settings_hash(job_settings(task))
 
-    assert name() == name(world_size=8, wave_tokens=100, threads=3, max_num_seqs=9)
+    assert name() == name(world_size=8, chunked_prefill_size=100, threads=3, max_num_seqs=9)
     different = [name(), name(attention="full"), name(window_min=5), name(prefill="exact")]
     assert len(set(different)) == 4
     shipped = Path("razor_dist/configs/head_maps")
@@ -166,7 +166,7 @@ def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", FakeLLM)
     harm = {"full-2": f"rank:{tmp_path / 'once'}", "full-4": "rank"}
     task = Completions({"full": FULL}, harm=harm, max_tokens=3)
-    summary = run_task(task, tmp_path / "out", local_crew(task))
+    summary = run_task(task, tmp_path / "out", host_pool(task))
     assert (summary.done, summary.failed) == (5, 1)
     records = {record["id"]: record for record in read_job(tmp_path / "out").records}
     assert records["full-2"]["run"]["attempts"] == 2

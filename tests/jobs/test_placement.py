@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ClusterError, ConfigError
+from razor_dist.config.errors import ClusterError, ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.launch import run_job
 from tests.jobs.tasks import Completions

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.errors import ClusterError, ConfigError, EngineError
+from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.jobs.pool import EngineLostError, Outcome, run_items
 from razor_dist.jobs.progress import Progress
 from razor_dist.jobs.task import Item

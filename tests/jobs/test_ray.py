@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ClusterError, ConfigError, EngineError
+from razor_dist.config.errors import ClusterError, ConfigError, EngineError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.job import Summary, run_task
 from razor_dist.jobs.launch import run_job
-from razor_dist.jobs.local_engine import local_crew
+from razor_dist.jobs.local_engine import host_pool
 from razor_dist.jobs.results import RESULTS, read_job
 from tests.jobs.tasks import Completions
 from tests.jobs.test_job import without_times
@@ -57,7 +57,7 @@ def engine(tiny: Callable[[str], Path]) -> EngineConfig:
 def undisturbed(engine: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of `LLM` on processes."""
     task, folder = Completions({"full": engine}), tmp_path_factory.mktemp("undisturbed")
-    assert run_task(task, folder, local_crew(task)).done == 6
+    assert run_task(task, folder, host_pool(task)).done == 6
     return folder
 
 
@@ -83,7 +83,7 @@ def no_actors_left() -> bool:
 def test_a_killed_rank_and_a_killed_front(
     cluster: Cluster, engine: EngineConfig, undisturbed: Path, tmp_path: Path
 ) -> None:
-    harm = {"full-2": f"rank:{tmp_path / 'rank'}", "full-4": f"front:{tmp_path / 'front'}"}
+    harm = {"full-2": f"rank:{tmp_path / 'rank'}", "full-4": f"frontend:{tmp_path / 'frontend'}"}
     task = Completions({"full": engine}, harm=harm | {"full-5": "error"})
     folder = tmp_path / "out"
     assert run_job(task, job(cluster), folder) == Summary(folder, 5, 1, 0)

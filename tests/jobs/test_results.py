@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.jobs.results import RESULTS, ResultStore, json_line, read_job
 
 SETTINGS: dict[str, Any] = {"task": {"lengths": [1, 2]}, "engines": {"razor": {"model": "m"}}}

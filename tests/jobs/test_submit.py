@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.job import run_task
-from razor_dist.jobs.local_engine import local_crew
+from razor_dist.jobs.local_engine import host_pool
 from tests.jobs.tasks import Completions
 from tests.jobs.test_job import without_times
 
@@ -78,7 +78,7 @@ def test_a_submitted_job(
         model=str(tiny("llama")), attention="full", world_size=2, max_model_len=256
     )
     task = Completions({"full": engine})
-    run_task(task, tmp_path / "undisturbed", local_crew(task))
+    run_task(task, tmp_path / "undisturbed", host_pool(task))
 
     submit = [RAY, "job", "submit", "--address", address, "--working-dir", "."]
     program = [sys.executable, "tests/jobs/driver.py", str(tmp_path / "out"), engine.model]

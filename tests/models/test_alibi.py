@@ -1,6 +1,6 @@
 """BLOOM, MPT and Baichuan: their adapters against transformers and the literal reference.
 
-Over ranks, prefill cuts and decode, with all heads in full and with a window per local head.
+Over ranks, prefill cuts and decode, with all heads in full and with a window per streaming head.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from transformers import AutoModelForCausalLM, MptConfig
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.plan import Op, StepPlan
-from razor_dist.errors import ModelError
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import alibi
 from razor_dist.models.alibi import press_slopes
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.mpt import Model as Mpt
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.zigzag import waves
-from razor_dist.policy import LocalPolicy
+from razor_dist.parallel.zigzag import chunks
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
 from tests.cases import Case, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_graph import case_of, story
@@ -42,7 +42,7 @@ from tests.test_invariance import assert_same, tokens_of
 Ranks = Callable[[int], RankPool]
 Folder = Callable[[str], Path]
 
-POLICY = LocalPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 LITERAL = {"minimum": 20, "maximum": None, "ratio": 6, "sinks": 4, "block": 8, "compensation": True}
 
 
@@ -97,9 +97,10 @@ def test_all_retrieval_is_the_stock_model(family: str, ranks: Ranks, folder: Fol
     for world in (1, 2, 4):
         for cut in (8192, 64, 37):
             assert_same(
-                ranks(world).run(logits_of, dataclasses.replace(case, wave_tokens=cut))[0], want
+                ranks(world).run(logits_of, dataclasses.replace(case, chunked_prefill_size=cut))[0],
+                want,
             )
-    whole = dataclasses.replace(case, prompt=tokens, forced=(), wave_tokens=70)
+    whole = dataclasses.replace(case, prompt=tokens, forced=(), chunked_prefill_size=70)
     assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
 
 
@@ -139,9 +140,9 @@ def test_a_window_for_each_head_is_the_literal_definition(
     case = Case(str(path), flags, POLICY, tokens[:n], tokens[n:], page_size=7, windows=windows)
     for world in (1, 2, 4):
         for cut in (8192, 50):
-            cut_case = dataclasses.replace(case, wave_tokens=cut)
+            cut_case = dataclasses.replace(case, chunked_prefill_size=cut)
             assert_same(ranks(world).run(logits_of, cut_case)[0], want)
-    whole = dataclasses.replace(case, prompt=tokens, forced=(), wave_tokens=41)
+    whole = dataclasses.replace(case, prompt=tokens, forced=(), chunked_prefill_size=41)
     assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
 
 
@@ -173,7 +174,7 @@ def test_exact_prefill_is_full_until_the_prompt_ends(ranks: Ranks, folder: Folde
     assert_same(want[:1], want_of(path, "bloom6", tokens[:n])[-1:])
     for world in (2, 4):
         for cut in (8192, 47):
-            cut_case = dataclasses.replace(case, wave_tokens=cut)
+            cut_case = dataclasses.replace(case, chunked_prefill_size=cut)
             assert_same(ranks(world).run(logits_of, cut_case)[0], want)
 
 
@@ -184,11 +185,11 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     for token in case.prompt[60:63]:
         runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
     end, logits = len(case.prompt), None
-    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, wave_tokens=20, source=0))
-    for wave in waves(63, end, 20, comm.size):
-        tokens = case.prompt[wave.begin : wave.end]
+    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, chunked_prefill_size=20, source=0))
+    for chunk in chunks(63, end, 20, comm.size):
+        tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(
-            StepPlan(Op.PREFILL, 1, wave.begin, wave.end, last=wave.end == end, payload=tokens)
+            StepPlan(Op.PREFILL, 1, chunk.begin, chunk.end, last=chunk.end == end, payload=tokens)
         )
     return logits
 
@@ -200,7 +201,14 @@ def test_a_fork_of_decoded_tokens_is_continued(ranks: Ranks, folder: Folder) -> 
     tokens = tokens_of(118, seed=6)
     want = literal_alibi(path, list(tokens), local).float()[-1:]
     case = Case(
-        str(path), flags, POLICY, tokens, (0,) * 3, wave_tokens=25, page_size=7, windows=windows
+        str(path),
+        flags,
+        POLICY,
+        tokens,
+        (0,) * 3,
+        chunked_prefill_size=25,
+        page_size=7,
+        windows=windows,
     )
     for world in (1, 2):
         assert_same(ranks(world).run(continued, case)[0], want)
@@ -316,7 +324,7 @@ def test_an_engine_has_the_maps_windows_at_any_length(
     )
     assert "was trained with 4096 positions" in caplog.text
     lengths = sorted({w for row in own for w in row if w is not None})
-    policies = [cache.policy for cache in engine.runner.caches.local]
+    policies = [cache.policy for cache in engine.runner.caches.streaming]
     assert [p.window(4999) for p in policies] == [p.window(0) for p in policies] == lengths
-    assert [c.k.shape[2] for c in engine.runner.caches.local] == [1 + w + 7 for w in lengths]
+    assert [c.k.shape[2] for c in engine.runner.caches.streaming] == [1 + w + 7 for w in lengths]
     assert not any(p.sinks or p.compensation for p in policies)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from razor_dist.attention import NAME
+from razor_dist.models.bridge import NAME
 
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 5, 8
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.policy import LocalPolicy
+from razor_dist.heads.policy import StreamingPolicy
 from tests import test_invariance
 from tests.cases import Case, logits_of, model_and_shape
 from tests.literal import literal_logits
@@ -26,7 +26,7 @@ Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
 
 OTHERS = [family for family in FAMILIES if family not in test_invariance.FAMILIES]
-POLICY = LocalPolicy(window_min=20, window_ratio=6, window_max=26, sinks=4, block=8)
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, window_max=26, sinks=4, block=8)
 LITERAL = {"minimum": 20, "maximum": 26, "ratio": 6, "sinks": 4, "block": 8, "compensation": True}
 
 
@@ -44,7 +44,7 @@ def test_all_heads_full_is_stock_transformers(family: str, ranks: Ranks, tiny: T
     tokens, path = tokens_of(n + k, seed=1), tiny(family)
     _, shape = model_and_shape(str(path))
     every = ((True,) * shape.kv_heads,) * shape.layers
-    case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], wave_tokens=64)
+    case = Case(str(path), every, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=64)
     assert_same(ranks(2).run(logits_of, case)[0], stock_logits(path, tokens)[n - 1 :])
 
 
@@ -54,7 +54,7 @@ def test_local_heads_are_the_literal_definition(family: str, ranks: Ranks, tiny:
     tokens, path = tokens_of(n + k, seed=2), tiny(family)
     split = split_of(path)
     want = literal_logits(str(path), list(tokens), split, LITERAL)[n - 1 :]
-    case = Case(str(path), split, POLICY, tokens[:n], tokens[n:], wave_tokens=50)
+    case = Case(str(path), split, POLICY, tokens[:n], tokens[n:], chunked_prefill_size=50)
     assert_same(ranks(2).run(logits_of, case)[0], want)
     full = dataclasses.replace(case, retrieval=tuple((True,) * len(row) for row in split))
     assert not torch.allclose(ranks(2).run(logits_of, full)[0], want, rtol=1e-3, atol=1e-3)

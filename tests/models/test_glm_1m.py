@@ -15,19 +15,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.cache.local import LocalCache
 from razor_dist.cache.pages import PagePool
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.cli import main
-from razor_dist.config import ServerConfig
-from razor_dist.config_sources import load_config
+from razor_dist.config.errors import HeadMapError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.config.sources import load_config
 from razor_dist.engine import build, capacity, weights
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.prompts import PromptEncoder, load_tokenizer
-from razor_dist.errors import HeadMapError
+from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.server.intake import Limits, take_in
+from razor_dist.server.request_parsing import Limits, parse_request
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_glm_letters
 
@@ -82,11 +82,11 @@ def test_a_chat_begins_with_one_gmask_and_one_sop(folder: Path, encoder: PromptE
     # As `LLM.prefill_chat` does it.
     assert encoder.text(encoder.chat_text(CHAT), special_tokens=False) == want
     body = json.dumps({"model": "glm", "messages": CHAT, "max_tokens": 3}).encode()
-    [prompt] = take_in("chat", body, encoder, Limits("glm", 8, 4096, 192)).prompts
+    [prompt] = parse_request("chat", body, encoder, Limits("glm", 8, 4096, 192)).prompts
     assert list(prompt.tokens) == want
     # A plain text has no template, and gets both from the tokenizer.
     body = json.dumps({"model": "glm", "prompt": "Why?", "max_tokens": 3}).encode()
-    [prompt] = take_in("completions", body, encoder, Limits("glm", 8, 4096, 192)).prompts
+    [prompt] = parse_request("completions", body, encoder, Limits("glm", 8, 4096, 192)).prompts
     assert list(prompt.tokens) == spelt("[gMASK]<sop>Why?")
 
 
@@ -186,8 +186,10 @@ def memory(world: int, kept: int) -> dict[str, int]:
     config = load_config(ServerConfig, env={}, yaml_path=ROOT / SETTINGS)
     model_config = read_config(ROOT / "configs/shapes/glm-4-9b-chat-1m")
     shape = ModelShape.from_config(model_config)
-    assert config.wave_tokens is not None
-    caches = capacity.cache_config(config, shape, LENGTH, config.wave_tokens, world, torch.bfloat16)
+    assert config.chunked_prefill_size is not None
+    caches = capacity.cache_config(
+        config, shape, LENGTH, config.chunked_prefill_size, world, torch.bfloat16
+    )
     size, on = (caches.page_size, shape.head_dim), {"dtype": torch.bfloat16, "device": META}
     local = shape.layers * shape.kv_heads - kept
     with META:
@@ -195,7 +197,7 @@ def memory(world: int, kept: int) -> dict[str, int]:
     return {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
         "retrieval": PagePool(kept, caches.num_pages, *size, **on).reserved_bytes,
-        "local": LocalCache(local, 1, LENGTH, caches.policy, size[1], **on).reserved_bytes,
+        "local": StreamingCache(local, 1, LENGTH, caches.policy, size[1], **on).reserved_bytes,
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from razor_dist import kernels
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
 from razor_dist.models.smollm2 import embedded_model
 from tests.tiny_models import FAMILIES, make_tiny

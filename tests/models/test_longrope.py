@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.attention import run_body
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.models.bridge import run_body
 from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
-from razor_dist.policy import LocalPolicy
-from razor_dist.sampling_params import SamplingParams
 from tests.cases import Case, logits_of, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
 from tests.engine.test_graph import Both, case_of
@@ -50,10 +50,17 @@ def stock_logits(stock: Any, ids: Any) -> Tensor:
     return logits
 
 
-def full(path: Path, ids: tuple[int, ...], n: int, wave_tokens: int = 40) -> Case:
+def full(path: Path, ids: tuple[int, ...], n: int, chunked_prefill_size: int = 40) -> Case:
     _, shape = model_and_shape(str(path))
     every = ((True,) * shape.kv_heads,) * shape.layers
-    return Case(str(path), every, LocalPolicy(), ids[:n], ids[n:], wave_tokens=wave_tokens)
+    return Case(
+        str(path),
+        every,
+        StreamingPolicy(),
+        ids[:n],
+        ids[n:],
+        chunked_prefill_size=chunked_prefill_size,
+    )
 
 
 @pytest.mark.parametrize("n", [LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 40])

@@ -16,17 +16,17 @@ from transformers.models.glm.modeling_glm import GlmRotaryEmbedding, apply_rotar
 
 from razor_dist.cli import main
 from razor_dist.evals.hidden_words import Hidden, HiddenWords, hide_words
+from razor_dist.evals.needle.model import HEAD_MAP, MAX_TOKENS, RETRIEVAL, build_needle_model
+from razor_dist.evals.needle.tokenizer import END, UNKNOWN, needle_vocabulary, needle_words
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import eos_token_ids, model_fingerprint, read_config
-from razor_dist.models.needle import HEAD_MAP, MAX_TOKENS, RETRIEVAL, build_needle_model
-from razor_dist.models.needle_tokenizer import END, UNKNOWN, needle_vocabulary, needle_words
 from razor_dist.models.shape import ModelShape
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, logits_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-POLICY = LocalPolicy(window_min=256, window_ratio=None)
+POLICY = StreamingPolicy(window_min=256, window_ratio=None)
 FULL = ((True, True), (True, True))
 STREAMING = ((False, False), (False, False))
 
@@ -41,7 +41,9 @@ def case_of(folder: Path, document: HiddenWords, hidden: Hidden) -> tuple[Case, 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer(f"{document.text} {hidden.question}")["input_ids"]
     answer = tokenizer(hidden.answer, add_special_tokens=False)["input_ids"]
-    case = Case(str(folder), RETRIEVAL, POLICY, tuple(prompt), tuple(answer), wave_tokens=2048)
+    case = Case(
+        str(folder), RETRIEVAL, POLICY, tuple(prompt), tuple(answer), chunked_prefill_size=2048
+    )
     return case, [*answer, needle_vocabulary()[END]]
 
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.models.registry import config_folder, display_name, resolve_model
 from tests.tiny_models import make_tiny
 

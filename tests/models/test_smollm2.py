@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
 from razor_dist.models.loader import eos_token_ids
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
-from razor_dist.errors import ConfigError, ModelError
 from razor_dist.models.alibi import register_configs
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape

@@ -10,14 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import ring_of
-from razor_dist.errors import ConfigError
 from razor_dist.kernels import attend
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import Earlier, ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
-from razor_dist.parallel.zigzag import Wave
+from razor_dist.parallel.zigzag import Chunk
 from tests.ranks import RankPool
 
 HEADS, GROUP, DIM, TOKENS = 2, 3, 16, 96
@@ -60,16 +60,16 @@ def flash_attn_stand_in() -> None:
 def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """This rank's rows by our ring and by the package's, and what each sent."""
     flash_attn_stand_in()
-    wave = Wave(0, tokens, comm.size)
-    rows = [p for chunk in wave.owned(comm.rank) for p in range(chunk.begin, chunk.end)]
+    chunk = Chunk(0, tokens, comm.size)
+    rows = [p for chunk in chunk.owned(comm.rank) for p in range(chunk.begin, chunk.end)]
     q, k, v = inputs()
     q, k, v = q[:, :, rows], k[:, rows], v[:, rows]
     nothing = Earlier((), [0] * comm.size)
-    assert serves(comm, wave, nothing, 8) == (comm.size > 1 and tokens % (2 * comm.size) == 0)
+    assert serves(comm, chunk, nothing, 8) == (comm.size > 1 and tokens % (2 * comm.size) == 0)
     results, sent = [], []
     for ring in (ring_attention, ring_flash_attention):
         comm.bytes_sent.clear()
-        results.append(ring(comm, wave, q, k, v, nothing, 0.25))
+        results.append(ring(comm, chunk, q, k, v, nothing, 0.25))
         sent.append(comm.bytes_sent["ring"])
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         del sys.modules[name]
@@ -84,9 +84,9 @@ def test_our_ring_is_the_packages_ring_and_unsharded_attention(
     q, k, v = inputs()
     q, k, v = q[:, :, :tokens], k[:, :tokens], v[:, :tokens]
     want = attend(q, k, v, scale=0.25, causal=True, backend="reference").out
-    wave = Wave(0, tokens, world)
+    chunk = Chunk(0, tokens, world)
     for rank, (ours, theirs, sent, their_sent) in enumerate(ranks(world).run(both_rings, tokens)):
-        rows = [p for chunk in wave.owned(rank) for p in range(chunk.begin, chunk.end)]
+        rows = [p for chunk in chunk.owned(rank) for p in range(chunk.begin, chunk.end)]
         torch.testing.assert_close(ours, want[:, :, rows], atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(theirs, want[:, :, rows], atol=2e-6, rtol=1e-5)
         assert sent == their_sent

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, Pending
-from razor_dist.policy import LocalPolicy
 from tests.cases import Case, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool
 
 WORLD = 8
-POLICY = LocalPolicy(window_min=32, window_ratio=None, sinks=4, block=16)
+POLICY = StreamingPolicy(window_min=32, window_ratio=None, sinks=4, block=16)
 DIM, ITEM = 16, 4
 
 
@@ -58,10 +58,10 @@ def test_prefill_moves_the_retrieval_fraction_of_the_full_ring(
 
     # Every chunk fetches what its window needs from other ranks, and at the end every rank gets
     # the window: never more than 2P windows and P windows of L + B - 1 tokens.
-    local_per_token = 2 * 6 * DIM * ITEM
+    streaming_per_token = 2 * 6 * DIM * ITEM
     halo = total(in_razor, 0, "halo")
-    assert 0 < halo <= 3 * WORLD * (32 + 15) * local_per_token
-    assert total(in_razor, 0, "sinks") == 4 * (WORLD - 1) * local_per_token
+    assert 0 < halo <= 3 * WORLD * (32 + 15) * streaming_per_token
+    assert total(in_razor, 0, "sinks") == 4 * (WORLD - 1) * streaming_per_token
 
 
 def test_decode_of_a_model_without_retrieval_heads_sends_nothing(
@@ -95,14 +95,14 @@ def test_decode_gathers_out_and_lse_in_layers_with_retrieval_heads_only(
 def test_queries_travel_when_that_moves_less(
     ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
 ) -> None:
-    """A short wave after a long past: pass-Q beats moving the past's keys and values."""
+    """A short chunk after a long past: pass-Q beats moving the past's keys and values."""
     path = tiny("llama")
     _, shape = model_and_shape(str(path))
     tokens = tuple(torch.randint(3, 190, (650,), generator=torch.manual_seed(1)).tolist())
     full = ((True,) * shape.kv_heads,) * shape.layers
     pool = ranks(4)
-    whole = pool.run(traffic, Case(str(path), full, POLICY, tokens[:640], wave_tokens=640))
-    then = pool.run(traffic, Case(str(path), full, POLICY, tokens, wave_tokens=640))
+    whole = pool.run(traffic, Case(str(path), full, POLICY, tokens[:640], chunked_prefill_size=640))
+    then = pool.run(traffic, Case(str(path), full, POLICY, tokens, chunked_prefill_size=640))
     more = total(then, 0, "ring") - total(whole, 0, "ring")
     rows = shape.layers * shape.kv_heads * shape.group
     queries = 10 * rows * (DIM * ITEM + (DIM + 1) * 4) * 3
@@ -134,16 +134,16 @@ def test_no_message_grows_with_the_prompt(
 ) -> None:
     """Earlier keys travel until they outweigh the queries, and never again."""
     path = tiny("llama")
-    world, wave, group = 2, 64, 4
+    world, chunk, group = 2, 64, 4
     razor = ((True, False), (False, False), (False, True), (False, False))
     rows: list[dict[str, int]] = []
-    for waves in (2, 8, 16, 32):
-        tokens = torch.randint(3, 190, (waves * wave,), generator=torch.manual_seed(0)).tolist()
-        case = Case(str(path), razor, POLICY, tuple(tokens), wave_tokens=wave)
+    for chunks in (2, 8, 16, 32):
+        tokens = torch.randint(3, 190, (chunks * chunk,), generator=torch.manual_seed(0)).tolist()
+        case = Case(str(path), razor, POLICY, tuple(tokens), chunked_prefill_size=chunk)
         results = ranks(world).run(largest_messages, case)
         rows.append({p: max(result[p] for result in results) for p in results[0]})
     # Keys and values of one retrieval head; what `queries_travel` compares, in units of those.
-    own = wave // world * 2 * DIM * ITEM
+    own = chunk // world * 2 * DIM * ITEM
     queries = group * (DIM * ITEM + 4 * (DIM + 1)) / (2 * DIM * ITEM)
     assert rows[0]["ring"] == 2 * own
     assert rows[1] == rows[2] == rows[3]

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import follow
-from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import (
     layer_classes,
@@ -31,13 +32,12 @@ from razor_dist.models.loader import (
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zero import ShardedWeights, join_ranks
-from razor_dist.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
 Ranks = Callable[[int], RankPool]
-# Short prompts leave ranks without a token; long ones take several waves, so that rings and halos
+# Short prompts leave ranks without a token; long ones take several chunks, so that rings and halos
 # of one rank run beside the gathers of another.
 PROMPTS = (1, 150, 40)
 THRESHOLD = 10_000  # numbers; a weight of fewer stays whole
@@ -80,7 +80,7 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
                 told[message["id"]].append(message)
     core.idle()
     before = core.stats()["bytes_sent"]["weights"]
-    core.add("again", prompt(5), sampling(max_tokens=4))  # one wave, three decode steps
+    core.add("again", prompt(5), sampling(max_tokens=4))  # one chunk, three decode steps
     while core.has_work:
         core.step()
     sent = core.stats()["bytes_sent"]["weights"] - before
@@ -105,7 +105,7 @@ def test_answers_are_those_of_replicated_weights(
         "window_min": 16,
         "window_ratio": None,
         "block": 8,
-        "wave_tokens": 64,
+        "chunked_prefill_size": 64,
         "max_model_len": 160,
         "page_size": 8,
         "dtype": dtype,
@@ -224,10 +224,10 @@ def test_one_rank_can_keep_its_weights_in_cpu_memory(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
     code = f"""
 import torch
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
+from razor_dist.engine.sampling_params import SamplingParams
 told = []
 for weights in ("replicated", "zero3-offload"):
     config = EngineConfig(model={str(path)!r}, attention="full", weights=weights, max_model_len=64)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.plan.devices import device_names, load_device
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from razor_dist.config import EngineConfig
-from razor_dist.config_sources import build_config
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
-from razor_dist.engine.plan import Op, StepPlan
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.head_map import shipped_head_map
-from razor_dist.models.needle import HEAD_MAP, build_needle_model
 from razor_dist.models.smollm2 import embedded_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.deployment import Decision, Deployment
 from razor_dist.plan.dry_run import DryRun
-from razor_dist.plan.traffic import Traffic, traffic, window_tokens_between_waves
+from razor_dist.plan.traffic import Traffic, traffic, window_tokens_between_chunks
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.ranks import RankPool
@@ -29,9 +29,10 @@ LLAMA = ((True, False), (False, False), (True, True), (False, True))
 GLM = ((True, False), (False, False), (True, True))
 BLOOM = ((True, False) * 4, (False,) * 8, (True,) * 8)
 STEPS = 5
-# A rank's share of a wave is large enough for the ordinary kernels, the last wave is shorter.
+# A rank's share of a chunk is large enough for the ordinary kernels, the last chunk is shorter.
 SETTINGS = {
-    "wave_tokens": 512, "window_min": 96, "window_ratio": None, "block": 32, "max_num_seqs": 2,
+    "chunked_prefill_size": 512, "window_min": 96, "window_ratio": None, "block": 32,
+    "max_num_seqs": 2,
     "page_size": 16,
 }  # fmt: skip
 PROMPT = 1900
@@ -56,7 +57,7 @@ def measure(
     config = EngineConfig.from_json(settings)
     model, _ = model_and_shape(config.model)
     runner = make_engine(model, config, retrieval, comm, eos_token_ids=()).runner
-    waves = Deployment.of(config, "cpu").waves(prompt)
+    chunks = Deployment.of(config, "cpu").chunks(prompt)
 
     def step(plan: StepPlan) -> None:
         if comm.rank == 0:
@@ -67,20 +68,28 @@ def measure(
 
     comm.bytes_sent.clear()
     total = prompt + STEPS
-    step(StepPlan(Op.OPEN, 0, end=prompt, total=total, wave_tokens=config.wave_tokens or 0))
+    step(
+        StepPlan(
+            Op.OPEN,
+            0,
+            end=prompt,
+            total=total,
+            chunked_prefill_size=config.chunked_prefill_size or 0,
+        )
+    )
     used, activations = runner.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
-    for wave in waves:
-        payload = tuple(tokens[wave.begin : wave.end])
+    for chunk in chunks:
+        payload = tuple(tokens[chunk.begin : chunk.end])
         allocations = Allocations()
         with allocations:
             step(
                 StepPlan(
                     Op.PREFILL,
                     0,
-                    begin=wave.begin,
-                    end=wave.end,
-                    last=wave.end == prompt,
+                    begin=chunk.begin,
+                    end=chunk.end,
+                    last=chunk.end == prompt,
                     payload=payload,
                 )
             )
@@ -130,25 +139,25 @@ def test_the_engine_does_what_was_planned(
         assert step == measured.decode
 
     caches = dry_run.caches(PROMPT + STEPS, PROMPT + STEPS)
-    reserved = sum(caches[name] for name in ("retrieval_kv", "local_cache", "scratch"))
+    reserved = sum(caches[name] for name in ("retrieval_kv", "streaming_cache", "scratch"))
     assert all(measured.reserved == reserved for measured in found)
-    used = caches["sequence_retrieval_kv"] + caches["sequence_local_cache"]
+    used = caches["sequence_retrieval_kv"] + caches["sequence_streaming_cache"]
     page = 2 * config.page_size * d.shape.head_dim * 4 * sum(map(sum, retrieval))
     page += 8 * config.page_size * d.shape.alibi  # positions
     if prefill == "local":
         assert abs(max(measured.used for measured in found) - used) <= page
         between = sum(
-            heads.rows * d.kv_bytes * window_tokens_between_waves(d, heads.policy, PROMPT)
-            for heads in d.local
+            heads.rows * d.kv_bytes * window_tokens_between_chunks(d, heads.policy, PROMPT)
+            for heads in d.streaming
         )
-        # The engine counts after each wave, when the window of the wave before is gone.
+        # The engine counts after each chunk, when the window of the chunk before is gone.
         most = max(measured.peak - measured.used for measured in found)
         assert between / 2 <= most <= between
 
-    waves = d.waves(PROMPT)
+    chunks = d.chunks(PROMPT)
     for rank in {0, size - 1}:
         for index, measured_bytes in enumerate(found[rank].activations):
-            said = sum(dry_run.wave(waves, index, rank).values())
+            said = sum(dry_run.chunk(chunks, index, rank).values())
             assert said == pytest.approx(measured_bytes, rel=0.05), (rank, index)
     highest = max(max(measured.activations) for measured in found)
     assert sum(dry_run.activations(PROMPT).values()) == pytest.approx(highest, rel=0.05)
@@ -168,14 +177,15 @@ def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -
 def test_real_models_on_two_ranks(
     ranks: Callable[[int], RankPool], tmp_path: Path, name: str
 ) -> None:
-    """Their own head maps, several waves: bytes exact, activations within 5 %."""
+    """Their own head maps, several chunks: bytes exact, activations within 5 %."""
     if name == "embedded":
         folder, head_map, parameters = embedded_model(), shipped_head_map("smollm2"), 134_515_008
     else:
         folder = build_needle_model(tmp_path / "needle")
         head_map, parameters = folder / HEAD_MAP, None
     config = build_config(
-        EngineConfig, model=str(folder), head_map=str(head_map), world_size=2, wave_tokens=512,
+        EngineConfig, model=str(folder), head_map=str(head_map), world_size=2,
+        chunked_prefill_size=512,
         max_model_len=1300, window_min=128, window_ratio=5, block=64, max_num_seqs=1,
     )  # fmt: skip
     d = Deployment.of(config, "cpu")

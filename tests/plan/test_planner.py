@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from razor_dist import cli
-from razor_dist.config import EngineConfig
-from razor_dist.errors import ConfigError, ModelError
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.plan.compute import decode_reads, visible
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
 from razor_dist.plan.planner import Plan, plan
-from razor_dist.policy import LocalPolicy
 
 GLM = str(Path(__file__).parents[2] / "configs" / "shapes" / "glm-4-9b-chat-1m")
 N = 2**20
@@ -82,13 +82,15 @@ def test_memory_of_a_million_tokens(million: Plan) -> None:
     assert memory.sequence_retrieval_kv == 0.3 * 80 * 2**30 / 8
     # In bf16 the compensation token stands in a slot four times.
     slot = 112 * ((4 + 4 + 8192 + 127) * 512 + 2 * 128 * 4)
-    assert memory.local_cache == memory.sequence_local_cache == slot
+    assert memory.streaming_cache == memory.sequence_streaming_cache == slot
     assert million.fits and million.links.prefill["ring"] / million.links.full_prefill < 0.31
 
 
-def test_one_wave_moves_each_key_once() -> None:
+def test_one_chunk_moves_each_key_once() -> None:
     """80 KiB per token in full, past P-1 ranks: the retrieval heads' share of it."""
-    found = plan(settings(wave_tokens=N), "h200", load_device("h200"), context=N, retrieval=0.3)
+    found = plan(
+        settings(chunked_prefill_size=N), "h200", load_device("h200"), context=N, retrieval=0.3
+    )
     assert found.links.prefill["ring"] == 0.3 * 80 * 1024 * N * 7
     # Each of 2P chunks fetches its window: about 12 % of the prompt.
     assert found.links.prefill["halo"] / (0.7 * 80 * 1024) < 3 * 8 * (8192 + 127)
@@ -116,7 +118,7 @@ def test_what_never_fits() -> None:
     ("given", "retrieval", "message"),
     [
         ({"window_max": None}, 0.3, "no smaller than a shard"),
-        ({"wave_tokens": 65536}, 0.3, "the halo moves 1.8 times all local keys"),
+        ({"chunked_prefill_size": 65536}, 0.3, "the halo moves 1.8 times all streaming keys"),
         ({}, 0.9, "90% of the KV heads are retrieval heads"),
         ({"prefill": "exact"}, 0.3, "prefill is exact"),
         ({"max_num_seqs": 64}, 0.3, "does not fit"),
@@ -131,9 +133,9 @@ def test_settings_that_defeat_themselves(
 
 
 def test_nothing_is_said_of_good_settings(million: Plan) -> None:
-    """Waves of the default length are among them."""
+    """Chunks of the default length are among them."""
     assert million.warnings == []
-    assert million.wave_tokens == 8 * 32768
+    assert million.chunked_prefill_size == 8 * 32768
 
 
 def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]) -> None:
@@ -145,7 +147,7 @@ def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]
 @pytest.mark.parametrize("prompt", [1, 5, 40, 333])
 def test_keys_that_a_local_head_sees(prompt: int) -> None:
     """Counted one by one, by the definition."""
-    paper = LocalPolicy(window_min=16, window_ratio=5, window_max=40, sinks=4, block=8)
+    paper = StreamingPolicy(window_min=16, window_ratio=5, window_max=40, sinks=4, block=8)
     for policy in (paper, replace(paper, compensation=False)):
         seen = 0
         for i in range(prompt):

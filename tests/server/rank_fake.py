@@ -10,7 +10,7 @@ import types
 from unittest import mock
 
 from razor_dist.cli import main
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from tests.fake_engine import FakeEngine
 
 

@@ -1,6 +1,6 @@
-"""A real rank whose waves take a second, and that writes down when each begins.
+"""A real rank whose chunks take a second, and that writes down when each begins.
 
-``WAVES_LOG`` names the file: a line for each rank and wave, with the monotonic clock, which all
+``CHUNKS_LOG`` names the file: a line for each rank and chunk, with the monotonic clock, which all
 processes share.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
 
-WAVE_SECONDS = 1.0
+CHUNK_SECONDS = 1.0
 
 
 def _slowly(self: ModelRunner, *arguments: Any) -> Any:
-    with open(os.environ["WAVES_LOG"], "a") as log:
+    with open(os.environ["CHUNKS_LOG"], "a") as log:
         log.write(f"{self.comm.rank} {time.monotonic()}\n")
-    time.sleep(WAVE_SECONDS)
+    time.sleep(CHUNK_SECONDS)
     return _prefill(self, *arguments)
 
 

@@ -12,12 +12,12 @@ import httpx
 import openai
 import pytest
 
-from razor_dist.config import ServerConfig
-from razor_dist.engine.client import EngineClient
-from razor_dist.engine.prompts import PromptEncoder
-from razor_dist.engine.protocol import encode
+from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.messages import encode
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.app import build_app
-from razor_dist.server.intake_process import IntakeProcess
+from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import Reader, Service
 from tests import fake_engine
 from tests.server.process import wait_until
@@ -163,7 +163,7 @@ def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenA
 
 
 def test_the_bytes_of_every_token_join_to_the_text() -> None:
-    from razor_dist.engine.assembler import decode_one
+    from razor_dist.frontend.assembler import decode_one
     from razor_dist.server.logprobs import token_bytes
 
     text = "naïve 😀 世界 \n\t done"
@@ -245,9 +245,9 @@ def test_a_full_queue_refuses_with_429(url: str) -> None:
 
 
 def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
-    """Rank 0 is in the midst of a wave: it lives, and answers nothing."""
+    """Rank 0 is in the midst of a chunk: it lives, and answers nothing."""
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
-    service.reader = Reader(PromptEncoder(None), IntakeProcess(tmp_path, trust_remote_code=False))
+    service.reader = Reader(PromptEncoder(None), ParsingProcess(tmp_path, trust_remote_code=False))
 
     async def main() -> httpx.Response:
         await service.client.start()

@@ -1,4 +1,4 @@
-"""Bodies of megabytes: read by another process, while the front's event loop is free."""
+"""Bodies of megabytes: read by another process, while the frontend's event loop is free."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import httpx
 import numpy as np
 import pytest
 
-from razor_dist.config import ServerConfig
-from razor_dist.engine.local import LocalEngine
-from razor_dist.engine.prompts import PromptEncoder
-from razor_dist.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
-from razor_dist.server import intake_process
+from razor_dist.server import parsing_process as intake_process
 from razor_dist.server.app import build_app
-from razor_dist.server.intake import Endpoint, Intake, Limits, take_in
-from razor_dist.server.intake_process import IntakeProcess
-from razor_dist.server.main import Front, bind
+from razor_dist.server.main import Frontend, bind
+from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 from razor_dist.server.service import Reader, Service
 from tests import fake_engine
 from tests.server.process import fake_server
@@ -80,10 +80,10 @@ BAD: list[tuple[Endpoint, bytes]] = [
 ]
 
 
-def told(intake: Intake) -> Any:
-    """An intake as plain values, to compare."""
-    prompts = [(prompt.tokens.tolist(), prompt.params) for prompt in intake.prompts]
-    return prompts, intake.stream, intake.include_usage, intake.return_progress
+def told(parsed: ParsedRequest) -> Any:
+    """An parsed as plain values, to compare."""
+    prompts = [(prompt.tokens.tolist(), prompt.params) for prompt in parsed.prompts]
+    return prompts, parsed.stream, parsed.include_usage, parsed.return_progress
 
 
 def refusal(error: RequestError) -> tuple[str, str | None, str | None]:
@@ -94,17 +94,17 @@ def test_another_process_reads_bodies_as_this_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
+        process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
         for endpoint, fields in GOOD:
             raw = body(**fields)
-            intake = await process.take_in(endpoint, raw, LIMITS)
-            assert told(intake) == told(take_in(endpoint, raw, ENCODER, LIMITS))
-            assert all(prompt.tokens.dtype == np.int32 for prompt in intake.prompts)
+            parsed = await process.parse_request(endpoint, raw, LIMITS)
+            assert told(parsed) == told(parse_request(endpoint, raw, ENCODER, LIMITS))
+            assert all(prompt.tokens.dtype == np.int32 for prompt in parsed.prompts)
         for endpoint, raw in BAD:
             with pytest.raises(RequestError) as here:
-                take_in(endpoint, raw, ENCODER, LIMITS)
+                parse_request(endpoint, raw, ENCODER, LIMITS)
             with pytest.raises(RequestError) as there:
-                await process.take_in(endpoint, raw, LIMITS)
+                await process.parse_request(endpoint, raw, LIMITS)
             assert refusal(there.value) == refusal(here.value)
         # Clients hang up, one while its body is read and one that waits: the others keep their
         # place, their answers are their own, and the process lives.
@@ -112,7 +112,7 @@ def test_another_process_reads_bodies_as_this_one_does(
         child = process._process
         prompts: list[Any] = [words(20_000), [8, 9], [7], [6, 5]]
         tasks = [
-            asyncio.create_task(process.take_in("completions", body(prompt=prompt), LIMITS))
+            asyncio.create_task(process.parse_request("completions", body(prompt=prompt), LIMITS))
             for prompt in prompts
         ]
         while process._asking is None or process._asking.done():
@@ -127,23 +127,25 @@ def test_another_process_reads_bodies_as_this_one_does(
         assert isinstance(answers[2], asyncio.CancelledError)
         for kept in (1, 3):
             answer = answers[kept]
-            assert isinstance(answer, Intake)
+            assert isinstance(answer, ParsedRequest)
             assert answer.prompts[0].tokens.tolist() == prompts[kept]
         assert sorted(ended[:2]) == [0, 2] and ended[2:] == [1, 3]
         assert process._process is child
         # The process is killed in the midst of a body; the next one gets another.
-        reading = asyncio.create_task(process.take_in("completions", body(prompt=ids(3)), LIMITS))
+        reading = asyncio.create_task(
+            process.parse_request("completions", body(prompt=ids(3)), LIMITS)
+        )
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="has died; send the request again"):
             await reading
-        third = await process.take_in("completions", body(prompt=[8, 9]), LIMITS)
+        third = await process.parse_request("completions", body(prompt=[8, 9]), LIMITS)
         assert third.prompts[0].tokens.tolist() == [8, 9]
         # One that is stuck is given up, and does not hold up those that wait for it.
         child = process._process
         os.kill(child.pid, signal.SIGSTOP)
         monkeypatch.setattr(intake_process, "_PATIENCE", 1.0)
         tasks = [
-            asyncio.create_task(process.take_in("completions", body(prompt=[prompt]), LIMITS))
+            asyncio.create_task(process.parse_request("completions", body(prompt=[prompt]), LIMITS))
             for prompt in (5, 4)
         ]
         await asyncio.sleep(0.1)
@@ -155,7 +157,7 @@ def test_another_process_reads_bodies_as_this_one_does(
         # Whoever waits when the server ends starts no other process; of whom nobody waits for any
         # more, nothing is heard.
         tasks = [
-            asyncio.create_task(process.take_in("completions", body(prompt=prompt), LIMITS))
+            asyncio.create_task(process.parse_request("completions", body(prompt=prompt), LIMITS))
             for prompt in (words(20_000), [5], [4])
         ]
         while process._asking is None or process._asking.done():
@@ -172,11 +174,11 @@ def test_another_process_reads_bodies_as_this_one_does(
     asyncio.run(main())
 
 
-# --------------------------------------------------------------- the front's loop
+# --------------------------------------------------------------- the frontend's loop
 
 
 @contextlib.asynccontextmanager
-async def front(
+async def frontend(
     heartbeat: float = 3.0, max_queue: int = 64
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     """The server in this process, on ranks that compute nothing."""
@@ -184,7 +186,7 @@ async def front(
     engine = LocalEngine(config, max_queue=max_queue, worker="tests.fake_engine")
     await engine.start()
     service = Service(config, engine.client)
-    process = IntakeProcess(resolve_model("smollm2"), trust_remote_code=False)
+    process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
     service.reader = Reader(ENCODER, process)
     try:
         await engine.client.ready()
@@ -218,7 +220,7 @@ def test_a_million_tokens_do_not_hold_up_the_loop() -> None:
     }
 
     async def main() -> None:
-        async with front() as (service, http):
+        async with frontend() as (service, http):
             for raw, count in bodies.values():
                 post = http.post("/v1/completions", content=raw)
                 gc.collect()
@@ -245,7 +247,7 @@ def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
     """Of two places one is a body's that is read, one a body's that waits; a hang-up frees one."""
 
     async def main() -> None:
-        async with front(max_queue=2) as (service, http):
+        async with frontend(max_queue=2) as (service, http):
 
             def post(raw: bytes) -> asyncio.Task[httpx.Response]:
                 return asyncio.create_task(http.post("/v1/completions", content=raw))
@@ -271,15 +273,15 @@ def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
 
 
 def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
-    """It would look at all objects of the front's libraries, some 360,000."""
+    """It would look at all objects of the frontend's libraries, some 360,000."""
 
     async def main() -> tuple[int, int]:
         config = ServerConfig(port=0)
         engine = LocalEngine(config, worker="tests.fake_engine")
         with bind(config) as listener:
-            front = Front(config, engine.client, listener, start=engine.start)
+            frontend = Frontend(config, engine.client, listener, start=engine.start)
             try:
-                await front._load()
+                await frontend._load()
                 return len(gc.get_objects()), gc.get_freeze_count()
             finally:
                 gc.unfreeze()
@@ -291,8 +293,8 @@ def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
 
 def test_progress_that_nobody_asked_for_does_not_stop_the_heartbeat() -> None:
     async def main() -> str:
-        async with front(heartbeat=0.5) as (_, http):
-            prompt = [fake_engine.SLOW_PREFILL, 5]  # read in four waves of 0.3 s
+        async with frontend(heartbeat=0.5) as (_, http):
+            prompt = [fake_engine.SLOW_PREFILL, 5]  # read in four chunks of 0.3 s
             answer = await http.post("/v1/completions", content=body(prompt=prompt, stream=True))
             return answer.text
 

@@ -23,7 +23,8 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 def server() -> Iterator[ServerProcess]:
     with ServerProcess(
         *(sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"),
-        # Shorter than a wave of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
+        # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck
+        # one.
         *("--heartbeat-timeout", "5"),
     ) as process:
         process.url(timeout=180)
@@ -61,7 +62,7 @@ def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerPro
 
     def freed() -> bool:
         answer = httpx.get(f"{url}/stats", timeout=60)
-        if answer.status_code == 503:  # the wave is not done yet
+        if answer.status_code == 503:  # the chunk is not done yet
             assert answer.json()["error"]["code"] == "engine_busy"
             return False
         stats = answer.json()

@@ -22,18 +22,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from razor_dist.config import EngineConfig
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import Engine, build_engine
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import agree
-from razor_dist.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
-from tests.server.slow_rank import WAVE_SECONDS
+from tests.server.slow_rank import CHUNK_SECONDS
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SERVE = [sys.executable, "launch/serve.py", "--world-size", "2"]
@@ -43,7 +43,7 @@ PROMPT = [3 + 7 * i % 180 for i in range(150)]
 
 @pytest.fixture(scope="module")
 def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for a tiny model with retrieval heads and local heads, and short windows."""
+    """Flags for a tiny model with retrieval heads and streaming heads, and short windows."""
     shape = ModelShape.from_config(read_config(tiny("llama")))
     retrieval = tuple((True, False) if n % 2 else (False, False) for n in range(shape.layers))
     head_map = tmp_path_factory.mktemp("heads") / "map.json"
@@ -51,7 +51,7 @@ def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return [
         *("--model", str(tiny("llama")), "--served-model-name", "tiny"),
         *("--head-map", str(head_map), "--max-model-len", "400"),
-        *("--window-min", "24", "--block", "8", "--wave-tokens", "64"),
+        *("--window-min", "24", "--block", "8", "--chunked-prefill-size", "64"),
     ]
 
 
@@ -66,9 +66,9 @@ def complete(url: str, timeout: float = 60) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("command", "mistake"),
-    # A model that the front does not find: tests/server/test_lifecycle.py.
+    # A model that the frontend does not find: tests/server/test_lifecycle.py.
     [(SERVE, "head map"), (SERVE_UNDER_TORCHRUN, "head map"), (SERVE_UNDER_TORCHRUN, "model")],
-    ids=["front-head map", "torchrun-head map", "torchrun-model"],
+    ids=["frontend-head map", "torchrun-head map", "torchrun-model"],
 )
 def test_a_mistake_is_told_once(
     command: list[str], mistake: str, tiny: Callable[[str], Path]
@@ -147,7 +147,7 @@ def test_a_rank_0_that_finds_no_front_says_so(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 1  # and not what says that another start is no use
-    assert f"the front does not listen on {socket_path}: No such file" in done.stderr
+    assert f"the frontend does not listen on {socket_path}: No such file" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -162,37 +162,37 @@ def test_an_error_without_other_ranks_is_itself() -> None:
 # --------------------------------------------------------------- cancellation
 
 
-def test_a_client_that_vanishes_in_mid_prefill_frees_all_ranks_within_one_wave(
+def test_a_client_that_vanishes_in_mid_prefill_frees_all_ranks_within_one_chunk(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waves = tmp_path / "waves"
-    monkeypatch.setenv("WAVES_LOG", str(waves))
+    chunks = tmp_path / "chunks"
+    monkeypatch.setenv("CHUNKS_LOG", str(chunks))
 
     def begun() -> list[tuple[int, float]]:
-        """Rank and time of every wave that has begun."""
-        lines = [line.split() for line in waves.read_text().splitlines()]
+        """Rank and time of every chunk that has begun."""
+        lines = [line.split() for line in chunks.read_text().splitlines()]
         return [(int(rank), float(when)) for rank, when in lines]
 
     def vanish(url: str, stream: bool) -> float:
-        """Ask, and hang up during the second wave or soon after; when that was."""
-        waves.write_text("")
+        """Ask, and hang up during the second chunk or soon after; when that was."""
+        chunks.write_text("")
         body = {"model": "tiny", "prompt": PROMPT * 2, "max_tokens": 1, "stream": stream}
         sent = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}"
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as client:
             client.sendall(f"{head}\r\n\r\n".encode() + sent)
-            assert wait_until(lambda: len(begun()) >= 4, 60)  # two waves on two ranks
+            assert wait_until(lambda: len(begun()) >= 4, 60)  # two chunks on two ranks
         return time.monotonic()
 
     def stats(url: str) -> dict[str, Any]:
         return dict(httpx.get(f"{url}/stats", timeout=60).json())
 
-    with server_on("tests.server.slow_rank", *arguments, "--wave-tokens", "16") as server:
+    with server_on("tests.server.slow_rank", *arguments, "--chunked-prefill-size", "16") as server:
         url = server.url(timeout=180)
         for stream in (False, True):
             gone = vanish(url, stream)
             assert wait_until(lambda: stats(url)["running"] + stats(url)["waiting"] == 0, 30)
-            time.sleep(1.5 * WAVE_SECONDS)  # time for a wave that should not be
+            time.sleep(1.5 * CHUNK_SECONDS)  # time for a chunk that should not be
             for rank in (0, 1):
                 late = [when for r, when in begun() if r == rank and when > gone]
                 assert len(late) <= 1, late

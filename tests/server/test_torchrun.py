@@ -1,4 +1,4 @@
-"""How a rank 0 under torchrun finds its front, without starting either."""
+"""How a rank 0 under torchrun finds its frontend, without starting either."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 import pytest
 
-from razor_dist.config import EngineConfig, ServerConfig
-from razor_dist.engine.ranks import FrontUnreachableError
-from razor_dist.errors import ModelError
+from razor_dist.config.errors import ModelError
+from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.frontend.ranks import FrontendUnreachableError
 from razor_dist.server import torchrun
-from razor_dist.server.torchrun import Torchrun, ensure_front, serve_as_rank
+from razor_dist.server.torchrun import Torchrun, ensure_frontend, serve_as_rank
 
 CONFIG = ServerConfig(world_size=2)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this process's front, if this process is taken for the agent."""
+    """The folder of this process's frontend, if this process is taken for the agent."""
     monkeypatch.setattr(torchrun.tempfile, "gettempdir", lambda: str(tmp_path))
     return torchrun._private_folder(os.getpid())
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders in which a front was started; it only listens."""
+    """The folders in which a frontend was started; it only listens."""
     fronts: list[Path] = []
 
-    class Front:
+    class Frontend:
         def __init__(self, command: list[str], **_: Any) -> None:
             socket_path = Path(command[command.index("--socket") + 1])
             socket_path.touch()
@@ -42,12 +42,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         def poll(self) -> None:
             return None
 
-    monkeypatch.setattr(subprocess, "Popen", Front)
+    monkeypatch.setattr(subprocess, "Popen", Frontend)
     return fronts
 
 
 def test_the_first_rank_0_starts_the_front(folder: Path, started: list[Path]) -> None:
-    assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+    assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
     assert started == [folder]
 
 
@@ -58,7 +58,7 @@ def test_a_new_rank_0_waits_until_its_predecessors_front_listens(
         fcntl.flock(lock, fcntl.LOCK_EX)
         timer = threading.Timer(0.3, (folder / "engine").touch)
         timer.start()
-        assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+        assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
         assert (folder / "engine").exists()
         timer.join()
     assert started == []
@@ -71,7 +71,7 @@ def test_a_new_rank_0_starts_a_front_when_its_predecessors_ends_instead(
     fcntl.flock(lock, fcntl.LOCK_EX)
     timer = threading.Timer(0.3, lock.close)
     timer.start()
-    assert ensure_front(CONFIG, os.getpid()) == folder / "engine"
+    assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
     timer.join()
     assert started == [folder]
 
@@ -80,8 +80,8 @@ def test_a_front_that_never_listens_is_told(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torchrun, "_PATIENCE", 0.1)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(FrontUnreachableError, match="did not listen within"):
-            ensure_front(CONFIG, os.getpid())
+        with pytest.raises(FrontendUnreachableError, match="did not listen within"):
+            ensure_frontend(CONFIG, os.getpid())
 
 
 def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
@@ -94,8 +94,8 @@ def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
 def test_what_the_front_cannot_know_is_raised_on_rank_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torchrun, "ensure_front", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(torchrun, "ensure_frontend", lambda *_, **__: tmp_path)
     first = Torchrun(rank=0, local_rank=0, world_size=2)
-    with pytest.raises(FrontUnreachableError):
-        serve_as_rank(CONFIG, first, fail_with(FrontUnreachableError("no socket")))
+    with pytest.raises(FrontendUnreachableError):
+        serve_as_rank(CONFIG, first, fail_with(FrontendUnreachableError("no socket")))
     assert serve_as_rank(CONFIG, first, fail_with(ModelError("no such folder"))) == 2

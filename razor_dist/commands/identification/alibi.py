@@ -29,7 +29,7 @@ def find(model: Model, options: IdentifyOptions) -> HeadMap:
     windows = sorted(w for row in found.windows or () for w in row if w is not None)
     if windows:
         typer.echo(
-            f"windows of local heads: {windows[0]} to {windows[-1]} tokens, "
+            f"windows of streaming heads: {windows[0]} to {windows[-1]} tokens, "
             f"{sum(windows) / len(windows):.0f} on average"
         )
     return found

@@ -14,16 +14,16 @@ from rich.progress import Progress, TaskID
 from razor_dist.commands.identification.model import Model
 from razor_dist.commands.identification.options import IdentifyOptions
 from razor_dist.commands.identification.report import kept_by_score, progress_bar
-from razor_dist.errors import ConfigError
-from razor_dist.heads import duo
-from razor_dist.heads.duo_checkpoint import TrainingState, state_file
-from razor_dist.heads.duo_settings import DuoSettings, run_settings
+from razor_dist.config.errors import ConfigError
+from razor_dist.heads.duo import train as duo
+from razor_dist.heads.duo.checkpoint import TrainingState, state_file
+from razor_dist.heads.duo.settings import DuoSettings, run_settings
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.parallel.zero import import_deepspeed, join_ranks
 
 
 def find(model: Model, options: IdentifyOptions) -> HeadMap | None:
-    """See `razor_dist.heads.duo`; None on ranks other than 0."""
+    """See `razor_dist.heads.duo.train`; None on ranks other than 0."""
     passkeys = model.passkey_settings(options)
     settings = DuoSettings(
         sinks=options.sink_tokens,

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from razor_dist.commands.identification.options import IdentifyOptions
-from razor_dist.config import EngineConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.heads.passkeys import Passkeys, PasskeySettings, open_passkeys
 from razor_dist.models.loader import load_model, read_config

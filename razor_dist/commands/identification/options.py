@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
 from razor_dist.files import check_writable
 
 Method = Literal["razor", "duo", "onthefly", "alibi"]
@@ -164,7 +164,7 @@ class IdentifyOptions:
         int | None,
         typer.Option(
             min=1,
-            help="razor, duo, onthefly: least window of a local head. [default: the model's]",
+            help="razor, duo, onthefly: least window of a streaming head. [default: the model's]",
         ),
     ] = None
     device: Annotated[

@@ -9,7 +9,7 @@ import typer
 from razor_dist.commands.identification.model import Model
 from razor_dist.commands.identification.options import IdentifyOptions
 from razor_dist.commands.identification.report import edge, kept, progress_bar
-from razor_dist.engine.prompts import load_tokenizer
+from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads import razor
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.passkeys import start_tokens

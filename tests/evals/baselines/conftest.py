@@ -1,4 +1,4 @@
-"""A tiny model with retrieval heads and local heads."""
+"""A tiny model with retrieval heads and streaming heads."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist import LLM, cli
-from razor_dist.errors import ConfigError, HeadMapError, ModelError
+from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.evals.baselines import presses
 from razor_dist.evals.baselines.budget import Budget, compression_ratio
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES, BaselineConfig, check_installed

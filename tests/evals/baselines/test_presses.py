@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from razor_dist import SamplingParams, cli
-from razor_dist.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, check_installed
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.results import NeedleRun

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from razor_dist import SamplingParams
-from razor_dist.config import EngineConfig
-from razor_dist.jobs.pool import Crew
+from razor_dist.config.schema import EngineConfig
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.jobs.pool import EnginePool
 from razor_dist.jobs.task import Item
-from razor_dist.outputs import CompletionOutput, RequestOutput
 
 
 class Letters:
@@ -56,7 +56,7 @@ class Reader:
         self._ids = len(ids)
         text = self._tokenizer.decode(ids)
         self.read.append(text)
-        # All that a local head keeps: a few tokens at the beginning, and a window.
+        # All that a streaming head keeps: a few tokens at the beginning, and a window.
         kept = text if self.config.attention != "streaming" else text[:4] + text[-300:]
         self._kept = len(kept)
         yield kept
@@ -83,8 +83,8 @@ class Reader:
 
 
 @contextmanager
-def readers(task: Any, made: list[Reader]) -> Iterator[Crew]:
-    """A crew of one `Reader`, each put into ``made``."""
+def readers(task: Any, made: list[Reader]) -> Iterator[EnginePool]:
+    """A pool of one `Reader`, each put into ``made``."""
 
     class Engine:
         def __init__(self, name: str) -> None:
@@ -97,4 +97,4 @@ def readers(task: Any, made: list[Reader]) -> Iterator[Crew]:
         def close(self) -> None:
             pass
 
-    yield Crew(lambda name, number, over: Engine(name), 1)
+    yield EnginePool(lambda name, number, over: Engine(name), 1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.config_sources import load_config
-from razor_dist.errors import ConfigError
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sources import load_config
 from razor_dist.evals.needle.config import NeedleConfig, sigmoid
 from razor_dist.evals.needle.documents import share_out
 from razor_dist.evals.needle.presets import same_words, word_overlap

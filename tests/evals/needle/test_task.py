@@ -15,17 +15,17 @@ from unittest.mock import Mock
 import pytest
 
 from razor_dist import cli
-from razor_dist.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.report import compare, write_report
 from razor_dist.evals.needle.results import NeedleRun
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.run_notes import note_run
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.job import run_task
-from razor_dist.jobs.pool import Crew, Engine
+from razor_dist.jobs.pool import Engine, EnginePool
 from razor_dist.jobs.results import read_job
-from razor_dist.models.needle import HEAD_MAP, build_needle_model
 from tests.evals.needle.readers import Reader, readers
 
 SMALL: dict[str, Any] = {
@@ -145,20 +145,20 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
     made: list[Reader] = []
 
     @contextmanager
-    def interrupted(task: NeedleTask) -> Iterator[Crew]:
-        with readers(task, made) as crew:
+    def interrupted(task: NeedleTask) -> Iterator[EnginePool]:
+        with readers(task, made) as pool:
 
             def open_engine(name: str, number: int, over: threading.Event) -> Engine:
                 noted = json.loads((tmp_path / "config.json").read_text())
                 assert noted["methods"] == list(methods), "written before any work"
                 if name == "razor":
                     raise ConfigError("no such head map")
-                engine = crew.open_engine(name, number, over)
+                engine = pool.open_engine(name, number, over)
                 if name == "streaming":
                     made[-1].prefill = Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
                 return engine
 
-            yield Crew(open_engine, 1)
+            yield EnginePool(open_engine, 1)
 
     with pytest.raises(ConfigError, match="no such head map"):
         run_task(task, tmp_path, interrupted(task), on_open=partial(note_run, config=config))

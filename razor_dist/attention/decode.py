@@ -1,0 +1,236 @@
+"""Attention of one decode step on one rank: one new token for each of several sequences.
+
+It is the same code whether it is captured in a CUDA graph or not:
+`razor_dist.attention.decode_inputs` says
+which memory is read and holds what changes from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.decode_inputs import ReadExtent, StepInputs
+from razor_dist.attention.prefill import Caches
+from razor_dist.heads.layout import LayerHeads, StreamingGroup
+from razor_dist.kernels import (
+    HIDDEN,
+    Distance,
+    Partial,
+    RelativeBias,
+    attend,
+    empty_partial,
+    merge,
+    merge_stacked,
+)
+from razor_dist.parallel.comm import Communicator
+
+
+class DecodeContext:
+    """`AttentionContext` of one decode step.
+
+    Streaming heads are computed on every rank from the replicated cache, without traffic. Retrieval
+    heads attend to each rank's shard; one all-gather per layer carries ``out`` and ``lse``, packed
+    together. A layer without retrieval heads makes no collective at all.
+
+    Nothing is read back from the device, here or in `attend`, so that both can be captured.
+
+    Parameters
+    ----------
+    comm : Communicator
+    caches : Caches
+    extents : sequence of ReadExtent
+        One per token of the step.
+    inputs : StepInputs
+        On the caches' device.
+    """
+
+    def __init__(
+        self, comm: Communicator, caches: Caches, extents: Seq[ReadExtent], inputs: StepInputs
+    ) -> None:
+        self.comm, self.caches, self._extents = comm, caches, extents
+        self._inputs = inputs
+        # For each token, for each streaming cache: what is seen of its slot, and where it is
+        # written.
+        self._biases: list[list[Tensor]] = []
+        self._places: list[list[Tensor]] = []
+        self._segments: list[list[tuple[int, int, Tensor | None]]] = []
+        for t, extent in enumerate(extents):
+            position = inputs.position[t]
+            views = list(zip(caches.streaming, extent.streaming, inputs.start[:, t], strict=True))
+            self._biases.append(
+                [
+                    cache.visibility(slot, width, position, start)
+                    for cache, (slot, width), start in views
+                ]
+            )
+            self._places.append(
+                [cache.places(slot, inputs.position[t : t + 1]) for cache, (slot, _), _ in views]
+            )
+            self._segments.append(_with_bias(extent, inputs.stored[t]))
+        self._distances: _Distances | None = None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """See `razor_dist.models.bridge.AttentionContext`."""
+        heads = self.caches.layout.layers[layer]
+        k, v = self.caches.stored(k, v)
+        q = q.unflatten(0, (k.shape[0], -1))
+        if slopes is not None:
+            slopes = slopes.unflatten(0, (k.shape[0], -1))
+            if self._distances is None:
+                self._distances = self._measure(q.dtype)
+        parts = [
+            compute(heads, of(q), of(k), of(v), scale, None if slopes is None else of(slopes))
+            for count, of, compute in (
+                (heads.num_retrieval, heads.of_retrieval, self._retrieval),
+                (heads.num_streaming, heads.of_streaming, self._attend_streaming),
+            )
+            if count
+        ]
+        if len(parts) == 1 and len(heads.groups) <= 1:
+            (out_KGTD,) = parts
+        else:
+            out_KGTD = torch.cat(parts)[heads.inverse]
+        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+    def _measure(self, dtype: torch.dtype) -> _Distances:
+        """How far what is read is from the new tokens; notes where the new tokens stand.
+
+        ``dtype`` is the queries'.
+        """
+        pages, inputs = self.caches.pages, self._inputs
+        assert pages.positions is not None
+        distances = _Distances([], [])
+        for t, extent in enumerate(self._extents):
+            position = inputs.position[t]
+            if extent.writes:
+                pages.positions.index_copy_(0, inputs.at[t : t + 1], inputs.position[t : t + 1])
+            distances.streaming.append(
+                [
+                    Distance.of(cache.distance(slot, width, position, start), dtype)
+                    for cache, (slot, width), start in zip(
+                        self.caches.streaming, extent.streaming, inputs.start[:, t], strict=True
+                    )
+                ]
+            )
+            distances.segments.append(
+                [
+                    Distance.of((pages.positions[a:b] - position).float(), dtype)
+                    for a, b in extent.segments
+                ]
+            )
+        return distances
+
+    def _attend_streaming(
+        self,
+        heads: LayerHeads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        outs = []
+        for t in range(len(self._extents)):
+            groups = [self._local_group(t, group, q, k, v, scale, slopes) for group in heads.groups]
+            outs.append(groups[0] if len(groups) == 1 else torch.cat(groups))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def _local_group(
+        self,
+        t: int,
+        group: StreamingGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        """One token's attention by the streaming heads of one window: ``[K, G, 1, D]`` float32."""
+        cache, (slot, width) = (
+            self.caches.streaming[group.index],
+            self._extents[t].streaming[group.index],
+        )
+        part, seen, new = group.part, slice(0, width), slice(t, t + 1)
+        cache.write(group.rows, slot, self._places[t][group.index], k[part, new], v[part, new])
+        away = None
+        if slopes is not None:
+            assert self._distances is not None
+            away = RelativeBias(slopes[part], self._distances.streaming[t][group.index])
+        return attend(
+            q[part, :, new],
+            cache.k[group.rows, slot.index, seen],
+            cache.v[group.rows, slot.index, seen],
+            scale=scale,
+            bias=self._biases[t][group.index],
+            alibi=away,
+        ).out.float()
+
+    def _retrieval(
+        self,
+        heads: LayerHeads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        pages, rows = self.caches.pages, heads.retrieval_rows
+        partials: list[Partial] = []
+        for t, extent in enumerate(self._extents):
+            if extent.writes:
+                at = self._inputs.at[t : t + 1]
+                pages.put(rows, at, k[:, t : t + 1], v[:, t : t + 1])
+            q_t = q[:, :, t : t + 1]
+            parts = []
+            for index, (a, b, bias) in enumerate(self._segments[t]):
+                away = None
+                if slopes is not None:
+                    assert self._distances is not None
+                    away = RelativeBias(slopes, self._distances.segments[t][index])
+                segment = pages.k[rows, a:b], pages.v[rows, a:b]
+                parts.append(attend(q_t, *segment, scale=scale, bias=bias, alibi=away))
+            partials.append(merge(parts) if parts else empty_partial(q_t))
+        out = torch.cat([p.out for p in partials], dim=2)
+        if self.comm.size == 1:
+            return out
+        lse = torch.cat([p.lse for p in partials], dim=2)
+        packed = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
+        gathered = self.comm.all_gather(packed, "merge")
+        return merge_stacked(gathered[..., :-1], gathered[..., -1]).out
+
+
+class _Distances(NamedTuple):
+    """``j - i`` of what a step reads, for each of its tokens.
+
+    Attributes
+    ----------
+    streaming : list of list of Distance
+        By streaming cache: of the places of its slot that are read.
+    segments : list of list of Distance
+        Of the extents of the page pool that are read.
+    """
+
+    streaming: list[list[Distance]]
+    segments: list[list[Distance]]
+
+
+def _with_bias(extent: ReadExtent, stored: Tensor) -> list[tuple[int, int, Tensor | None]]:
+    """The extents that are read, each with the bias that hides the places after ``stored``."""
+    if extent.exact:
+        return [(a, b, None) for a, b in extent.segments]
+    lengths = [b - a for a, b in extent.segments]
+    place = torch.arange(sum(lengths), device=stored.device)
+    bias = torch.zeros(len(place), device=stored.device).masked_fill_(place >= stored, HIDDEN)
+    return [(a, b, part) for (a, b), part in zip(extent.segments, bias.split(lengths), strict=True)]

@@ -1,0 +1,248 @@
+"""Attention of one prefill chunk on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.streaming_prefill import StreamingChunk, StreamingTransfers
+from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.sequence import Sequence, shard_positions
+from razor_dist.cache.streaming import StreamingCache
+from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.ring import Earlier, RingAttention, positions_of, ring_attention
+from razor_dist.parallel.zigzag import Chunk, Interval
+
+
+@dataclass
+class Caches:
+    """The stores of one rank.
+
+    Attributes
+    ----------
+    layout : HeadLayout
+    pages : PagePool
+        Retrieval heads.
+    streaming : tuple of StreamingCache
+        Streaming heads, one for each of ``layout.windows``.
+    scratch : PagePool or None
+        Streaming heads' full keys and values while a prompt is prefilled exactly.
+    """
+
+    layout: HeadLayout
+    pages: PagePool
+    streaming: tuple[StreamingCache, ...]
+    scratch: PagePool | None
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values in the dtype in which they are kept and travel.
+
+        Attention sees no others, not even of the tokens at hand: what it computes then does not
+        depend on which keys have been through a cache or a link.
+        """
+        dtype = self.pages.k.dtype
+        return k.to(dtype), v.to(dtype)
+
+
+class PrefillContext:
+    """`AttentionContext` of one chunk.
+
+    Retrieval heads attend over the whole context by ring attention and leave their keys and
+    values in this rank's pages. Streaming heads attend to sinks, window and compensation token;
+    with exact prefill they are treated like retrieval heads and compressed when the prompt ends.
+
+    Parameters
+    ----------
+    comm : Communicator
+    caches : Caches
+    sequence : Sequence
+    chunk : Chunk
+        Starts at ``sequence.length``.
+    last : bool
+        Whether the prompt ends with this chunk.
+    ring : RingAttention
+        `ring_attention`, or another implementation of it.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        caches: Caches,
+        sequence: Sequence,
+        chunk: Chunk,
+        *,
+        last: bool,
+        ring: RingAttention = ring_attention,
+    ) -> None:
+        assert chunk.begin == sequence.length
+        self.comm, self.caches, self.sequence = comm, caches, sequence
+        self.chunk, self.last, self._ring_attention = chunk, last, ring
+        self.tokens = chunk.tokens(comm.rank)
+        self.exact = sequence.scratch is not None
+        self._slots = self._extents(caches.pages, sequence.table)
+        if self.exact:
+            assert caches.scratch is not None and sequence.scratch is not None
+            self._scratch_slots = self._extents(caches.scratch, sequence.scratch)
+        # What every rank holds of earlier chunks: of all tokens, and of this prompt's alone.
+        self._earlier = {False: sequence.shard_tokens}
+        if self.exact:
+            prompt = [sum(w.tokens(r) for w in sequence.done) for r in range(comm.size)]
+            self._earlier[True] = prompt
+        self._earlier_positions: dict[bool, list[Tensor]] = {}
+        self._device = caches.pages.k.device
+        windows = sequence.window or [{} for _ in caches.streaming]
+        self._streaming = [
+            StreamingChunk(comm, cache, slot, sequence, window, chunk, last=last)
+            for cache, slot, window in zip(
+                caches.streaming, sequence.streaming, windows, strict=True
+            )
+        ]
+
+    def _extents(self, pool: PagePool, table: PageTable) -> tuple[list, list]:
+        """Slots of the tokens already stored, and of this chunk's."""
+        old = table.tokens
+        return pool.extents(table, 0, old), pool.extents(table, old, old + self.tokens)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """See `razor_dist.models.bridge.AttentionContext`."""
+        heads = self.caches.layout.layers[layer]
+        k, v = self.caches.stored(k, v)
+        kv_heads, n = k.shape[0], self.tokens
+        dtype, width = q.dtype, q.shape[1]
+        # A rank without tokens of this chunk runs one dummy token: drop it here.
+        q, k, v = q[:, :n].unflatten(0, (kv_heads, -1)), k[:, :n], v[:, :n]
+        if slopes is not None:
+            slopes = slopes.unflatten(0, (kv_heads, -1))
+        out = torch.zeros(width, *q.shape[:2], q.shape[3], dtype=dtype, device=q.device)
+        out_KGTD = out[:n].permute(1, 2, 0, 3)
+
+        transfers = []
+        if heads.num_streaming and (not self.exact or self.last):
+            streaming_k, streaming_v = heads.of_streaming(k), heads.of_streaming(v)
+            transfers = [
+                self._start_local(layer, heads, group, streaming_k, streaming_v)
+                for group in heads.groups
+            ]
+        if heads.num_retrieval:
+            of = heads.of_retrieval
+            out_KGTD[heads.retrieval] = self._ring(
+                heads.retrieval_rows,
+                *(of(q), of(k), of(v)),
+                scale,
+                None if slopes is None else of(slopes),
+                exact=False,
+            ).to(dtype)
+        if heads.num_streaming and self.exact:
+            of = heads.of_streaming
+            out_KGTD[heads.streaming] = self._ring(
+                heads.streaming_rows,
+                *(of(q), of(k), of(v)),
+                scale,
+                None if slopes is None else of(slopes),
+                exact=True,
+            ).to(dtype)
+        if transfers:
+            streaming_q = heads.of_streaming(q)
+            streaming_slopes = None if slopes is None else heads.of_streaming(slopes)
+            for group, transfer in zip(heads.groups, transfers, strict=True):
+                part = group.part
+                found = self._streaming[group.index].finish(
+                    layer,
+                    group.rows,
+                    streaming_q[part],
+                    transfer,
+                    scale,
+                    None if streaming_slopes is None else streaming_slopes[part],
+                )
+                if found is not None:
+                    out_KGTD[heads.streaming[part]] = found.to(dtype)
+        return out.flatten(1, 2)
+
+    def _ring(
+        self,
+        rows: slice,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+        *,
+        exact: bool,
+    ) -> Tensor:
+        pool = self.caches.scratch if exact else self.caches.pages
+        assert pool is not None
+        old, new = self._scratch_slots if exact else self._slots
+        positions = [] if slopes is None else self._positions(exact)
+        earlier = Earlier(pool.segments(rows, old), self._earlier[exact], positions)
+        out = self._ring_attention(self.comm, self.chunk, q, k, v, earlier, scale, slopes)
+        pool.write(rows, new, k, v)
+        return out
+
+    def _positions(self, exact: bool) -> list[Tensor]:
+        """Where the tokens of earlier chunks stand, for every rank's shard, in its order."""
+        if exact not in self._earlier_positions:
+            done = self.sequence.done if exact else self.sequence.chunks
+            begin, size = self.chunk.begin, self.comm.size
+            self._earlier_positions[exact] = [
+                positions_of(shard_positions(done, begin, rank, size), self._device)
+                for rank in range(size)
+            ]
+        return self._earlier_positions[exact]
+
+    def _start_local(
+        self, layer: int, heads: LayerHeads, group: StreamingGroup, k: Tensor, v: Tensor
+    ) -> StreamingTransfers:
+        stored: list[Piece] = []
+        if self.exact:
+            pool, table = self.caches.scratch, self.sequence.scratch
+            assert pool is not None and table is not None
+            first = heads.streaming_rows.start
+            rows = slice(first + group.part.start, first + group.part.stop)
+            done = 0
+            for before in self.sequence.done:
+                for shard in before.owned(self.comm.rank):
+                    for a, b in pool.extents(table, done, done + len(shard)):
+                        at = Interval(shard.begin, shard.begin + b - a)
+                        shard = Interval(at.end, shard.end)
+                        stored.append(Piece(at, pool.k[rows, a:b], pool.v[rows, a:b]))
+                        done += b - a
+        chunk = self._streaming[group.index]
+        return chunk.start(layer, group.rows, stored, k[group.part], v[group.part])
+
+    def finish(self) -> None:
+        """Account for the chunk in the sequence; call once, after the forward pass."""
+        sequence = self.sequence
+        pages = self.caches.pages
+        if pages.positions is not None:
+            owned = [range(c.begin, c.end) for c in self.chunk.owned(self.comm.rank)]
+            pages.place(self._slots[1], positions_of(owned, self._device))
+        sequence.table.tokens += self.tokens
+        for rank in range(self.comm.size):
+            sequence.shard_tokens[rank] += self.chunk.tokens(rank)
+        sequence.length = self.chunk.end
+        sequence.done.append(self.chunk)
+        sequence.chunks.append(self.chunk)
+        if self.exact:
+            assert sequence.scratch is not None
+            sequence.scratch.tokens += self.tokens
+        window = [heads.close() for heads in self._streaming]
+        if not self.exact:
+            sequence.window = None if self.last else window
+        if self.last:
+            sequence.done = []
+            if sequence.scratch is not None:
+                assert self.caches.scratch is not None
+                self.caches.scratch.release(sequence.scratch)
+                sequence.scratch = None

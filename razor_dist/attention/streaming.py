@@ -1,0 +1,235 @@
+"""Attention of streaming heads in a prefill chunk: the definition of `razor_dist.heads.policy`, by
+segments.
+
+A query attends to its window, to the sinks and to the compensation token, each by a call of its
+own; the partial results are merged. The queries of a run share their window, and there is a run
+for every ``block`` tokens: thousands in a long chunk. Where the window's length does not change,
+each run is the one before it moved by its own length; then the ops are given many runs as a batch,
+whose keys are overlapping views of the same memory.
+
+Letters: K key-value heads, G query heads per key-value head, T queries, D head dimension, N0 sinks,
+n runs of B queries each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.window_plan import QuerySpan
+from razor_dist.heads.policy import Run, StreamingPolicy
+from razor_dist.kernels import Alibi, Partial, attend, compensate, distance_bias, merge
+from razor_dist.parallel.zigzag import Interval
+
+# Queries in a batch of runs, at most: results before they are merged take memory, and more saves no
+# time.
+_TOGETHER = 4096
+
+
+@dataclass(frozen=True)
+class SpanKeys:
+    """What the queries of a span may see.
+
+    Attributes
+    ----------
+    k, v : Tensor
+        ``[K, end - first, D]``: positions from ``first`` to the span's end.
+    first : int
+        ``max(N0, s(i))`` of the span's first query i: where its window begins.
+    sink_k, sink_v : Tensor
+        ``[K, N0, D]``; sinks at positions not yet reached may hold anything.
+    sums : Tensor
+        float32 ``[2, K, D]``: sums of keys and values over ``[N0, first)``.
+    """
+
+    k: Tensor
+    v: Tensor
+    first: int
+    sink_k: Tensor
+    sink_v: Tensor
+    sums: Tensor
+
+    def windowed(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``[begin, end)``."""
+        at = slice(begin - self.first, end - self.first)
+        return self.k[:, at], self.v[:, at]
+
+    def moved(self, begin: int, end: int, step: int, times: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``[begin + j step, end + j step)`` for j < times: ``[K, n, S, D]``."""
+        k, v = (
+            x.unfold(1, end - begin, step).transpose(2, 3)
+            for x in self.windowed(begin, end + (times - 1) * step)
+        )
+        return k, v
+
+    def sinks(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Those of the sinks at ``[begin, end)``."""
+        return self.sink_k[:, begin:end], self.sink_v[:, begin:end]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries at consecutive positions, and how they score keys.
+
+    Attributes
+    ----------
+    q : Tensor
+        ``[K, G, T, D]``.
+    begin : int
+        Position of the first one.
+    scale : float
+    slopes : Tensor or None
+        float32 ``[K, G]``, of heads biased by distance.
+    """
+
+    q: Tensor
+    begin: int
+    scale: float
+    slopes: Tensor | None
+
+    def part(self, positions: range) -> Tensor:
+        """The queries at these positions."""
+        return self.q[:, :, positions.start - self.begin : positions.stop - self.begin]
+
+    def see(
+        self, at: range, keys: tuple[Tensor, Tensor], first: int, *, causal: bool = False
+    ) -> Partial:
+        """Attention of the queries ``at`` to keys and values at positions from ``first`` on."""
+        k, v = keys
+        alibi = None
+        if self.slopes is not None:
+            positions = torch.arange(first, first + k.shape[1], device=k.device)
+            alibi = Alibi(self.slopes, [at], positions)
+        return attend(self.part(at), k, v, scale=self.scale, causal=causal, alibi=alibi)
+
+    def see_moved(self, runs: Sequence[Run], keys: SpanKeys) -> list[Partial]:
+        """Attention of runs that are alike, each to its window up to itself, and to itself."""
+        first, times = runs[0], len(runs)
+        q_KnGBD, step = self._by_run(runs), first.end - first.begin
+        partials = []
+        for begin, end, causal in (
+            (first.start, first.begin, False),
+            (first.begin, first.end, True),
+        ):
+            # One head after the other: head and run cannot be one axis without a copy of the keys.
+            heads = [
+                attend(q, k, v, scale=self.scale, causal=causal)
+                for q, k, v in zip(q_KnGBD, *keys.moved(begin, end, step, times), strict=True)
+            ]
+            out, lse = (torch.stack(x) for x in zip(*heads, strict=True))
+            partials.append(_in_order(out, lse))
+        return partials
+
+    def see_dropped_moved(self, runs: Sequence[Run], sums: Tensor, sinks: int) -> Partial:
+        """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
+        heads, times, _ = sums.shape[1:]
+        step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
+        counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
+        k_mean, v_mean = (sums / counts[:, None]).flatten(1, 2)
+        q = self._by_run(runs).flatten(0, 1)
+        mean = compensate(q, k_mean, v_mean, counts.repeat(heads), scale=self.scale)
+        return _in_order(*(x.unflatten(0, (heads, times)) for x in mean))
+
+    def _by_run(self, runs: Sequence[Run]) -> Tensor:
+        """The queries of runs that are alike, ``[K, n, G, B, D]``."""
+        return self.part(_range(runs)).unflatten(2, (len(runs), -1)).transpose(1, 2)
+
+    def see_dropped(self, at: range, sums: Tensor, dropped: Interval) -> Partial:
+        """Attention to the compensation token of what was dropped, whose sums are ``sums``."""
+        count = len(dropped)
+        k_mean, v_mean = sums / count
+        mean = compensate(self.part(at), k_mean, v_mean, count, scale=self.scale)
+        if self.slopes is None:
+            return mean
+        # It stands where the tokens do that it stands for, on average.
+        middle = (dropped.begin + dropped.end - 1) / 2
+        away = middle - torch.arange(at.start, at.stop, device=self.q.device)
+        return Partial(mean.out, mean.lse + distance_bias(self.slopes, away))
+
+
+def window_attention(
+    queries: Queries, span: QuerySpan, keys: SpanKeys, policy: StreamingPolicy
+) -> Tensor:
+    """Attention of streaming heads for the queries of a span.
+
+    Parameters
+    ----------
+    queries : Queries
+        All of ``span.at``.
+    span : QuerySpan
+    keys : SpanKeys
+    policy : StreamingPolicy
+
+    Returns
+    -------
+    Tensor
+        ``[K, G, T, D]`` float32.
+    """
+    sinks, outs = policy.sinks, []
+    inside = span.at & Interval(0, sinks)
+    if len(inside):  # queries among the sinks themselves: plain causal attention
+        at = range(inside.begin, inside.end)
+        before = queries.see(at, keys.sinks(0, at.start), 0)
+        own = queries.see(at, keys.sinks(at.start, at.stop), at.start, causal=True)
+        outs.append(merge([before, own]).out)
+    sums, summed_to = keys.sums, keys.first
+    # The bias by distance is relative to the run at hand.
+    most = max(1, _TOGETHER // policy.block) if queries.slopes is None else 1
+    for runs in _alike(span.runs, sinks, most):
+        start = max(runs[0].start, sinks)
+        if policy.compensation and start > summed_to:
+            dropped = keys.windowed(summed_to, start)
+            sums = sums + torch.stack([x.float().sum(1) for x in dropped])
+            summed_to = start
+        at = _range(runs)
+        if len(runs) == 1:
+            partials = [
+                queries.see(at, keys.windowed(start, at.start), start),
+                queries.see(at, keys.windowed(at.start, at.stop), at.start, causal=True),
+            ]
+            if policy.compensation and start > sinks:
+                partials.append(queries.see_dropped(at, sums, Interval(sinks, start)))
+        else:
+            partials = queries.see_moved(runs, keys)
+            if policy.compensation:
+                summed_to = runs[-1].start
+                steps = [
+                    x.unflatten(1, (len(runs) - 1, -1)).float().sum(2)
+                    for x in keys.windowed(start, summed_to)
+                ]
+                each = torch.cat([sums.unsqueeze(2), torch.stack(steps)], 2).cumsum(2)
+                partials.append(queries.see_dropped_moved(runs, each, sinks))
+                sums = each[:, :, -1]
+        partials.append(queries.see(at, keys.sinks(0, sinks), 0))
+        outs.append(merge(partials).out)
+    return torch.cat(outs, dim=2)
+
+
+def _alike(runs: Sequence[Run], sinks: int, most: int) -> Iterator[list[Run]]:
+    """The runs in order, in groups whose windows begin after the sinks and move with them."""
+    group: list[Run] = []
+    for run in runs:
+        if group:
+            last = group[-1]
+            length = last.end - last.begin
+            moved = length == run.end - run.begin == run.start - last.start and last.start > sinks
+            if not moved or len(group) == most:
+                yield group
+                group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _in_order(out_KnGBD: Tensor, lse_KnGB: Tensor) -> Partial:
+    """Results by run as those of the queries in order."""
+    out, lse = (x.transpose(1, 2).flatten(2, 3) for x in (out_KnGBD, lse_KnGB))
+    return Partial(out, lse)
+
+
+def _range(runs: Sequence[Run]) -> range:
+    """Positions of the queries of adjacent runs."""
+    return range(runs[0].begin, runs[-1].end)

@@ -1,0 +1,207 @@
+"""The streaming heads of one window in a prefill chunk: what they fetch, see and leave behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.streaming import Queries, SpanKeys, window_attention
+from razor_dist.attention.window_plan import WindowPlan, edge_sums, plan_compression, plan_window
+from razor_dist.cache.sequence import Sequence
+from razor_dist.cache.streaming import StreamingCache, StreamingSlot
+from razor_dist.parallel.comm import Communicator, Pending
+from razor_dist.parallel.halo import Arriving, Piece, assemble
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+
+
+@dataclass
+class StreamingTransfers:
+    """One layer's transfers in flight."""
+
+    own: list[Piece]
+    replicated: list[Piece]
+    halo: Arriving
+    sinks: Arriving
+    sums: Pending | None
+
+
+class StreamingChunk:
+    """One chunk as the streaming heads of one window see it.
+
+    They attend to sinks, window and compensation token. With exact prefill they see the whole
+    context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
+
+    Parameters
+    ----------
+    comm : Communicator
+    cache : StreamingCache
+    slot : StreamingSlot
+        The sequence's, of ``cache``.
+    sequence : Sequence
+    earlier : dict of list of Piece
+        By layer, what this rank holds of the window since the chunk before.
+    chunk : Chunk
+    last : bool
+        Whether the prompt ends with this chunk.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        cache: StreamingCache,
+        slot: StreamingSlot,
+        sequence: Sequence,
+        earlier: dict[int, list[Piece]],
+        chunk: Chunk,
+        *,
+        last: bool,
+    ) -> None:
+        self._comm, self._cache, self._slot = comm, cache, slot
+        self._earlier, self._chunk, self._last = earlier, chunk, last
+        exact = sequence.scratch is not None
+        # A prompt that continues a finished one finds the window replicated in the streaming cache.
+        prompt_begin = sequence.done[0].begin if sequence.done else chunk.begin
+        base = max(cache.policy.sinks, slot.start)
+        self._replicated = Interval(base, max(base, 0 if exact else prompt_begin))
+        self.plan = self._make_plan(sequence, exact, base)
+        self._next: dict[int, list[Piece]] = {}
+        if self.plan is not None:
+            new_sinks, window = self.plan.new_sinks, self.plan.window
+            self._new_sinks_at = cache.indices(slot, new_sinks.begin, new_sinks.end)
+            if window is not None:
+                self._window_at = cache.indices(slot, window.begin, window.end)
+
+    def _make_plan(self, sequence: Sequence, exact: bool, base: int) -> WindowPlan | None:
+        policy, comm, chunk = self._cache.policy, self._comm, self._chunk
+        if exact:
+            if not self._last:
+                return None
+            return plan_compression(policy, [*sequence.done, chunk], comm.rank)
+        retained = Interval(base, chunk.begin)
+        held = holdings(sequence.done, retained)
+        return plan_window(policy, chunk, comm.rank, base=base, held=held, last=self._last)
+
+    def start(
+        self, layer: int, rows: slice, stored: list[Piece], k: Tensor, v: Tensor
+    ) -> StreamingTransfers:
+        """Post a layer's transfers.
+
+        Parameters
+        ----------
+        layer : int
+        rows : slice
+            Of the cache.
+        stored : list of Piece
+            What this rank holds of the prompt in the scratch pool (exact prefill).
+        k, v : Tensor
+            ``[K, T, D]`` of this rank's tokens of the chunk.
+        """
+        plan, cache = self.plan, self._cache
+        assert plan is not None
+        early, late = self._chunk.owned(self._comm.rank)
+        split = len(early)
+        pieces = [
+            *stored,
+            *self._earlier.get(layer, ()),
+            Piece(early, k[:, :split], v[:, :split]),
+            Piece(late, k[:, split:], v[:, split:]),
+        ]
+        halo = plan.halo.start(self._comm, pieces, "halo")
+        sinks = plan.sinks.start(self._comm, pieces, "sinks")
+        replicated = []
+        if len(self._replicated):
+            both = cache.read(rows, self._slot, self._replicated.begin, self._replicated.end)
+            replicated.append(Piece(self._replicated, *both))
+        sums = None
+        if plan.changes_sums and cache.policy.compensation:
+            # What every rank holds is counted once.
+            counted = pieces + (replicated if self._comm.rank == 0 else [])
+            sums = self._comm.all_reduce(edge_sums(plan.edges, counted), "compensation")
+        return StreamingTransfers(pieces, replicated, halo, sinks, sums)
+
+    def finish(
+        self,
+        layer: int,
+        rows: slice,
+        q: Tensor,
+        transfers: StreamingTransfers,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor | None:
+        """Attention of a layer's queries, once its transfers have arrived; keeps what stays.
+
+        Parameters
+        ----------
+        layer : int
+        rows : slice
+            Of the cache.
+        q : Tensor
+            ``[K, G, T, D]``.
+        transfers : StreamingTransfers
+            What `start` returned for the layer.
+        scale : float
+        slopes : Tensor or None
+            float32 ``[K, G]``, of heads biased by distance.
+
+        Returns
+        -------
+        Tensor or None
+            ``[K, G, T, D]`` float32; None if there is nothing to attend with.
+        """
+        plan, cache, slot = self.plan, self._cache, self._slot
+        assert plan is not None
+        sinks = transfers.own + transfers.sinks.wait()
+        if len(plan.new_sinks):
+            cache.write(rows, slot, self._new_sinks_at, *assemble(sinks, plan.new_sinks))
+        pieces = transfers.replicated + transfers.own + transfers.halo.wait()
+        base = cache.sums[:, rows, slot.index]
+        at_edges = base.unsqueeze(0).expand(len(plan.edges), *base.shape)
+        if transfers.sums is not None:
+            (steps,) = transfers.sums.wait()
+            at_edges = at_edges.clone()
+            at_edges[1:] += steps.cumsum(0)
+        out = self._attend_spans(rows, q, pieces, at_edges, scale, slopes)
+        cache.sums[:, rows, slot.index] = at_edges[-1]
+        if plan.window is not None:
+            if len(plan.window):
+                cache.write(rows, slot, self._window_at, *assemble(pieces, plan.window))
+            dropped = plan.keep - cache.policy.sinks
+            if dropped > 0 and cache.policy.compensation:
+                cache.refresh(rows, slot, dropped)
+        else:
+            kept = Interval(plan.keep, self._chunk.end)
+            parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
+            # Clones: a view would keep the whole chunk's keys and values alive.
+            self._next[layer] = [Piece(p.at, p.k.clone(), p.v.clone()) for p in parts]
+        return out
+
+    def _attend_spans(
+        self,
+        rows: slice,
+        q: Tensor,
+        pieces: list[Piece],
+        at_edges: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+    ) -> Tensor | None:
+        plan, cache, slot = self.plan, self._cache, self._slot
+        assert plan is not None
+        policy = cache.policy
+        sink_k, sink_v = cache.sinks(rows, slot)
+        outs = []
+        for span in plan.spans:
+            first = plan.edges[span.edge]
+            k, v = assemble(pieces, Interval(first, span.at.end))
+            keys = SpanKeys(k, v, first, sink_k, sink_v, at_edges[span.edge])
+            q_span = q[:, :, span.offset : span.offset + len(span.at)]
+            queries = Queries(q_span, span.at.begin, scale, slopes)
+            outs.append(window_attention(queries, span, keys, policy))
+        return torch.cat(outs, dim=2) if outs else None
+
+    def close(self) -> dict[int, list[Piece]]:
+        """Account for the chunk, once; what the next chunk is to have for ``earlier``."""
+        if self.plan is not None:
+            self._slot.start = self.plan.keep
+        return self._next

@@ -1,0 +1,188 @@
+"""Streaming heads in a sequence-parallel chunk: what the ranks exchange.
+
+`WindowPlan` says, from positions alone, what a chunk needs: the halo before every shard, the sinks,
+the compensation sums at the edges where they change, and at the prompt's end the whole window on
+every rank. What is computed with it is in `razor_dist.attention.streaming`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.heads.policy import Run, StreamingPolicy
+from razor_dist.parallel.halo import Exchange, Piece
+from razor_dist.parallel.zigzag import Chunk, Interval
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """Adjacent queries of this rank.
+
+    Attributes
+    ----------
+    at : Interval
+        Their positions.
+    offset : int
+        Index of the first one among the rank's tokens of the chunk.
+    edge : int
+        Which edge of `WindowPlan.edges` is the window start of the first query.
+    runs : list of Run
+        Those of them that are not sinks, by where their window starts.
+    """
+
+    at: Interval
+    offset: int
+    edge: int
+    runs: list[Run]
+
+
+@dataclass
+class WindowPlan:
+    """What the streaming heads of one chunk exchange; the same for every layer.
+
+    Attributes
+    ----------
+    edges : list of int
+        Ascending positions, none below N0; compensation sums are needed at each of them.
+    spans : list of QuerySpan
+        This rank's queries; empty where streaming heads attend in full (exact prefill).
+    halo, sinks : Exchange
+    new_sinks : Interval
+        Sinks among the chunk's tokens.
+    window : Interval or None
+        Positions to store in the replicated cache: set at the end of a prompt.
+    keep : int
+        Where the window of the next query begins; earlier tokens are in the sums.
+    """
+
+    edges: list[int]
+    spans: list[QuerySpan]
+    halo: Exchange
+    sinks: Exchange
+    new_sinks: Interval
+    window: Interval | None
+    keep: int
+
+    @property
+    def changes_sums(self) -> bool:
+        """Whether any token moves into the compensation sums in this chunk."""
+        return self.edges[-1] > self.edges[0]
+
+
+def plan_window(
+    policy: StreamingPolicy,
+    chunk: Chunk,
+    rank: int,
+    *,
+    base: int,
+    held: Sequence[tuple[Interval, int]],
+    last: bool,
+) -> WindowPlan:
+    """Plan one chunk with local prefill.
+
+    Parameters
+    ----------
+    base : int
+        The compensation sums cover ``[N0, base)`` when the chunk begins.
+    held : sequence of (Interval, rank)
+        Who holds which part of ``[base, chunk.begin)``; empty if every rank holds all of it.
+    last : bool
+        Whether the prompt ends with this chunk.
+    """
+    sinks = policy.sinks
+    starts = [max(sinks, policy.start(c.begin)) for c in chunk.shards]
+    next_start = max(sinks, policy.start(chunk.end))
+    edges = [max(sinks, base), *starts, next_start]
+
+    window = Interval(next_start, max(next_start, chunk.end)) if last else None
+    wants: list[list[Interval]] = [[window] if window else [] for _ in range(chunk.world_size)]
+    for owner in range(chunk.world_size):
+        for index in chunk.indices(owner):
+            if len(chunk.shards[index]):
+                wants[owner].append(Interval(starts[index], chunk.shards[index].begin))
+    holdings = [*held, *_shard_holdings(chunk)]
+
+    spans: list[QuerySpan] = []
+    offset = 0
+    for index in chunk.indices(rank):
+        shard = chunk.shards[index]
+        if spans and spans[-1].at.end == shard.begin:
+            before = spans.pop()
+            at = Interval(before.at.begin, shard.end)
+            spans.append(_span(policy, at, before.offset, before.edge))
+        elif len(shard):
+            spans.append(_span(policy, shard, offset, 1 + index))
+        offset += len(shard)
+    return WindowPlan(
+        edges,
+        spans,
+        Exchange(holdings, wants, rank),
+        *_plan_sinks(sinks, chunk, _shard_holdings(chunk), rank),
+        window,
+        next_start,
+    )
+
+
+def _span(policy: StreamingPolicy, at: Interval, offset: int, edge: int) -> QuerySpan:
+    runs = policy.runs(max(at.begin, policy.sinks), at.end)
+    return QuerySpan(at, offset, edge, runs)
+
+
+def plan_compression(policy: StreamingPolicy, done: Sequence[Chunk], rank: int) -> WindowPlan:
+    """Plan the end of an exact prefill: sinks, sums and window of the whole prompt.
+
+    Parameters
+    ----------
+    done : sequence of Chunk
+        All chunks of the prompt, in order.
+    """
+    world_size, end = done[-1].world_size, done[-1].end
+    next_start = max(policy.sinks, policy.start(end))
+    window = Interval(next_start, max(next_start, end))
+    holdings = [h for chunk in done for h in _shard_holdings(chunk)]
+    whole = Chunk(done[0].begin, end, world_size)
+    return WindowPlan(
+        [policy.sinks, next_start],
+        [],
+        Exchange(holdings, [[window]] * world_size, rank),
+        *_plan_sinks(policy.sinks, whole, holdings, rank),
+        window,
+        next_start,
+    )
+
+
+def _shard_holdings(chunk: Chunk) -> list[tuple[Interval, int]]:
+    return [(c, r) for r in range(chunk.world_size) for c in chunk.owned(r) if len(c)]
+
+
+def _plan_sinks(
+    sinks: int, chunk: Chunk, holdings: Sequence[tuple[Interval, int]], rank: int
+) -> tuple[Exchange, Interval]:
+    new = Interval(chunk.begin, max(chunk.begin, min(chunk.end, sinks)))
+    return Exchange(holdings, [[new]] * chunk.world_size, rank), new
+
+
+def edge_sums(edges: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
+    """Sums of keys and values between consecutive edges, of what ``pieces`` hold.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[len(edges) - 1, 2, K, D]``.
+    """
+    like = pieces[0].k
+    sums = torch.zeros(
+        len(edges) - 1, 2, like.shape[0], like.shape[2], dtype=torch.float32, device=like.device
+    )
+    for index, (begin, end) in enumerate(itertools.pairwise(edges)):
+        for piece in pieces:
+            if len(piece.at & Interval(begin, end)):
+                part = piece.part(Interval(begin, end))
+                sums[index, 0] += part.k.float().sum(1)
+                sums[index, 1] += part.v.float().sum(1)
+    return sums

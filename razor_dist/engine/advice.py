@@ -1,0 +1,59 @@
+"""Settings that defeat themselves, a sentence each: for `razor-dist plan`, and as engines start."""
+
+from __future__ import annotations
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import tokens
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.policy import StreamingPolicy
+
+# A head map that keeps more than this of the KV heads saves next to nothing.
+_NEARLY_ALL = 0.85
+
+
+def about_heads(kv_fraction: float, selected_fraction: float | None) -> list[str]:
+    """Of a head map that keeps nearly every group.
+
+    Parameters
+    ----------
+    kv_fraction : float
+        Fraction of KV heads that keep the whole context.
+    selected_fraction : float or None
+        Fraction of query heads that were chosen for their own scores, of a head map that says.
+    """
+    if kv_fraction < _NEARLY_ALL:
+        return []
+    said = f"{kv_fraction:.0%} of the KV heads are retrieval heads: next to nothing is saved"
+    if selected_fraction is not None and selected_fraction < kv_fraction:
+        said += (
+            f"; {selected_fraction:.0%} of the query heads were chosen, and promoted their groups"
+        )
+    return [said]
+
+
+def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list[str]:
+    """Of a window that takes as much of a rank as a shard of the whole context would."""
+    window, shard = policy.window(context - 1), -(-context // world_size)
+    if world_size == 1 or window < shard:
+        return []
+    if window == policy.window_max:
+        remedy = "lower window_max"
+    else:
+        remedy = "lower window_min" if window == policy.window_min else "set window_max"
+    return [
+        f"a streaming head's window of {tokens(window)} tokens, whole on every rank, is no "
+        f"smaller than a shard of {tokens(shard)}: {remedy}"
+    ]
+
+
+def about_settings(config: EngineConfig, head_map: HeadMap, max_model_len: int) -> list[str]:
+    """All of the above, of an engine with contexts of up to ``max_model_len`` tokens."""
+    if config.attention == "full":
+        return []
+    said = about_heads(
+        head_map.kv_fraction, head_map.selected_fraction if head_map.selected else None
+    )
+    # Windows that a head map gives its heads are not the settings'.
+    if head_map.windows is None and head_map.kv_fraction < 1:
+        said += about_window(config.policy, max_model_len, config.world_size)
+    return said

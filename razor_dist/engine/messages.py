@@ -1,0 +1,83 @@
+"""Messages between the frontend and rank 0: msgpack maps in length-prefixed frames.
+
+The frontend listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte big-endian length
+followed by one msgpack map whose key ``t`` names the message.
+
+Frontend to engine
+    ``add``       ``id`` str, ``prompt`` (token ids as bytes: `razor_dist.engine.tokens`),
+                  ``params`` (`SamplingParams` as a dict); optional: ``pin`` (prefill only and keep
+                  the caches until ``abort``; done when ``progress`` has processed all) and
+                  ``prefix`` (id of a pinned request that this prompt continues)
+    ``abort``     ``id``; answered by nothing: the request just ends
+    ``stats``     ``tag`` int; answered by ``stats``
+    ``shutdown``  the ranks end
+
+Engine to frontend
+    ``alive``     ``pid`` of rank 0; every second or so, whatever rank 0 is doing
+    ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
+                  prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
+    ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
+                  ``cached`` (those of a ``prefix``), ``seconds`` since its first chunk began. The
+                  first, with ``processed`` = ``cached``, comes when the request is admitted; then
+                  one comes after each chunk
+    ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
+                  first None, each other ``[logprob, rank, [[token, logprob], ...]]``
+    ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
+                  (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
+    ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
+                  code "engine_error", failed by no fault of its own. With the ``id`` "" it is
+                  about no request: the ranks cannot start and are not to be started again
+    ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
+                  (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
+                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
+                  ``peak_rss_per_rank`` (highest since start),
+                  ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise)
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+
+from razor_dist.config.errors import EngineError, RazorError, RequestError
+
+Message = dict[str, Any]
+
+_HEADER = struct.Struct(">I")
+HEADER_SIZE = _HEADER.size
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = msgpack.packb(message, use_bin_type=True)
+    return _HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """Length in bytes of the body that follows a frame's header."""
+    return int(_HEADER.unpack(header)[0])
+
+
+def decode(body: bytes) -> Message:
+    """The message in a frame's body."""
+    message: Message = msgpack.unpackb(body, raw=False)
+    return message
+
+
+def error_message(request_id: str, error: RazorError) -> Message:
+    """The ``error`` message that tells of an exception; ``request_id`` "" says that it is fatal."""
+    param: str | None = None
+    code: str | None = "engine_error"
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+    fields = {"message": str(error), "param": param, "code": code}
+    return {"t": "error", "id": request_id, **fields}
+
+
+def exception_of(message: Message) -> RequestError | EngineError:
+    """The exception that an ``error`` message about a request tells of."""
+    if message["code"] == "engine_error":
+        return EngineError(message["message"])
+    return RequestError(message["message"], param=message["param"], code=message["code"])

@@ -1,0 +1,125 @@
+"""How the next token is chosen and when a request ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from razor_dist.config.errors import RequestError
+
+MAX_LOGPROBS = 20
+# Integers travel to rank 0 in msgpack and to the generators as int64.
+_INT64 = 2**63
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings of one request, with the names vLLM's users know.
+
+    Parameters
+    ----------
+    max_tokens : int or None
+        Tokens to generate at most; ``None`` means as many as the context holds.
+    temperature : float
+        0 is greedy, and so is what lies below 1e-5.
+    top_p : float
+        Nucleus mass in (0, 1].
+    top_k : int
+        Keep the ``top_k`` likeliest tokens; 0 or -1 keeps all.
+    seed : int or None
+        Makes the request's draws repeatable.
+    stop : tuple of str
+        Strings that end the text; they are not part of it.
+    stop_token_ids : tuple of int
+        Tokens that end the request, besides the model's end-of-sequence tokens.
+    ignore_eos : bool
+        Go on after an end-of-sequence token.
+    logprobs : int or None
+        Return the chosen token's log-probability and those of this many likeliest tokens.
+    prompt_logprobs : int or None
+        The same for every prompt token but the first.
+
+    Raises
+    ------
+    RequestError
+        If a value is of the wrong type or out of range; ``param`` names the field.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, str, "strings"))
+        ids = _tuple("stop_token_ids", self.stop_token_ids, int, "token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        self._check_types()
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
+            )
+        if not 0.0 <= self.temperature <= 2.0:
+            raise RequestError(
+                f"temperature must be between 0 and 2, got {self.temperature}", param="temperature"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
+        if self.top_k < -1:
+            raise RequestError(f"top_k must be -1, 0 or positive, got {self.top_k}", param="top_k")
+        if any(not s for s in self.stop):
+            raise RequestError("stop must not contain an empty string", param="stop")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name
+                )
+
+    def _check_types(self) -> None:
+        """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(
+                f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
+            )
+        _check_int("top_k", self.top_k)
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token)
+
+
+def _check_int(name: str, value: Any) -> None:
+    if not _is(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r:.80}", param=name)
+    if not -_INT64 <= value < _INT64:
+        raise RequestError(f"{name} must be a 64-bit integer, got {value}", param=name)
+
+
+def _tuple(name: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
+    """A field that holds several values; ``None`` stands for none."""
+    try:
+        found = tuple(() if values is None else values)
+    except TypeError:
+        found = (None,)
+    if not all(_is(value, kind) for value in found):
+        raise RequestError(f"{name} must hold {what}, got {values!r:.80}", param=name)
+    return found
+
+
+def _is(value: Any, kind: type) -> bool:
+    """`isinstance`, but a bool is no int."""
+    return isinstance(value, kind) and not isinstance(value, bool)

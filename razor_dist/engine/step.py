@@ -1,0 +1,122 @@
+"""What all ranks do in one step: a fixed-layout tensor of integers, never a pickle.
+
+Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `FRAME` numbers,
+``HEADER`` of them fields; a payload that does not fit follows in a second tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator
+
+FRAME = 256
+HEADER = 16
+
+
+class Op(IntEnum):
+    """Kinds of step."""
+
+    OPEN = 1
+    PREFILL = 2
+    DECODE = 3
+    CLOSE = 4
+    FORK = 5
+    STATS = 6
+    STOP = 7
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step.
+
+    Attributes
+    ----------
+    op : Op
+    sequence : int
+        Key of the sequence that OPEN, PREFILL, CLOSE and FORK are about.
+    begin, end : int
+        PREFILL: the chunk's positions. OPEN and FORK: ``end`` is the position after the prompt's
+        last token, counted from the beginning of what FORK copies.
+    total : int
+        OPEN and FORK: tokens to reserve, prompt and answer.
+    chunked_prefill_size : int
+        OPEN and FORK: the length in tokens of the prompt's chunks.
+    last : bool
+        PREFILL: whether the prompt ends with this chunk.
+    prompt_logprobs : int
+        PREFILL: -1, or how many likeliest tokens to report at every position.
+    source : int
+        FORK: key of the sequence to copy.
+    reach : int
+        OPEN: the most tokens that the model may ever read of the sequence, or of one that FORK
+        makes of it.
+    payload : tuple of int
+        PREFILL: the chunk's token ids, and the next one if log-probabilities are asked for and
+        there is one. DECODE: pairs (sequence, token id).
+    """
+
+    op: Op
+    sequence: int = 0
+    begin: int = 0
+    end: int = 0
+    total: int = 0
+    chunked_prefill_size: int = 0
+    last: bool = False
+    prompt_logprobs: int = -1
+    source: int = 0
+    reach: int = 0
+    payload: tuple[int, ...] = ()
+
+    def _header(self) -> list[int]:
+        return [
+            int(self.op),
+            self.sequence,
+            self.begin,
+            self.end,
+            self.total,
+            self.chunked_prefill_size,
+            int(self.last),
+            self.prompt_logprobs,
+            self.source,
+            self.reach,
+            len(self.payload),
+        ]
+
+    def send(self, comm: Communicator, device: torch.device) -> None:
+        """Broadcast from rank 0."""
+        if comm.size == 1:
+            return
+        frame = torch.zeros(FRAME, dtype=torch.int64)
+        header = self._header()
+        frame[: len(header)] = torch.tensor(header)
+        inline = len(self.payload) <= FRAME - HEADER
+        payload = torch.tensor(self.payload, dtype=torch.int64)
+        if inline:
+            frame[HEADER : HEADER + len(self.payload)] = payload
+        comm.broadcast(frame.to(device), 0, "control")
+        if not inline:
+            comm.broadcast(payload.to(device), 0, "control")
+
+    @classmethod
+    def receive(cls, comm: Communicator, device: torch.device) -> StepPlan:
+        """Take part in rank 0's broadcast; blocks until it comes."""
+        frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
+        comm.broadcast(frame, 0, "control")
+        numbers = frame.tolist()
+        op, sequence, begin, end, total, chunked_prefill_size, last, logprobs = numbers[:8]
+        source, reach, n = numbers[8:11]
+        if n <= FRAME - HEADER:
+            payload: list[int] = numbers[HEADER : HEADER + n]
+        else:
+            rest: Tensor = torch.empty(n, dtype=torch.int64, device=device)
+            comm.broadcast(rest, 0, "control")
+            payload = rest.tolist()
+        return cls(
+            Op(op), sequence, begin, end, total, chunked_prefill_size, bool(last), logprobs, source,
+            reach, tuple(payload),
+        )  # fmt: skip

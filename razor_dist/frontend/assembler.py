@@ -1,0 +1,130 @@
+"""Token messages to text: what a client sees of a request, one piece per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.engine.messages import Message
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher
+from razor_dist.frontend.outputs import Logprob, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token and the text that it makes certain.
+
+    Attributes
+    ----------
+    token : int
+        The token.
+    text : str
+        Often the token's, sometimes empty, sometimes that of several.
+    logprobs : dict or None
+        Of this token, if asked for.
+    finish_reason : str or None
+        "stop" or "length" with the last piece.
+    stop_reason : str or int or None
+        As in `CompletionOutput`.
+    """
+
+    token: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Assembler:
+    """Turns the ``token`` messages of one request into pieces.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase or None
+        Without one all text is empty.
+    params : SamplingParams
+        The request's; its stop strings are matched here, the engine knows nothing of text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._stops = StopMatcher(params.stop)
+
+    def push(self, message: Message) -> Piece:
+        """The piece of one ``token`` message.
+
+        A piece with a ``finish_reason`` is the last. If a stop string ended the text, the engine
+        does not know yet: close the request's stream.
+        """
+        token: int = message["token"]
+        finish: str | None = message["finish"]
+        text, stop = self._stops.push(self._text(token, finish))
+        stop_reason: str | int | None = stop
+        if stop is not None:
+            finish = "stop"
+        elif finish is not None:
+            text += self._stops.flush()
+            if finish == "stop" and token in self._params.stop_token_ids:
+                stop_reason = token
+        return Piece(token, text, self._logprobs(message), finish, stop_reason)
+
+    def _text(self, token: int, finish: str | None) -> str:
+        if self._detokenizer is None:
+            return ""
+        # The token that ended the answer is no part of its text.
+        text = "" if finish == "stop" else self._detokenizer.push(token)
+        return text if finish is None else text + self._detokenizer.flush()
+
+    def _logprobs(self, message: Message) -> TokenLogprobs | None:
+        if self._params.logprobs is None:
+            return None
+        return token_logprobs(self._tokenizer, message["token"], message["logprob"], message["top"])
+
+
+def token_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None,
+    token: int,
+    logprob: float,
+    top: Sequence[Sequence[Any]],
+    rank: int | None = None,
+) -> TokenLogprobs:
+    """The likeliest tokens and the chosen one, likeliest first.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase or None
+        Decodes each token by itself.
+    token, logprob
+        The chosen token.
+    top : sequence of (token, logprob)
+        The likeliest tokens in order.
+    rank : int or None
+        The chosen token's, if it is known although the token is not in ``top``.
+    """
+    entries = {t: Logprob(lp, n, decode_one(tokenizer, t)) for n, (t, lp) in enumerate(top, 1)}
+    if token not in entries:
+        entries[token] = Logprob(logprob, rank, decode_one(tokenizer, token))
+    return entries
+
+
+def prompt_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], entries: Sequence[Any]
+) -> list[TokenLogprobs | None]:
+    """A ``prompt`` message's entries, one per token of ``prompt``."""
+    return [
+        None if entry is None else token_logprobs(tokenizer, token, entry[0], entry[2], entry[1])
+        for token, entry in zip(prompt, entries, strict=True)
+    ]
+
+
+def decode_one(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
+    """The text of one token by itself, special tokens included."""
+    if tokenizer is None:
+        return None
+    return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))

@@ -1,0 +1,382 @@
+"""The frontend's end of the socket to rank 0: submits requests, hands out their messages.
+
+The client listens and rank 0 connects, again after each restart of the ranks. Everything here
+runs in one event loop and nothing blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.engine.messages import (
+    HEADER_SIZE,
+    Message,
+    body_length,
+    decode,
+    encode,
+    exception_of,
+)
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.tokens import Tokens, pack
+from razor_dist.frontend.request_stream import RequestStream
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "restarting", "failed", "closed"]
+# sockaddr_un holds 108 bytes, the closing zero included.
+_MAX_SOCKET_PATH = 107
+
+
+@dataclass(frozen=True)
+class Status:
+    """The engine's state and, unless it is ready, the reason in a sentence."""
+
+    state: State
+    reason: str = ""
+
+
+@dataclass
+class EngineInfo:
+    """What rank 0 says of itself once the model is loaded; `fields` is its whole message."""
+
+    max_model_len: int
+    vocab_size: int
+    fields: Message = field(default_factory=dict)
+
+
+class EngineBusyError(EngineError):
+    """The engine lives and is too busy to answer now: rank 0 hears nothing during a chunk."""
+
+
+class EngineClient:
+    """Requests in, messages out, and the engine's state in between.
+
+    Parameters
+    ----------
+    socket_path : Path
+        Where to listen; the folder must be private to the user.
+    max_queue : int or None
+        Requests that may be unfinished at once; ``None`` sets no bound.
+    """
+
+    def __init__(self, socket_path: Path, *, max_queue: int | None = None) -> None:
+        if len(os.fsencode(socket_path)) > _MAX_SOCKET_PATH:
+            raise EngineError(
+                f"the socket path {socket_path} is longer than {_MAX_SOCKET_PATH} bytes; "
+                "set TMPDIR to a shorter folder"
+            )
+        self.socket_path = socket_path
+        self.max_queue = max_queue
+        # Of the present ranks; None until they are ready, kept when they die.
+        self.info: EngineInfo | None = None
+        # Messages of all rank 0s so far, and the process of the connected one, once it has told:
+        # see `heartbeat`.
+        self.received = 0
+        self.rank0_pid: int | None = None
+        self._status = Status("loading", "the model is being loaded")
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._being_read = 0
+        self._stats: dict[int, asyncio.Future[Message]] = {}
+        self._tags = itertools.count(1)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def status(self) -> Status:
+        """The engine's state now."""
+        return self._status
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a rank 0 at the other end of the socket."""
+        return self._writer is not None
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are being read, or submitted and neither finished nor aborted.
+
+        Pinned prefixes are among them.
+        """
+        return self._being_read + len(self._streams)
+
+    async def wait_change(self) -> Status:
+        """Wait until the state changes and return the new one."""
+        changed = self._changed
+        await changed.wait()
+        return self._status
+
+    async def ready(self) -> EngineInfo:
+        """Wait until the engine is ready.
+
+        Raises
+        ------
+        EngineError
+            If it failed for good or the client was closed.
+        """
+        while self._status.state in ("loading", "restarting"):
+            await self.wait_change()
+        return self.require_ready()
+
+    def require_ready(self) -> EngineInfo:
+        """What the engine said of itself; `EngineError` unless it is ready now."""
+        if self._status.state != "ready" or self.info is None:
+            verb = "failed" if self._status.state == "failed" else f"is {self._status.state}"
+            raise EngineError(f"the engine {verb}: {self._status.reason}")
+        return self.info
+
+    def loading(self) -> None:
+        """Note that the ranks are being started (again)."""
+        self.info = None
+        if self._status.state != "loading":
+            self._set(Status("loading", "the ranks were restarted and load the model"))
+
+    def lost(self, reason: str) -> None:
+        """Note that the engine died: every unfinished request fails at once."""
+        self._disconnect(EngineError(f"the engine failed: {reason}"))
+        if self._status.state not in ("failed", "closed"):
+            self._set(Status("restarting", reason))
+
+    def failed(self, reason: str) -> None:
+        """Note that the engine died and will not come back by itself."""
+        self._disconnect(EngineError(f"the engine failed: {reason}"))
+        if self._status.state != "closed":
+            self._set(Status("failed", reason))
+
+    # --------------------------------------------------------------- requests
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | Tokens,
+        params: SamplingParams,
+        *,
+        pin: bool = False,
+        prefix: RequestStream | None = None,
+    ) -> RequestStream:
+        """Submit a request; it is on its way when this returns.
+
+        Parameters
+        ----------
+        request_id : str
+            Unique among unfinished requests.
+        prompt_ids : sequence of int, or Tokens
+            The prompt's tokens, of the vocabulary (`check_prompt` sees to it).
+        params : SamplingParams
+            Sampling settings.
+        pin : bool
+            Only prefill the prompt and keep its caches until the stream is closed.
+        prefix : RequestStream, optional
+            That of a pinned prefix, which ``prompt_ids`` continues.
+
+        Returns
+        -------
+        RequestStream
+            Iterates over ``progress``, ``prompt`` and ``token`` messages (see `protocol`).
+
+        Raises
+        ------
+        RequestError
+            Code ``queue_full``, if ``max_queue`` requests are unfinished; or if ``prefix`` was
+            closed.
+        EngineError
+            If the engine is not ready, or the one that held ``prefix`` has died.
+        """
+        self.require_ready()
+        if prefix is not None and prefix.closed:
+            # By another thread, since the caller looked: `Prefix.stream_for` says the same.
+            raise RequestError("the prefix was released; prefill it again", param="prefix")
+        if prefix is not None and prefix.ended:
+            raise EngineError("the pinned prefix was lost with its engine; prefill it again")
+        self.check_room(1)
+        assert request_id not in self._streams
+        stream = RequestStream(request_id, self.abort)
+        message: Message = {"t": "add", "id": request_id, "prompt": pack(prompt_ids)}
+        message["params"] = asdict(params)
+        if pin:
+            message["pin"] = True
+        if prefix is not None:
+            message["prefix"] = prefix.request_id
+        self._send(message)
+        self._streams[request_id] = stream
+        return stream
+
+    def check_room(self, requests: int) -> None:
+        """Raise `RequestError` (``queue_full``) unless ``requests`` more may be submitted."""
+        if self.max_queue is not None and self.unfinished + requests > self.max_queue:
+            raise RequestError(
+                f"the queue is full: {self.unfinished} requests are unfinished and at most "
+                f"{self.max_queue} may be; try again later",
+                code="queue_full",
+            )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a request as unfinished while it is read, before it is submitted.
+
+        Raises
+        ------
+        RequestError
+            Code ``queue_full``.
+        """
+        self.check_room(1)
+        self._being_read += 1
+        try:
+            yield
+        finally:
+            self._being_read -= 1
+
+    def abort(self, request_id: str) -> None:
+        """Abandon a request and free its cache; nothing happens if it has ended."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send({"t": "abort", "id": request_id})
+
+    async def stats(self, timeout: float = 30.0) -> Message:
+        """The engine's counters (``stats`` in `protocol`).
+
+        Raises
+        ------
+        EngineBusyError
+            If the engine does not answer within ``timeout`` seconds.
+        EngineError
+            If it is not ready or dies.
+        """
+        self.require_ready()
+        tag = next(self._tags)
+        future = asyncio.get_running_loop().create_future()
+        self._stats[tag] = future
+        try:
+            self._send({"t": "stats", "tag": tag})
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise EngineBusyError(
+                f"the engine is busy and did not answer within {timeout:g} s; try again later"
+            ) from None
+        finally:
+            self._stats.pop(tag, None)
+
+    # ------------------------------------------------------------- connection
+
+    async def start(self) -> None:
+        """Listen for rank 0."""
+        # A socket that a killed predecessor left behind would make the bind fail.
+        self.socket_path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, path=self.socket_path)
+        self.socket_path.chmod(0o600)
+
+    def shutdown(self, reason: str = "the server is shutting down") -> None:
+        """Tell the ranks to end; every unfinished request fails at once."""
+        if self._status.state == "closed":
+            return
+        self._send({"t": "shutdown"})
+        self._set(Status("closed", reason))
+        self._fail_requests(EngineError(reason))
+
+    async def close(self) -> None:
+        """`shutdown`, and stop listening."""
+        self.shutdown()
+        self._disconnect(EngineError(self._status.reason))
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self.socket_path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection of rank 0 until it ends."""
+        if self._status.state == "closed":
+            writer.write(encode({"t": "shutdown"}))
+            writer.close()
+            return
+        if self._writer is not None:
+            self.lost("rank 0 connected anew")
+        self._writer = writer
+        self.loading()
+        try:
+            while True:
+                header = await reader.readexactly(HEADER_SIZE)
+                message = decode(await reader.readexactly(body_length(header)))
+                if self._writer is not writer:
+                    return  # a rank that was given up already
+                self._handle(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if self._writer is writer:
+                self.lost("rank 0 closed its connection")
+        except asyncio.CancelledError:
+            pass  # the loop is ending
+        except Exception:
+            log.exception("rank 0 sent a message that cannot be handled")
+            if self._writer is writer:
+                self.lost("rank 0 sent a message that cannot be handled")
+        finally:
+            writer.close()
+
+    def _handle(self, message: Message) -> None:
+        kind = message["t"]
+        self.received += 1
+        if kind == "alive":
+            self.rank0_pid = message["pid"]
+        elif kind == "ready":
+            fields = message["info"]
+            self.info = EngineInfo(fields["max_model_len"], fields["vocab_size"], fields)
+            self._set(Status("ready"))
+        elif kind == "stats":
+            future = self._stats.get(message["tag"])
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif kind == "error" and message["id"] == "":
+            self.failed(message["message"])
+        else:
+            self._deliver(kind, message)
+
+    def _deliver(self, kind: str, message: Message) -> None:
+        stream = self._streams.get(message["id"])
+        if stream is None:
+            return  # aborted; the engine had not heard of it yet
+        item: Message | Exception = message
+        last = kind == "token" and message["finish"] is not None
+        if kind == "error":
+            last = True
+            item = exception_of(message)
+        if last:
+            del self._streams[message["id"]]
+        stream.put(item, last=last)
+
+    def _send(self, message: Message) -> None:
+        # A connection that is gone loses nothing here: its requests fail when that is noticed.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    def _disconnect(self, error: EngineError) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._writer = None
+            self.rank0_pid = None  # another process may get it
+        self._fail_requests(error)
+
+    def _fail_requests(self, error: EngineError) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(EngineError(str(error)), last=True)
+        for future in self._stats.values():
+            if not future.done():
+                future.set_exception(EngineError(str(error)))
+
+    def _set(self, status: Status) -> None:
+        # A failure is raised to whoever waits for the engine, and told there.
+        if status.state not in ("ready", "failed") and status.reason:
+            log.info("engine %s: %s", status.state, status.reason)
+        self._status = status
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

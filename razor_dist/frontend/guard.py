@@ -1,0 +1,39 @@
+"""Runs a module as ``python -m`` would, in a process that dies with the one that started it.
+
+``python -m razor_dist.frontend.guard PARENT_PID MODULE [ARGUMENTS...]``
+
+Setting the parent-death signal here, and not between fork and exec, spares the parent a
+``preexec_fn``, which is unsafe in a process with threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process once its parent is gone (Linux; elsewhere do nothing)."""
+    if not sys.platform.startswith("linux"):
+        return
+    # SIGKILL: a rank that is stuck in a collective must not be able to miss it.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    parent_pid, module = int(sys.argv[1]), sys.argv[2]
+    die_with_parent(parent_pid)
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What a finished request returns, with the names vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token, under the distribution before temperature and top-p.
+
+    Attributes
+    ----------
+    logprob : float
+        Natural logarithm.
+    rank : int or None
+        1 for the likeliest token; ``None`` if the token is not among those asked for.
+    decoded_token : str or None
+        The token's text; ``None`` for a model without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# The chosen token and the likeliest ones, by token id, likeliest first.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request, in seconds.
+
+    Attributes
+    ----------
+    prefill_seconds : float or None
+        From the beginning of its prompt's first chunk to the end of the last; steps of other
+        requests that were answered in between are included, waiting is not.
+    time_to_first_token, total_seconds : float or None
+        Since submission, waiting included.
+    """
+
+    prefill_seconds: float | None = None
+    time_to_first_token: float | None = None
+    total_seconds: float | None = None
+
+    def tokens_per_second(self, tokens: int) -> float | None:
+        """Decode speed over ``tokens`` generated tokens; the first one belongs to prefill."""
+        if self.total_seconds is None or self.time_to_first_token is None or tokens < 2:
+            return None
+        seconds = self.total_seconds - self.time_to_first_token
+        return (tokens - 1) / seconds if seconds > 0 else None
+
+
+@dataclass
+class CompletionOutput:
+    """One generated answer.
+
+    Attributes
+    ----------
+    index : int
+        Always 0: one answer per request.
+    text : str
+        Without the stop string, end-of-sequence or stop token that ended it; empty for a model
+        without a tokenizer.
+    token_ids : list of int
+        All generated tokens, the one that ended the answer included.
+    cumulative_logprob : float or None
+        Sum over ``token_ids``; ``None`` unless ``logprobs`` was asked for.
+    logprobs : list or None
+        One entry per token of ``token_ids``; ``None`` unless asked for.
+    finish_reason : str or None
+        "stop" or "length".
+    stop_reason : str or int or None
+        The stop string or stop token that ended the answer; ``None`` at an end-of-sequence token.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and what was generated for it.
+
+    Attributes
+    ----------
+    request_id : str
+        Unique in the process.
+    prompt : str or None
+        The text, if the prompt was text.
+    prompt_token_ids : list of int
+        As the engine got them; without those of a prefix.
+    prompt_logprobs : list or None
+        One entry per token of ``prompt_token_ids``, the first ``None``; ``None`` unless asked for.
+    outputs : list of CompletionOutput
+        One.
+    finished : bool
+        True once ``generate`` returned it.
+    metrics : RequestMetrics
+        Times.
+    num_cached_tokens : int
+        Tokens before the prompt that were not prefilled for it: those of its prefix.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0

@@ -1,0 +1,201 @@
+"""Prompts to tokens: text, chat messages or ready token ids; and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from razor_dist.config.errors import ModelError, RequestError
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.tokens import Tokens, as_tokens
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+def load_tokenizer(
+    folder: Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model folder, or ``None`` if the folder has none.
+
+    Raises
+    ------
+    ModelError
+        If there is one and it cannot be loaded.
+    """
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    # What fits is ours to check; transformers would warn about each longer prompt.
+    tokenizer.model_max_length = 2**62
+    # The first call may switch off a truncation that tokenizer.json asks for; later, in the midst
+    # of another thread's call, the tokenizer would refuse that as "already borrowed".
+    tokenizer("")
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
+
+
+class PromptEncoder:
+    """Makes token ids of whatever a request brings.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase or None
+        ``None`` allows token ids only.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+
+    def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Tokens of a text.
+
+        Parameters
+        ----------
+        text : str
+        special_tokens : bool
+            Add those that the model's texts begin with; wrong for a text that continues another.
+
+        Raises
+        ------
+        RequestError
+            If the model has no tokenizer.
+        """
+        tokenizer = self._need("text prompts", "prompt")
+        ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+        return ids
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, by the model's chat template.
+
+        Raises
+        ------
+        RequestError
+            If there are no messages, no tokenizer or no template, or the template refuses them.
+        """
+        # Template and tokens in one call: tokenising the template's text again would put a second
+        # beginning-of-sequence token before the one that the template writes.
+        encoded = self._apply_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What `chat` makes tokens of, for `text` without special tokens to do the rest."""
+        text: str = self._apply_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+        return text
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
+        if not messages:
+            raise RequestError("messages must hold at least one message", param="messages")
+        tokenizer = self._need("chat messages", "messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestError(
+                "the model has no chat template; send a prompt to /v1/completions instead",
+                param="messages",
+            )
+        try:
+            return tokenizer.apply_chat_template(
+                [dict(message) for message in messages], **arguments
+            )
+        except Exception as error:  # templates are programs: they may raise anything
+            raise RequestError(
+                # Not all of it: transformers may put the whole conversation into its message.
+                f"the model's chat template refuses these messages: {error!s:.500}",
+                param="messages",
+            ) from error
+
+    def _need(self, what: str, param: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"the model has no tokenizer, so it takes no {what}; send token ids", param=param
+            )
+        return self.tokenizer
+
+
+class Checked(NamedTuple):
+    """A prompt that can be served, and its settled parameters."""
+
+    tokens: Tokens
+    params: SamplingParams
+
+
+def check_prompt(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    has_tokenizer: bool,
+    param: str = "prompt",
+    before: int = 0,
+) -> Checked:
+    """Check that a request can be served, and settle ``max_tokens``.
+
+    Parameters
+    ----------
+    prompt : sequence of int
+        Token ids.
+    params : SamplingParams
+        ``max_tokens=None`` becomes all that the context still holds.
+    max_model_len, vocab_size : int
+        The engine's.
+    has_tokenizer : bool
+        Whether stop strings can be matched.
+    param : str
+        The request's field that the prompt came from.
+    before : int
+        Tokens of a pinned prefix that this one continues.
+
+    Raises
+    ------
+    RequestError
+        Code ``context_length_exceeded`` if prompt and answer do not fit together.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty; it must hold at least one token", param=param)
+    tokens = as_tokens(prompt, vocab_size, param)
+    as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
+    if params.stop and not has_tokenizer:
+        raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
+    answer = 1 if params.max_tokens is None else params.max_tokens
+    length = before + len(prompt)
+    if length + answer > max_model_len:
+        where = f"{before} in the prefix, {len(prompt)}" if before else f"{length}"
+        raise RequestError(
+            f"this model's maximum context length is {max_model_len} tokens, but "
+            f"{length + answer} were asked for: {where} in the prompt and "
+            f"{answer} for the answer",
+            param=param,
+            code=CONTEXT_EXCEEDED,
+        )
+    return Checked(tokens, replace(params, max_tokens=params.max_tokens or max_model_len - length))

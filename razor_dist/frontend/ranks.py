@@ -1,0 +1,165 @@
+"""One generation of rank processes on this host: started together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from razor_dist.config.errors import EngineError
+from razor_dist.config.schema import EngineConfig
+
+# The exit code of a rank that the user's settings or model made end: starting again is no use.
+EXIT_USER_ERROR = 3
+WORKER = "razor_dist.engine.worker"
+# What torchrun sets in its children; our own ranks must not read it as theirs.
+_TORCHRUN = re.compile(
+    r"TORCHELASTIC_.*|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|OMP_NUM_THREADS|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
+
+
+def without_torchrun(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what torchrun sets, which would mislead a child of our own."""
+    return {name: value for name, value in env.items() if not _TORCHRUN.fullmatch(name)}
+
+
+class FrontendUnreachableError(EngineError):
+    """Rank 0 has no connection to the frontend, which so cannot tell the user of it."""
+
+
+class RankExit(NamedTuple):
+    """A rank that ended, and how: by the exit code of its process, or in words."""
+
+    rank: int
+    code: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"rank {self.rank} ended: {self.reason}"
+        if self.code >= 0:
+            return f"rank {self.rank} exited with code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"rank {self.rank} was killed by {name}"
+
+
+class Ranks(Protocol):
+    """One generation of ranks, however they were started; see `RankGroup` for the methods."""
+
+    @property
+    def pids(self) -> list[int]: ...
+    async def first_exit(self) -> RankExit: ...
+    async def wait(self, timeout: float) -> list[RankExit]: ...
+    async def stop(self, patience: float = 2.0) -> None: ...
+    def kill(self) -> None: ...
+
+
+# From the settings, a private empty folder and the frontend's socket, to ranks that are starting.
+StartRanks = Callable[[EngineConfig, Path, Path], Awaitable[Ranks]]
+
+
+class RankGroup:
+    """The processes of all ranks, each in a session of its own.
+
+    Build it with `start`. A terminal's Ctrl-C does not reach the ranks: the frontend ends them.
+    """
+
+    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        self._processes = processes
+        self._waits = [asyncio.create_task(process.wait()) for process in processes]
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, folder: Path, socket_path: Path, module: str = WORKER
+    ) -> RankGroup:
+        """Start ``config.world_size`` ranks.
+
+        Parameters
+        ----------
+        config : EngineConfig
+            Handed to every rank.
+        folder : Path
+            A private, empty folder: the rendezvous is a file in it, so no port is raced for.
+        socket_path : Path
+            Where rank 0 finds the frontend.
+        module : str
+            The worker; another one stands in for it in tests.
+        """
+        config_file = folder / "config.json"
+        config_file.write_text(config.engine_json())
+        arguments = [str(os.getpid()), module, "--config-json", str(config_file)]
+        arguments += ["--socket", str(socket_path)]
+        shared = cls._environment(config, folder)
+        processes: list[asyncio.subprocess.Process] = []
+        try:
+            for rank in range(config.world_size):
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "razor_dist.frontend.guard", *arguments),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    start_new_session=True,
+                )
+                processes.append(process)
+        except BaseException:  # out of processes or memory, or cancelled: leave none behind
+            for process in processes:
+                process.kill()
+            raise
+        return cls(processes)
+
+    @staticmethod
+    def _environment(config: EngineConfig, folder: Path) -> Mapping[str, str]:
+        size = str(config.world_size)
+        return {
+            **without_torchrun(os.environ),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
+        }
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    async def first_exit(self) -> RankExit:
+        """Wait until a rank ends; of several, the one of the lowest rank."""
+        await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
+        return next(exit for exit in self._exits())
+
+    async def wait(self, timeout: float) -> list[RankExit]:
+        """Wait until all ranks have ended, at most ``timeout`` seconds; returns those that did."""
+        await asyncio.wait(self._waits, timeout=timeout)
+        return self._exits()
+
+    async def stop(self, patience: float = 2.0) -> None:
+        """End the ranks that still run: by SIGTERM, and after ``patience`` seconds by SIGKILL."""
+        self._signal(signal.SIGTERM)
+        if len(await self.wait(patience)) < len(self._processes):
+            self._signal(signal.SIGKILL)
+            await asyncio.wait(self._waits)
+
+    def kill(self) -> None:
+        """Kill the ranks that still run, without waiting."""
+        self._signal(signal.SIGKILL)
+
+    def _exits(self) -> list[RankExit]:
+        return [RankExit(r, w.result()) for r, w in enumerate(self._waits) if w.done()]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)

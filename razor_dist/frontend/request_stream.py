@@ -1,0 +1,79 @@
+"""The messages of one request on their way from the client to whoever reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from razor_dist.engine.messages import Message
+
+
+class RequestStream(AsyncIterator[Message]):
+    """The messages of one request, up to the token that finishes it.
+
+    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
+    prompt that is only kept ends no other way: stop reading when ``progress`` says that it is read.
+
+    Parameters
+    ----------
+    request_id : str
+        The request's.
+    abort : callable
+        Called with ``request_id`` if the stream is closed before the request has ended.
+
+    Raises
+    ------
+    RequestError
+        From iteration, if the engine refuses the request.
+    EngineError
+        From iteration, if the engine dies meanwhile.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self._done = False
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine holds nothing of the request: it finished, failed or was aborted."""
+        return self._done
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was `close` that ended the request, and not its last token or a failure."""
+        return self._closed
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Message:
+        if self._done and self._queue.empty():
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Abort the request, unless it has ended. Never waits."""
+        if not self._done:
+            self._done = self._closed = True
+            self._abort(self.request_id)
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def put(self, item: Message | Exception, *, last: bool) -> None:
+        """For the client: hand on a message or an error; ``last`` says that it ends the request."""
+        self._queue.put_nowait(item)
+        self._done = self._done or last

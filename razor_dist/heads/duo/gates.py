@@ -1,0 +1,220 @@
+"""DuoAttention's gated attention: differentiable in the gates, linear where it streams.
+
+For the j-th KV head of layer i and the query heads of its group (papers/duoattention.txt, 2.2)::
+
+    attn_ij = alpha_ij * full_attn + (1 - alpha_ij) * streaming_attn
+
+where full attention is causal, and streaming attention of the query at position t sees the keys s
+with ``s < sinks`` or ``t - recent < s <= t``: the first tokens, and the most recent ones with
+itself among them.
+
+**Memory.** Neither branch holds a matrix of all queries by all keys, forward or backward. Full
+attention is torch's fused kernel. Streaming attention cuts the queries into blocks of at least
+`recent`; a block needs the sinks, its own keys and those of the block before, so N tokens cost
+N (sinks + 2 block) weights. The paper takes such blocks for an approximation (appendix A.1,
+Figure 14); here a mask within each block makes it exact. Gradients flow to the gates, and through
+queries, keys and values to the gates of the layers below.
+
+Letters: H query heads, K key-value heads, G = H / K, T tokens, D head dimension, B block, n blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+# Fused kernels want masks whose rows are aligned.
+_ALIGNMENT = 64
+
+
+def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
+    """Causal softmax attention, ``[H, T, D]``."""
+    if not _takes_groups(q_HTD):
+        q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
+        # A batch of groups: the keys of all heads in one are the same memory.
+        k_KGTD, v_KGTD = (x[:, None].expand(*q_KGTD.shape[:3], -1) for x in (k_KTD, v_KTD))
+        return scaled_dot_product_attention(
+            q_KGTD, k_KGTD, v_KGTD, is_causal=True, scale=scale
+        ).flatten(0, 1)
+    return scaled_dot_product_attention(
+        q_HTD[None], k_KTD[None], v_KTD[None], is_causal=True, scale=scale, enable_gqa=True
+    )[0]
+
+
+def _takes_groups(q: Tensor) -> bool:
+    """Whether a fused kernel takes fewer KV heads than query heads.
+
+    On CUDA none does in float32: there `enable_gqa` would hold a matrix of queries by keys.
+    """
+    return q.device.type != "cuda" or q.dtype != torch.float32
+
+
+def streaming_attention(
+    q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
+) -> Tensor:
+    """Softmax attention to the first ``sinks`` tokens and the ``recent`` last ones, exactly.
+
+    Parameters
+    ----------
+    q_HTD : Tensor
+        ``[H, T, D]``, queries of the tokens 0..T-1.
+    k_KTD, v_KTD : Tensor
+        ``[K, T, D]``, their keys and values.
+    scale : float
+        Multiplies ``q . k``.
+    sinks : int
+        At least 0.
+    recent : int
+        At least 1: the query's own token is one of them.
+
+    Returns
+    -------
+    Tensor
+        ``[H, T, D]``.
+    """
+    q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
+    tokens = q_HTD.shape[1]
+    block = -(-recent // _ALIGNMENT) * _ALIGNMENT
+    # From here on no sink is among a query's recent tokens, so that one mask fits all blocks.
+    start = block * -(-(sinks + recent) // block)
+    first = _head(q_KGTD[:, :, :start], k_KTD[:, :start], v_KTD[:, :start], scale, sinks, recent)
+    if tokens <= start:
+        return first.flatten(0, 1)
+    rest = _tail(q_KGTD, k_KTD, v_KTD, scale, sinks, recent, block, start)
+    return torch.cat([first, rest], 2).flatten(0, 1)
+
+
+def _head(
+    q_KGTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
+) -> Tensor:
+    """The first queries, whose number does not depend on T: one small mask."""
+    t = torch.arange(k_KTD.shape[1], device=k_KTD.device)
+    distance = t[:, None] - t
+    visible = (distance >= 0) & ((distance < recent) | (t < sinks))
+    return _grouped(q_KGTD[None], k_KTD[None], v_KTD[None], visible, scale)[0]
+
+
+def _tail(
+    q_KGTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    scale: float,
+    sinks: int,
+    recent: int,
+    block: int,
+    start: int,
+) -> Tensor:
+    """The queries from ``start`` on, in blocks that all see the same pattern."""
+    tokens = k_KTD.shape[1]
+    # To whole blocks. No query sees the keys added: they come after all of them.
+    blocks = -(-(tokens - start) // block)
+    extra = start + blocks * block - tokens
+    q_nKGBD = (
+        pad(q_KGTD[:, :, start:], (0, 0, 0, extra)).unflatten(2, (blocks, block)).movedim(2, 0)
+    )
+
+    def keys_of_blocks(x_KTD: Tensor) -> Tensor:
+        near_KnDW = pad(x_KTD[:, start - block :], (0, 0, 0, extra)).unfold(1, 2 * block, block)
+        near_nKWD = near_KnDW.permute(1, 0, 3, 2)
+        sinks_nKSD = x_KTD[None, :, :sinks].expand(blocks, -1, -1, -1)
+        return torch.cat([sinks_nKSD, near_nKWD], 2)
+
+    row = torch.arange(block, device=k_KTD.device)[:, None]
+    distance = row + block - torch.arange(2 * block, device=k_KTD.device)
+    near = (distance >= 0) & (distance < recent)
+    visible = torch.cat([near.new_ones(block, sinks), near], 1)
+    out_nKGBD = _grouped(q_nKGBD, keys_of_blocks(k_KTD), keys_of_blocks(v_KTD), visible, scale)
+    return out_nKGBD.movedim(0, 2).flatten(2, 3)[:, :, : tokens - start]
+
+
+def _grouped(
+    q_nKGTD: Tensor, k_nKSD: Tensor, v_nKSD: Tensor, visible_TS: Tensor, scale: float
+) -> Tensor:
+    """Masked attention; the queries of a group become rows, so that keys are not repeated."""
+    group = q_nKGTD.shape[2]
+    out = scaled_dot_product_attention(
+        q_nKGTD.flatten(2, 3), k_nKSD, v_nKSD, attn_mask=visible_TS.repeat(group, 1), scale=scale
+    )
+    return out.unflatten(2, (group, -1))
+
+
+def gated_attention(
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    scale: float,
+    gates_K: Tensor,
+    sinks: int,
+    recent: int,
+) -> Tensor:
+    """The mixture of both, ``[H, T, D]`` in the dtype of ``q_HTD``.
+
+    Parameters
+    ----------
+    gates_K : Tensor
+        float32 ``[K]``: alpha of each KV head. The mixture is formed in float32.
+
+    Other parameters are those of `streaming_attention`.
+    """
+    full = full_attention(q_HTD, k_KTD, v_KTD, scale)
+    streaming = streaming_attention(q_HTD, k_KTD, v_KTD, scale, sinks, recent)
+    alpha = gates_K.float().repeat_interleave(q_HTD.shape[0] // k_KTD.shape[0])[:, None, None]
+    return (alpha * full + (1 - alpha) * streaming).to(q_HTD.dtype)
+
+
+class Attention(Protocol):
+    """Attention of some KV heads, and of their query heads, over the whole sequence."""
+
+    def __call__(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+        """``[H, T, D]``."""
+        ...
+
+
+class Spread(Protocol):
+    """How a sequence is spread over ranks; `razor_dist.heads.duo.engine.Ulysses` is one."""
+
+    def heads(self, kv_heads: int) -> slice:
+        """The KV heads that this rank computes."""
+        ...
+
+    def __call__(self, attention: Attention, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+        """Attention of this rank's tokens in all heads, ``[H, T, D]``."""
+        ...
+
+
+class GateContext:
+    """An `AttentionContext` (`razor_dist.models.bridge`) of gated attention.
+
+    Parameters
+    ----------
+    gates : Tensor, optional
+        float32 ``[layers, K]``, in [0, 1]. None is full attention, the target of the training.
+    sinks, recent : int
+        What streaming attention sees.
+    spread : Spread, optional
+        Where each rank holds a part of the sequence.
+    """
+
+    def __init__(
+        self, gates: Tensor | None, sinks: int, recent: int, spread: Spread | None = None
+    ) -> None:
+        self._gates = gates
+        self._sinks = sinks
+        self._recent = recent
+        self._spread = spread
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `razor_dist.models.bridge.AttentionContext`."""
+        mine = slice(None) if self._spread is None else self._spread.heads(k.shape[0])
+
+        def attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+            if self._gates is None:
+                return full_attention(q_HTD, k_KTD, v_KTD, scale)
+            gates_K = self._gates[layer, mine]
+            return gated_attention(q_HTD, k_KTD, v_KTD, scale, gates_K, self._sinks, self._recent)
+
+        out = attention(q, k, v) if self._spread is None else self._spread(attention, q, k, v)
+        return out.transpose(0, 1)

@@ -1,0 +1,130 @@
+"""What a streaming head sees: the single definition, used by prefill, decode, cache and planner.
+
+For a query at position ``i`` (0-based)::
+
+    L(i) = min(max(S0, ceil((i + 1) / C)), W_max)
+    s(i) = B * floor((i + 1 - L(i)) / B)
+
+A streaming head attends to the sinks ``[0, N0)``, to the window ``[s(i), i]`` and, when
+``s(i) > N0``, to one compensation token that stands for ``D(i) = [N0, s(i))``
+(RazorAttention, Algorithm 1 and equations 4 and 5).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
+
+
+class Run(NamedTuple):
+    """Consecutive queries ``[begin, end)`` whose window starts at the same ``start``."""
+
+    begin: int
+    end: int
+    start: int
+
+
+@dataclass(frozen=True)
+class StreamingPolicy:
+    """Settings of the streaming heads' cache.
+
+    Parameters
+    ----------
+    window_min : int
+        S0, the least number of recent tokens kept.
+    window_ratio : int or None
+        C: the window is at least 1/C of the context. ``None`` gives a constant window.
+    window_max : int or None
+        W_max, a cap on the window; without it a window of N/C outgrows a shard of N/P.
+    sinks : int
+        N0, how many first tokens are kept.
+    block : int
+        B: the window starts at a multiple of B, so it holds L to L+B-1 tokens.
+    compensation : bool
+        Whether the dropped tokens are represented by their mean key and value.
+    """
+
+    window_min: int = 4000
+    window_ratio: int | None = 5
+    window_max: int | None = None
+    sinks: int = 4
+    block: int = 128
+    compensation: bool = True
+
+    def __post_init__(self) -> None:
+        check_least(self, window_min=1, window_ratio=1, window_max=1, sinks=0, block=1)
+        if self.window_max is not None and self.window_max < self.window_min:
+            raise ConfigError(
+                f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
+            )
+
+    def with_window(self, tokens: int | None) -> StreamingPolicy:
+        """What a head with a window of its own sees.
+
+        Such a window comes from the head's scope (`razor_dist.heads.scope`), beyond which no key
+        has a weight of note: neither the first tokens nor the mean of the dropped ones are missed,
+        so it has no sinks and no compensation token. ``block`` is the settings'.
+
+        Parameters
+        ----------
+        tokens : int or None
+            The window, whatever the length of the context; None gives this policy itself.
+        """
+        if tokens is None:
+            return self
+        return replace(
+            self,
+            window_min=tokens,
+            window_ratio=None,
+            window_max=None,
+            sinks=0,
+            compensation=False,
+        )
+
+    def window(self, position: int) -> int:
+        """L(i): the length in tokens that the window of query ``position`` must cover."""
+        length = self.window_min
+        if self.window_ratio is not None:
+            length = max(length, -(-(position + 1) // self.window_ratio))
+        return length if self.window_max is None else min(length, self.window_max)
+
+    def start(self, position: int) -> int:
+        """s(i): the first position in the window of query ``position``; never decreases."""
+        return max(0, self.block * ((position + 1 - self.window(position)) // self.block))
+
+    def dropped(self, position: int) -> int:
+        """|D(i)|: how many tokens the compensation token stands for."""
+        return max(0, self.start(position) - self.sinks)
+
+    def capacity(self, max_tokens: int) -> int:
+        """Upper bound of the window's live tokens in a sequence of ``max_tokens`` tokens."""
+        if max_tokens <= 0:
+            return 0
+        return min(max_tokens, self.window(max_tokens - 1) + self.block - 1)
+
+    def starts(self, begin: int, end: int) -> np.ndarray:
+        """s(i) for every query in ``[begin, end)``, int64."""
+        i = np.arange(begin, end, dtype=np.int64)
+        length = np.full_like(i, self.window_min)
+        if self.window_ratio is not None:
+            length = np.maximum(length, -(-(i + 1) // self.window_ratio))
+        if self.window_max is not None:
+            length = np.minimum(length, self.window_max)
+        return np.maximum(0, self.block * ((i + 1 - length) // self.block))
+
+    def runs(self, begin: int, end: int) -> list[Run]:
+        """Split the queries ``[begin, end)`` where their window start changes."""
+        if begin >= end:
+            return []
+        starts = self.starts(begin, end)
+        edges = np.flatnonzero(np.diff(starts)) + 1
+        bounds = [0, *edges.tolist(), end - begin]
+        return [
+            Run(begin + lo, begin + hi, int(starts[lo])) for lo, hi in itertools.pairwise(bounds)
+        ]

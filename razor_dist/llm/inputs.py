@@ -1,0 +1,109 @@
+"""What callers of the offline API give it: prompts, conversations, sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from razor_dist.config.errors import RequestError
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.llm.prefix import Prefix
+
+Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class Encoded(NamedTuple):
+    """A prompt as token ids, with its text if it was given as one."""
+
+    text: str | None
+    ids: list[int]
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation or several, as a list."""
+    if not messages or isinstance(messages[0], Mapping):
+        return [cast("Conversation", messages)]
+    return list(cast("Sequence[Conversation]", messages))
+
+
+def params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Sampling parameters for each of ``count`` prompts.
+
+    Raises
+    ------
+    RequestError
+        If they are neither one nor as many.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params must be one or as many as the prompts: {len(params)} for {count}",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None) -> Encoded:
+    """A prompt as token ids; what continues a prefix gets no special tokens.
+
+    Raises
+    ------
+    RequestError
+        If it is no prompt, or a text for a model that has no tokenizer.
+    """
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            raise RequestError(
+                "a prompt given as a mapping has one key, prompt (a text) or "
+                f"prompt_token_ids, not {set(prompt)}",
+                param="prompt",
+            )
+        [(key, prompt)] = prompt.items()
+        if isinstance(prompt, str) != (key == "prompt"):
+            raise RequestError(f"{key} is no place for {prompt!r:.80}", param=key)
+    if isinstance(prompt, str):
+        return Encoded(prompt, encoder.text(prompt, special_tokens=prefix is None))
+    if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
+        raise RequestError(
+            f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
+        )
+    return Encoded(None, [int(token) for token in prompt])
+
+
+def encode_chat(
+    encoder: PromptEncoder,
+    messages: Conversation,
+    prefix: Prefix | None,
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Encoded:
+    """A conversation as token ids; of one that begins as a prefix does, what is beyond it.
+
+    Raises
+    ------
+    RequestError
+        If the model's chat template refuses it, or it does not begin as the prefix does.
+    """
+    how: Any = {
+        "add_generation_prompt": add_generation_prompt,
+        "template_kwargs": template_kwargs,
+    }
+    if prefix is None:
+        return Encoded(None, encoder.chat(messages, **how))
+    rest = prefix.rest_of(encoder.chat_text(messages, **how))
+    return Encoded(None, encoder.text(rest, special_tokens=False))

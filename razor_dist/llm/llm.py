@@ -1,0 +1,373 @@
+"""The offline API: an engine for scripts, tests and Ray jobs."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
+from razor_dist.engine.messages import Message
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.client import EngineClient, EngineInfo
+from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.outputs import RequestOutput
+from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
+from razor_dist.frontend.ranks import WORKER
+from razor_dist.llm.generation import Answers, Question
+from razor_dist.llm.inputs import (
+    Conversation,
+    Encoded,
+    Prompt,
+    conversations_of,
+    encode,
+    encode_chat,
+    params_for,
+    prompts_of,
+)
+from razor_dist.llm.loop_thread import LoopThread
+from razor_dist.llm.prefix import Prefix, read_prefix
+from razor_dist.llm.progress import UseTqdm
+from razor_dist.models.registry import resolve_model
+
+
+class LLM:
+    """A model on ``world_size`` ranks of this host, ready when the constructor returns.
+
+    Parameters
+    ----------
+    model : str
+        "smollm2" (embedded), a local folder, or a hub id.
+    world_size : int
+        Number of ranks.
+    attention : str
+        "razor" (by head map), "full" or "streaming".
+    **config
+        Any other field of `EngineConfig`.
+
+    Attributes
+    ----------
+    use_tqdm : bool or callable
+        What calls that are given no ``use_tqdm`` take: False at first.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is unknown or wrong.
+    ModelError
+        If the model cannot be found.
+    EngineError
+        If the ranks cannot be started; the message is theirs.
+
+    Examples
+    --------
+    >>> with LLM("smollm2", world_size=2) as llm:
+    ...     [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=8))
+    ...     print(output.outputs[0].text)
+    """
+
+    _worker: ClassVar[str] = WORKER
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        world_size: int = 1,
+        attention: str = "razor",
+        **config: Any,
+    ) -> None:
+        self.config = build_config(
+            EngineConfig, model=model, world_size=world_size, attention=attention, **config
+        )
+        trust = self.config.trust_remote_code
+        folder = resolve_model(model, trust_remote_code=trust)
+        self.use_tqdm: UseTqdm = False
+        self._ids = itertools.count()
+        self._loop = LoopThread()
+        self._engine = self._loop.run(self._start())
+        self._close = weakref.finalize(self, _close, self._loop, self._engine)
+        try:
+            # The ranks load the model meanwhile.
+            tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+            self._encoder = PromptEncoder(tokenizer)
+            self._loop.run(self._engine.client.ready())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self) -> LocalEngine:
+        engine = LocalEngine(self.config, worker=self._worker)
+        await engine.start()
+        return engine
+
+    # ------------------------------------------------------------------- use
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm | None = None,
+        prefix: Prefix | None = None,
+    ) -> list[RequestOutput]:
+        """Generate one answer for each prompt.
+
+        Parameters
+        ----------
+        prompts : str, list of int, vLLM's mappings, or a list of these
+            ``{"prompt": "..."}`` is a text, ``{"prompt_token_ids": [...]}`` token ids, which are
+            taken as they are.
+        sampling_params : SamplingParams or a list with one for each prompt, optional
+            The defaults of `SamplingParams` if not given.
+        use_tqdm : bool or callable
+            Show a progress bar of prompt tokens, which moves with every chunk that is read. A
+            callable is called in tqdm's place, as vLLM does: see `PromptBar`.
+        prefix : Prefix, optional
+            What `prefill` returned: every prompt continues it, as if its tokens stood before the
+            prompt's. Texts are tokenised by themselves and get no special tokens, such as a
+            beginning of sequence, before them.
+
+        Returns
+        -------
+        list of RequestOutput
+            In the order of ``prompts``. With a prefix, ``prompt_token_ids`` and
+            ``prompt_logprobs`` are those of the prompt alone, and ``num_cached_tokens`` is the
+            prefix's length.
+
+        Raises
+        ------
+        RequestError
+            If a prompt or its parameters cannot be served, or the prefix was released or is
+            another engine's; no answer is returned then.
+        EngineError
+            If the engine dies meanwhile, or died with the prefix. It is restarted for the next
+            call. Also if the `LLM` was closed.
+        """
+        if prefix is not None:
+            prefix.stream_for(self._client)  # refused before anything is tokenised
+        encoded = [encode(self._encoder, prompt, prefix) for prompt in prompts_of(prompts)]
+        return self._answer(encoded, sampling_params, use_tqdm, prefix)
+
+    def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
+        """Read a prompt once and keep its caches, for `generate` to continue it many times.
+
+        A prefix takes one of the ``max_num_seqs`` sequences and its tokens' share of
+        ``kv_tokens`` until it is released. What continues it is always read with local prefill,
+        whatever ``prefill`` was set to.
+
+        Parameters
+        ----------
+        prompt : str, list of int, or mapping
+            One prompt, as `generate` takes it.
+        use_tqdm : bool or callable
+            As in `generate`.
+
+        Returns
+        -------
+        Prefix
+            A handle, to be released.
+
+        Raises
+        ------
+        RequestError
+            If the prompt cannot be served, or leaves no room to continue it.
+        EngineError
+            If the engine dies meanwhile.
+        """
+        return self._keep(encode(self._encoder, prompt).ids, use_tqdm)
+
+    def prefill_chat(
+        self,
+        messages: Conversation,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: UseTqdm | None = None,
+    ) -> Prefix:
+        """Read the beginning of a conversation once, for `chat` to continue it many times.
+
+        It ends where the last message's content does, not where that message does: a question may
+        follow in the same message. What follows is tokenised by itself, so let it begin as a new
+        paragraph does.
+
+        Parameters
+        ----------
+        messages : list of ``{"role": ..., "content": ...}``
+            Such as one of the user's that holds a document.
+        chat_template_kwargs : mapping, optional
+            Passed to the model's chat template.
+        use_tqdm : bool or callable
+            As in `generate`.
+
+        Returns
+        -------
+        Prefix
+            A handle, to be released: see `prefill`.
+
+        Raises
+        ------
+        RequestError, EngineError
+            As `prefill` and `chat` do.
+
+        Examples
+        --------
+        >>> with llm.prefill_chat([{"role": "user", "content": document}]) as prefix:
+        ...     asked = [{"role": "user", "content": f"{document}\\n\\n{question}"}]
+        ...     outputs = llm.chat(asked, prefix=prefix)
+        """
+        text = self._encoder.chat_text(
+            messages,
+            add_generation_prompt=False,
+            template_kwargs={**(chat_template_kwargs or {}), "continue_final_message": True},
+        )
+        return self._keep(self._encoder.text(text, special_tokens=False), use_tqdm, text)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix: Prefix | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of each conversation.
+
+        Parameters
+        ----------
+        messages : list of ``{"role": ..., "content": ...}``, or a list of such lists
+            One conversation or several.
+        sampling_params, use_tqdm
+            As in `generate`.
+        add_generation_prompt : bool
+            End the prompt with the beginning of an assistant's message.
+        chat_template_kwargs : mapping, optional
+            Passed to the model's chat template.
+        prefix : Prefix, optional
+            What `prefill_chat` returned. Every conversation begins with its messages, as texts;
+            what is beyond them is read, and told as `generate` tells it.
+
+        Returns
+        -------
+        list of RequestOutput
+            One per conversation.
+
+        Raises
+        ------
+        RequestError, EngineError
+            As `generate` does; also if a conversation does not begin as the prefix does.
+        """
+        if prefix is not None:
+            prefix.stream_for(self._client)  # refused before anything is tokenised
+        encoded = [
+            encode_chat(
+                self._encoder,
+                conversation,
+                prefix,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations_of(messages)
+        ]
+        return self._answer(encoded, sampling_params, use_tqdm, prefix)
+
+    def stats(self) -> Message:
+        """The engine's counters: see ``stats`` in `razor_dist.engine.messages`."""
+        return self._loop.run(self._client.stats())
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
+
+        Raises
+        ------
+        EngineError
+            If it cannot be started again after a failure.
+        """
+        return self._loop.run(self._client.ready())
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks died too often to be started again: every call will fail."""
+        return self._engine.client.status.state == "failed"
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer; ``None`` if its folder has none."""
+        return self._encoder.tokenizer
+
+    def close(self) -> None:
+        """End the ranks. Another `close` does nothing; other calls raise `EngineError`."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------- inside
+
+    @property
+    def _client(self) -> EngineClient:
+        """The engine's, for calls that come from outside; refused once `close` was called."""
+        if not self._close.alive:
+            raise EngineError("the LLM was closed; make a new one")
+        return self._engine.client
+
+    def _keep(
+        self, ids: list[int], use_tqdm: UseTqdm | None, chat_text: str | None = None
+    ) -> Prefix:
+        if self.config.max_num_seqs < 2:
+            raise RequestError(
+                "a prefix and what continues it are two sequences: start the engine with "
+                "max_num_seqs of at least 2",
+                param="max_num_seqs",
+            )
+        [checked] = self._check([ids], [SamplingParams(max_tokens=1)])
+        request_id = str(next(self._ids))
+        return self._loop.run(
+            read_prefix(self._engine.client, request_id, checked, self._bar(use_tqdm), chat_text)
+        )
+
+    def _answer(
+        self,
+        prompts: Sequence[Encoded],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: UseTqdm | None,
+        prefix: Prefix | None = None,
+    ) -> list[RequestOutput]:
+        params = params_for(sampling_params, len(prompts))
+        before = 0 if prefix is None else prefix.num_tokens
+        checked = self._check([prompt.ids for prompt in prompts], params, before)
+        questions = [Question(*both) for both in zip(prompts, checked, strict=True)]
+        answers = Answers(self._engine.client, self._encoder.tokenizer, self._ids, prefix)
+        # As many as keep it busy, and no more.
+        together = 2 * self.config.max_num_seqs
+        return self._loop.run(
+            answers.to(questions, together=together, use_tqdm=self._bar(use_tqdm))
+        )
+
+    def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
+        return self.use_tqdm if use_tqdm is None else use_tqdm
+
+    def _check(
+        self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
+    ) -> list[Checked]:
+        info = self.info
+        return [
+            check_prompt(
+                ids,
+                p,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                has_tokenizer=self._encoder.tokenizer is not None,
+                before=before,
+            )
+            for ids, p in zip(prompts, params, strict=True)
+        ]
+
+
+def _close(loop: LoopThread, engine: LocalEngine) -> None:
+    loop.finish(engine.close())

@@ -1,0 +1,160 @@
+"""A prompt that is read once and continued many times: the offline API's handle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import Self
+
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.prompts import Checked
+from razor_dist.frontend.request_stream import RequestStream
+from razor_dist.llm.progress import PromptBar, UseTqdm
+
+
+class Prefix:
+    """A prefilled prompt whose caches an engine keeps.
+
+    `LLM.prefill` and `LLM.prefill_chat` make it.
+
+    Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
+    until then. Closing the `LLM` and garbage collection release it as well.
+
+    Parameters
+    ----------
+    stream : RequestStream
+        The pinned request's.
+    client : EngineClient
+        The engine that holds it.
+    num_tokens : int
+        The prompt's length.
+    loop : asyncio.AbstractEventLoop
+        The client's, where the stream may be closed.
+    chat_text : str, optional
+        Of a conversation's beginning: as the model reads it, up to the end of the last content.
+
+    Examples
+    --------
+    >>> with llm.prefill(document) as prefix:
+    ...     outputs = llm.generate(questions, prefix=prefix)
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        client: EngineClient,
+        num_tokens: int,
+        loop: asyncio.AbstractEventLoop,
+        chat_text: str | None = None,
+    ) -> None:
+        self._stream, self._client = stream, client
+        self.num_tokens = num_tokens
+        self._chat_text = chat_text
+        self._release = weakref.finalize(self, _close, stream, loop)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it, which its errors mention."""
+        return self._stream.request_id
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return not self._release.alive
+
+    def release(self) -> None:
+        """Give its caches back, once the requests that continue it have ended. Never waits."""
+        self._release()
+
+    def stream_for(self, client: EngineClient) -> RequestStream:
+        """The pinned request's stream, for the engine that holds it.
+
+        Raises
+        ------
+        RequestError
+            If another engine holds it, or it was released.
+        """
+        if client is not self._client:
+            raise RequestError("the prefix belongs to another LLM", param="prefix")
+        if self.released:
+            raise RequestError("the prefix was released; prefill it again", param="prefix")
+        return self._stream
+
+    def rest_of(self, chat_text: str) -> str:
+        """What a conversation has beyond the one that this prefix holds the beginning of.
+
+        Parameters
+        ----------
+        chat_text : str
+            `PromptEncoder.chat_text` of the whole conversation.
+
+        Raises
+        ------
+        RequestError
+            If the prefix is of no conversation, or this one begins otherwise.
+        """
+        if self._chat_text is None:
+            raise RequestError(
+                "the prefix was made by prefill, which generate continues; make one with "
+                "prefill_chat",
+                param="prefix",
+            )
+        if not chat_text.startswith(self._chat_text):
+            raise RequestError(
+                "the conversation does not begin with the prefix's: its messages must be the same "
+                "up to the last of prefill_chat's, whose content may go on",
+                param="messages",
+            )
+        return chat_text[len(self._chat_text) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = ", released" if self.released else ""
+        return f"Prefix(request_id={self.request_id!r}, num_tokens={self.num_tokens}{state})"
+
+
+async def read_prefix(
+    client: EngineClient,
+    request_id: str,
+    prompt: Checked,
+    use_tqdm: UseTqdm = False,
+    chat_text: str | None = None,
+) -> Prefix:
+    """Prefill a prompt that the engine then keeps.
+
+    Parameters
+    ----------
+    client : EngineClient
+    request_id : str
+    prompt : Checked
+    use_tqdm : bool or callable
+        See `PromptBar`.
+    chat_text : str, optional
+        See `Prefix`.
+
+    Raises
+    ------
+    EngineError
+        If the engine dies meanwhile.
+    """
+    tokens = len(prompt.tokens)
+    stream = client.generate(request_id, *prompt, pin=True)
+    with PromptBar(use_tqdm, [tokens]) as bar:
+        async for message in stream:
+            bar.progress(message)
+            if message["processed"] == message["total"]:
+                break  # and leave the stream open: closing it would release the caches
+    return Prefix(stream, client, tokens, asyncio.get_running_loop(), chat_text)
+
+
+def _close(stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+    # A loop that is closed means that the LLM was, and its ranks have ended.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(stream.close)

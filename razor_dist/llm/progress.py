@@ -1,0 +1,112 @@
+"""How much of the prompts has been read: a bar for the offline API, lines in the log of a job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from razor_dist.engine.messages import Message
+
+log = logging.getLogger(__name__)
+
+# Whether to show a bar, or what makes it: tqdm or a class like it (`ray.experimental.tqdm_ray`).
+UseTqdm = bool | Callable[..., Any]
+
+
+class PromptBar:
+    """Counts the tokens of prompts that have been read, chunk by chunk, and the answers.
+
+    Close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    use_tqdm : bool or callable
+        A callable gets ``total``, ``desc`` and ``unit``, and what it returns is given ``update``,
+        ``set_description`` and ``close``, as tqdm's bars have them.
+    prompt_tokens : sequence of int
+        The prompts' lengths, without what a prefix holds of them.
+    """
+
+    def __init__(self, use_tqdm: UseTqdm, prompt_tokens: Sequence[int]) -> None:
+        self._prompts, self._answered = len(prompt_tokens), 0
+        self._bar: Any = None
+        if use_tqdm:
+            make = use_tqdm if callable(use_tqdm) else tqdm
+            self._bar = make(total=sum(prompt_tokens), desc=self._description, unit="tok")
+        self._read: dict[str, int] = {}
+
+    @property
+    def _description(self) -> str:
+        return f"{self._answered}/{self._prompts} prompts answered"
+
+    def progress(self, message: Message) -> None:
+        """Take note of a request's ``progress`` message."""
+        read = message["processed"] - message["cached"]
+        before = self._read.get(message["id"], 0)
+        self._read[message["id"]] = read
+        if self._bar is not None:
+            self._bar.update(read - before)
+
+    def answered(self) -> None:
+        """Take note of an answer that is finished."""
+        self._answered += 1
+        if self._bar is not None:
+            self._bar.set_description(self._description)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class ReadingLog:
+    """For `PromptBar`, in place of a bar: a line in the log now and then, where nobody watches.
+
+    A prompt that is read sooner than the first line is due is passed over in silence.
+
+    Parameters
+    ----------
+    what : str
+        What is read, for the line.
+    every : float
+        Seconds between two lines, at least; they come as chunks end.
+    clock : callable
+        Seconds from any point.
+    """
+
+    def __init__(
+        self, what: str, *, every: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.what, self._every, self._clock = what, every, clock
+        self._total = self._read = 0
+        self._began = self._told = clock()
+
+    def __call__(self, *, total: int, desc: str, unit: str) -> Self:
+        """The bar for so many tokens, as tqdm is made."""
+        self._total, self._read = total, 0
+        self._began = self._told = self._clock()
+        return self
+
+    def update(self, tokens: int) -> None:
+        """So many more were read."""
+        self._read += tokens
+        now = self._clock()
+        if now - self._told >= self._every and self._read < self._total:
+            self._told = now
+            seconds = now - self._began
+            log.info(
+                "%s: read %s of %s tokens in %.0f s", self.what, f"{self._read:,}",
+                f"{self._total:,}", seconds,
+            )  # fmt: skip
+
+    def set_description(self, text: str) -> None:
+        """Of no use to a log."""
+
+    def close(self) -> None:
+        """Nothing is left open."""

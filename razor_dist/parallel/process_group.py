@@ -1,0 +1,96 @@
+"""The ranks meet, and agree on how their tensors travel."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.host_links import HostLinks
+
+log = logging.getLogger(__name__)
+
+
+def init_distributed(config: EngineConfig, device: torch.device) -> Communicator:
+    """Join the process group that the environment describes (RANK, WORLD_SIZE, ...).
+
+    ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are used. The group of all ranks is gloo's, by which they
+    agree on the one that carries tensors.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if the ranks' devices do not go together.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        return Communicator(None)
+    # gloo's default of 30 minutes would hide a stopped rank for as long.
+    timeout = timedelta(seconds=config.collective_timeout)
+    dist.init_process_group(
+        "gloo",
+        init_method=os.environ.get("RAZOR_RENDEZVOUS", "env://"),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    devices = _everyones(device)
+    if backend_of(devices) == "nccl":
+        return Communicator(dist.new_group(backend="nccl", timeout=timeout))
+    if device.type == "cpu":
+        return Communicator(dist.group.WORLD)
+    if config.ring == "ring_flash_attn":
+        raise ConfigError(
+            "ring is ring_flash_attn, which needs a GPU for each rank; here ranks share one: "
+            "use ring: own"
+        )
+    if config.weights != "replicated":
+        raise ConfigError(
+            f"weights is {config.weights}, for which DeepSpeed needs a GPU for each rank; here "
+            "ranks share one: use weights: replicated, or fewer ranks"
+        )
+    if rank == 0:
+        log.warning("ranks share a GPU, so what they send goes through the host's memory, slowly")
+    return HostLinks(dist.group.WORLD)
+
+
+def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
+    """What carries tensors between these devices; every rank knows all, so all decide alike.
+
+    Parameters
+    ----------
+    devices : sequence of str
+        By rank: "cpu", or what tells the rank's GPU from all others on any host.
+
+    Raises
+    ------
+    ConfigError
+        If some ranks compute on a GPU and others do not.
+    """
+    kinds = {name == "cpu" for name in devices}
+    if kinds == {True, False}:
+        without = [rank for rank, name in enumerate(devices) if name == "cpu"]
+        raise ConfigError(
+            f"ranks {without} see no GPU and the others do; set device: cpu, or give each a GPU"
+        )
+    # NCCL refuses two ranks on one device.
+    return "nccl" if kinds == {False} and len(set(devices)) == len(devices) else "gloo"
+
+
+def _everyones(device: torch.device) -> list[str]:
+    """Every rank's device, as `backend_of` takes them."""
+    mine = "cpu"
+    if device.type == "cuda":
+        mine = str(torch.cuda.get_device_properties(device).uuid)
+    devices = [mine] * dist.get_world_size()
+    dist.all_gather_object(devices, mine)
+    return devices

@@ -1,0 +1,132 @@
+"""From a request's body to what the engine needs: parsed, checked, tokenised.
+
+All that grows with the body happens in `parse_request`, so that it can be done where nobody waits
+for it: in a thread for short bodies, in another process for long ones
+(`razor_dist.server.parsing_process`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
+from razor_dist.server.body import parse_json
+from razor_dist.server.schema import ChatBody, CompletionBody, parse
+
+Endpoint = Literal["chat", "completions"]
+
+
+class Limits(NamedTuple):
+    """What requests are checked against."""
+
+    model: str
+    max_prompts: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request that can be served.
+
+    Attributes
+    ----------
+    prompts : list of Checked
+        One or several, each to be answered by itself, with their settled parameters.
+    stream : bool
+        Answer by server-sent events.
+    include_usage, return_progress : bool
+        What the stream tells besides the answers.
+    """
+
+    prompts: list[Checked]
+    stream: bool
+    include_usage: bool
+    return_progress: bool
+
+
+def parse_request(
+    endpoint: Endpoint,
+    raw: bytes | bytearray,
+    encoder: PromptEncoder,
+    limits: Limits,
+) -> ParsedRequest:
+    """Read a request's body.
+
+    Parameters
+    ----------
+    endpoint : "chat" or "completions"
+        Which one the body was sent to.
+    raw : bytes
+        The body.
+    encoder : PromptEncoder
+        The model's.
+    limits : Limits
+        The server's and the engine's.
+
+    Raises
+    ------
+    RequestError
+        If anything about it cannot be served.
+    """
+    return parse_value(endpoint, parse_json(raw), encoder, limits)
+
+
+def parse_value(
+    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+) -> ParsedRequest:
+    """As `parse_request`, for what the body's JSON holds.
+
+    Raises
+    ------
+    RequestError
+        If anything about it cannot be served.
+    """
+    body: ChatBody | CompletionBody
+    if endpoint == "chat":
+        body = parse(ChatBody, value)
+        param = "messages"
+    else:
+        body = parse(CompletionBody, value)
+        param = "prompt"
+    del value
+    params = body.sampling()
+    check_model(body.model, limits.model)
+    ids = _encode(body, encoder, limits.max_prompts)
+    checked = [
+        check_prompt(
+            prompt,
+            params,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            has_tokenizer=encoder.tokenizer is not None,
+            param=param,
+        )
+        for prompt in ids
+    ]
+    return ParsedRequest(checked, bool(body.stream), body.include_usage, bool(body.return_progress))
+
+
+def _encode(
+    body: ChatBody | CompletionBody, encoder: PromptEncoder, max_prompts: int
+) -> list[list[int]]:
+    if isinstance(body, ChatBody):
+        return [encoder.chat([message.for_template() for message in body.messages])]
+    if len(body.prompt) > max_prompts:
+        raise RequestError(
+            f"prompt must hold at most {max_prompts} prompts, got {len(body.prompt)}",
+            param="prompt",
+        )
+    return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
+
+
+def check_model(name: str, served: str) -> None:
+    """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
+    if name != served:
+        raise RequestError(
+            f"the model {name!r} does not exist; this server serves {served!r}",
+            param="model",
+            code="model_not_found",
+        )
