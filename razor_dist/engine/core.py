@@ -263,12 +263,13 @@ class EngineCore:
         """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.messages`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
-        kv, peak, rss, peak_rss, *sent = table.T.tolist()
+        kv, peak, rss, peak_rss, cpu, *sent = table.T.tolist()
         return {
             "kv_bytes_per_rank": kv,
             "peak_kv_bytes_per_rank": peak,
             "rss_per_rank": rss,
             "peak_rss_per_rank": peak_rss,
+            "cpu_us_per_rank": cpu,
             "bytes_sent": {p: sum(per_rank) for p, per_rank in zip(PURPOSES, sent, strict=True)},
             "bytes_sent_per_rank": [sum(row) for row in zip(*sent, strict=True)],
             "running": len(self.scheduler.running),

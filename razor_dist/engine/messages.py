@@ -30,7 +30,8 @@ Engine to frontend
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
                   ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
-                  ``peak_rss_per_rank`` (highest since start),
+                  ``peak_rss_per_rank`` (highest since start), ``cpu_us_per_rank`` (microseconds
+                  of CPU since start),
                   ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise)
 """
 

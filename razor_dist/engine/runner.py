@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -357,9 +358,10 @@ class ModelRunner:
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
 
     def _stats(self) -> Tensor | None:
-        """``[P, 4 + purposes]`` int64: KV bytes and their peak, RSS and its, bytes by purpose."""
+        """``[P, 5 + purposes]`` int64: KV bytes, RSS, their peaks, CPU, bytes by purpose."""
         sent = [self.comm.bytes_sent[p] for p in PURPOSES]
-        numbers = [self.kv_bytes, self.peak_kv_bytes, *resident_bytes(), *sent]
+        cpu_us = time.process_time_ns() // 1000
+        numbers = [self.kv_bytes, self.peak_kv_bytes, *resident_bytes(), cpu_us, *sent]
         row = torch.tensor(numbers, device=self.device)
         gathered = self.comm.all_gather(row, "control")
         return gathered.cpu() if self.comm.rank == 0 else None

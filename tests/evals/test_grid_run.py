@@ -73,7 +73,7 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
         torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
         torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
     (cache,), (other_cache,) = one.streaming, other.local
-    (slot,), (other_slot,) = sequence.streaming, copy.local
+    (slot,), (other_slot,) = sequence.streaming, copy.streaming
     assert slot.start == other_slot.start > cache.policy.sinks
     for begin, end in ((0, cache.policy.sinks), (slot.start, 333)):
         for mine, theirs in zip(
