@@ -3,7 +3,15 @@
 from functools import lru_cache
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from razor_dist.frontend.prompts import load_tokenizer
@@ -22,6 +30,53 @@ def write_letters(folder: Path) -> None:
     """Put a tokenizer of printable ASCII letters, ids 4 to 98, into a model's folder."""
     wrapped = PreTrainedTokenizerFast(tokenizer_object=_letters(), unk_token="?!")
     wrapped.save_pretrained(folder)
+
+
+# Words of the tokenizer below, each with a space before it.
+SENTENCEPIECE_WORDS = ("time", "a", "the", "world", "says")
+
+
+@lru_cache(maxsize=1)
+def sentencepiece_tokenizer() -> PreTrainedTokenizerBase:
+    """One of the kind of Llama 2's, Mistral's and Phi-3's: a word holds the space before it.
+
+    A space is put before every text, and what has no token is spelt in bytes, ids 3 to 258.
+    """
+    symbols = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    symbols += [chr(code) for code in range(33, 127)]
+    merges = []
+    for word in SENTENCEPIECE_WORDS:
+        for end in range(1, len(word)):
+            pair = word[:end], word[end]
+            merges += [pair] if pair not in merges else []
+        merges.append(("▁", word))
+    vocabulary = dict.fromkeys([*symbols, *(left + right for left, right in merges)])
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(vocabulary)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 # In GLM-4's order.

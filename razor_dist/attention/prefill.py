@@ -13,7 +13,7 @@ from razor_dist.cache.sequence import Sequence, shard_positions
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import Earlier, RingAttention, positions_of, ring_attention
 from razor_dist.parallel.zigzag import Chunk, Interval
 
@@ -204,7 +204,7 @@ class PrefillContext:
     def _start_local(
         self, layer: int, heads: LayerHeads, group: StreamingGroup, k: Tensor, v: Tensor
     ) -> StreamingTransfers:
-        stored: list[Piece] = []
+        stored: list[KVPiece] = []
         if self.exact:
             pool, table = self.caches.scratch, self.sequence.scratch
             assert pool is not None and table is not None
@@ -216,7 +216,7 @@ class PrefillContext:
                     for a, b in pool.extents(table, done, done + len(shard)):
                         at = Interval(shard.begin, shard.begin + b - a)
                         shard = Interval(at.end, shard.end)
-                        stored.append(Piece(at, pool.k[rows, a:b], pool.v[rows, a:b]))
+                        stored.append(KVPiece(at, pool.k[rows, a:b], pool.v[rows, a:b]))
                         done += b - a
         chunk = self._streaming[group.index]
         return chunk.start(layer, group.rows, stored, k[group.part], v[group.part])

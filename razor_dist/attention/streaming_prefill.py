@@ -12,7 +12,7 @@ from razor_dist.attention.window_plan import WindowPlan, edge_sums, plan_compres
 from razor_dist.cache.sequence import Sequence
 from razor_dist.cache.streaming import StreamingCache, StreamingSlot
 from razor_dist.parallel.comm import Communicator, Pending
-from razor_dist.parallel.halo import Arriving, Piece, assemble
+from razor_dist.parallel.halo import Arriving, KVPiece, assemble
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 
 
@@ -20,8 +20,8 @@ from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 class StreamingTransfers:
     """One layer's transfers in flight."""
 
-    own: list[Piece]
-    replicated: list[Piece]
+    own: list[KVPiece]
+    replicated: list[KVPiece]
     halo: Arriving
     sinks: Arriving
     sums: Pending | None
@@ -40,7 +40,7 @@ class StreamingChunk:
     slot : StreamingSlot
         The sequence's, of ``cache``.
     sequence : Sequence
-    earlier : dict of list of Piece
+    earlier : dict of list of KVPiece
         By layer, what this rank holds of the window since the chunk before.
     chunk : Chunk
     last : bool
@@ -53,7 +53,7 @@ class StreamingChunk:
         cache: StreamingCache,
         slot: StreamingSlot,
         sequence: Sequence,
-        earlier: dict[int, list[Piece]],
+        earlier: dict[int, list[KVPiece]],
         chunk: Chunk,
         *,
         last: bool,
@@ -66,7 +66,7 @@ class StreamingChunk:
         base = max(cache.policy.sinks, slot.start)
         self._replicated = Interval(base, max(base, 0 if exact else prompt_begin))
         self.plan = self._make_plan(sequence, exact, base)
-        self._next: dict[int, list[Piece]] = {}
+        self._next: dict[int, list[KVPiece]] = {}
         if self.plan is not None:
             new_sinks, window = self.plan.new_sinks, self.plan.window
             self._new_sinks_at = cache.indices(slot, new_sinks.begin, new_sinks.end)
@@ -84,7 +84,7 @@ class StreamingChunk:
         return plan_window(policy, chunk, comm.rank, base=base, held=held, last=self._last)
 
     def start(
-        self, layer: int, rows: slice, stored: list[Piece], k: Tensor, v: Tensor
+        self, layer: int, rows: slice, stored: list[KVPiece], k: Tensor, v: Tensor
     ) -> StreamingTransfers:
         """Post a layer's transfers.
 
@@ -93,7 +93,7 @@ class StreamingChunk:
         layer : int
         rows : slice
             Of the cache.
-        stored : list of Piece
+        stored : list of KVPiece
             What this rank holds of the prompt in the scratch pool (exact prefill).
         k, v : Tensor
             ``[K, T, D]`` of this rank's tokens of the chunk.
@@ -105,15 +105,15 @@ class StreamingChunk:
         pieces = [
             *stored,
             *self._earlier.get(layer, ()),
-            Piece(early, k[:, :split], v[:, :split]),
-            Piece(late, k[:, split:], v[:, split:]),
+            KVPiece(early, k[:, :split], v[:, :split]),
+            KVPiece(late, k[:, split:], v[:, split:]),
         ]
         halo = plan.halo.start(self._comm, pieces, "halo")
         sinks = plan.sinks.start(self._comm, pieces, "sinks")
         replicated = []
         if len(self._replicated):
             both = cache.read(rows, self._slot, self._replicated.begin, self._replicated.end)
-            replicated.append(Piece(self._replicated, *both))
+            replicated.append(KVPiece(self._replicated, *both))
         sums = None
         if plan.changes_sums and cache.policy.compensation:
             # What every rank holds is counted once.
@@ -174,14 +174,14 @@ class StreamingChunk:
             kept = Interval(plan.keep, self._chunk.end)
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
             # Clones: a view would keep the whole chunk's keys and values alive.
-            self._next[layer] = [Piece(p.at, p.k.clone(), p.v.clone()) for p in parts]
+            self._next[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
         return out
 
     def _attend_spans(
         self,
         rows: slice,
         q: Tensor,
-        pieces: list[Piece],
+        pieces: list[KVPiece],
         at_edges: Tensor,
         scale: float,
         slopes: Tensor | None,
@@ -200,7 +200,7 @@ class StreamingChunk:
             outs.append(window_attention(queries, span, keys, policy))
         return torch.cat(outs, dim=2) if outs else None
 
-    def close(self) -> dict[int, list[Piece]]:
+    def close(self) -> dict[int, list[KVPiece]]:
         """Account for the chunk, once; what the next chunk is to have for ``earlier``."""
         if self.plan is not None:
             self._slot.start = self.plan.keep

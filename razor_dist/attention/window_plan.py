@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.heads.policy import Run, StreamingPolicy
-from razor_dist.parallel.halo import Exchange, Piece
+from razor_dist.parallel.halo import Exchange, KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 
 
@@ -167,7 +167,7 @@ def _plan_sinks(
     return Exchange(holdings, [[new]] * chunk.world_size, rank), new
 
 
-def edge_sums(edges: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
+def edge_sums(edges: Sequence[int], pieces: Sequence[KVPiece]) -> Tensor:
     """Sums of keys and values between consecutive edges, of what ``pieces`` hold.
 
     Returns

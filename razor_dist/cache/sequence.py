@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.streaming import StreamingSlot
-from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk
 
 
@@ -51,7 +51,7 @@ class Sequence:
     shard_tokens: list[int]
     streaming: tuple[StreamingSlot, ...]
     scratch: PageTable | None = None
-    window: list[dict[int, list[Piece]]] | None = None
+    window: list[dict[int, list[KVPiece]]] | None = None
     done: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0

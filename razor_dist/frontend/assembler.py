@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher
+from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher, token_texts
 from razor_dist.frontend.outputs import Logprob, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """One generated token and the text that it makes certain.
 
     Attributes
@@ -30,6 +30,9 @@ class Piece:
         "stop" or "length" with the last piece.
     stop_reason : str or int or None
         As in `CompletionOutput`.
+    offset : int
+        Characters of the answer before the token; tokens that are parts of one character, or of a
+        run of bytes, share it.
     """
 
     token: int
@@ -37,6 +40,7 @@ class Piece:
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    offset: int = 0
 
 
 class Assembler:
@@ -56,7 +60,7 @@ class Assembler:
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopMatcher(params.stop)
 
-    def push(self, message: Message) -> Piece:
+    def push(self, message: Message) -> TextPiece:
         """The piece of one ``token`` message.
 
         A piece with a ``finish_reason`` is the last. If a stop string ended the text, the engine
@@ -64,6 +68,7 @@ class Assembler:
         """
         token: int = message["token"]
         finish: str | None = message["finish"]
+        offset = 0 if self._detokenizer is None else self._detokenizer.length
         text, stop = self._stops.push(self._text(token, finish))
         stop_reason: str | int | None = stop
         if stop is not None:
@@ -72,7 +77,7 @@ class Assembler:
             text += self._stops.flush()
             if finish == "stop" and token in self._params.stop_token_ids:
                 stop_reason = token
-        return Piece(token, text, self._logprobs(message), finish, stop_reason)
+        return TextPiece(token, text, self._logprobs(message), finish, stop_reason, offset)
 
     def _text(self, token: int, finish: str | None) -> str:
         if self._detokenizer is None:
@@ -124,7 +129,5 @@ def prompt_logprobs(
 
 
 def decode_one(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """The text of one token by itself, special tokens included."""
-    if tokenizer is None:
-        return None
-    return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    """The text that one token adds to another text, special tokens included."""
+    return None if tokenizer is None else token_texts(tokenizer).decode([token], skip_special=False)

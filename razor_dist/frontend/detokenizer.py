@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 # A UTF-8 character misses at most three of its bytes, each shown as one replacement character.
 _MAX_PENDING = 3
-# Tokens kept as context (some decoders treat the first token of a sequence differently), and the
-# number of tokens at which older ones are let go.
+# Tokens kept for the next decoding, and the number of tokens at which older ones are let go.
 _KEEP, _TRIM_AT = 6, 16
+# A byte of a character that is not in the vocabulary, as SentencePiece's byte fallback spells it.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclass(frozen=True)
+class TokenTexts:
+    """A tokenizer's decoder, for tokens that continue a text.
+
+    Decoders of SentencePiece's kind drop the space before the first token, which is right for a
+    whole text and wrong for an answer or for one token of it. So tokens are decoded behind an
+    anchor, a token of one letter, whose letter is then taken away.
+
+    Attributes
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    special, bytes : frozenset of int
+        Special tokens, which have no text, and the byte tokens of byte fallback.
+    anchor : tuple of int
+        One token, or none if the decoder puts spaces between tokens by itself.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    special: frozenset[int]
+    bytes: frozenset[int]
+    anchor: tuple[int, ...]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of ``ids`` as the continuation of another text."""
+        # Cleaning up spaces looks back across tokens, which no incremental decoder can honour.
+        text = self.tokenizer.decode(
+            [*self.anchor, *ids],
+            skip_special_tokens=skip_special,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text[len(self.anchor) :]
+
+
+@lru_cache(maxsize=4)
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
+    """Return the `TokenTexts` of a tokenizer."""
+    special = frozenset(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
+    vocabulary = tokenizer.get_vocab()
+    in_bytes = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
+    plain = TokenTexts(tokenizer, special, in_bytes, ())
+    for letter in "aeion":
+        anchor = vocabulary.get(letter)
+        if anchor is not None and plain.decode([anchor, anchor]) == 2 * letter:
+            return replace(plain, anchor=(anchor,))
+    return plain
 
 
 class Detokenizer:
     """Decodes one growing token sequence at a constant cost per token.
 
-    The pieces returned by `push` and `flush`, joined, equal
-    ``tokenizer.decode(all_ids, skip_special_tokens=True)`` for byte-level tokenizers.
+    The pieces returned by `push` and `flush`, joined, are what the tokens add to a text that they
+    continue: ``decode(prompt + ids)`` less ``decode(prompt)``.
 
     Parameters
     ----------
@@ -27,51 +79,62 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self._texts = token_texts(tokenizer)
         self._ids: list[int] = []  # the tail of the sequence; what came before is settled
-        self._text = ""  # its text
+        self._text = ""  # its text, but for a run of byte tokens at its end
         self._sent = 0  # characters of it already returned
+        self.length = 0  # characters returned since the beginning
 
     def push(self, token: int) -> str:
         """Append one token; returns the text that is now certain, often one token's worth."""
-        if token in self._special:
+        if token in self._texts.special:
             return ""
         self._ids.append(token)
-        self._text = self._decode(self._ids)
+        if token in self._texts.bytes:
+            # A run of byte tokens is decoded as a whole: one byte that does not fit makes
+            # replacement characters of all of them. Nothing of it is certain until it has ended.
+            return ""
+        self._text = self._texts.decode(self._ids)
         certain = len(self._text)
         least = max(0, certain - _MAX_PENDING)
         while certain > least and self._text[certain - 1] == REPLACEMENT:
             certain -= 1
         piece = self._text[self._sent : certain]
         self._sent = max(self._sent, certain)
+        self.length += len(piece)
         if len(self._ids) >= _TRIM_AT:
             self._trim()
         return piece
 
     def flush(self) -> str:
         """The text still held back, at the end of the sequence."""
+        self._text = self._texts.decode(self._ids)
         piece = self._text[self._sent :]
         self._sent = len(self._text)
+        self.length += len(piece)
         return piece
 
     def _trim(self) -> None:
         """Forget the oldest tokens, if the rest decodes to the same text without them."""
         ids = self._ids[-_KEEP:]
-        text = self._decode(ids)
+        text = self._texts.decode(ids)
         unsent = len(self._text) - self._sent
         # Once more characters than a partial one can have bytes stand between the cut and what is
         # unsent, later tokens cannot change how the cut falls.
         if self._text.endswith(text) and len(text) > unsent + _MAX_PENDING:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
 
-    def _decode(self, ids: list[int]) -> str:
-        # Cleaning up spaces looks back across tokens, which no incremental decoder can honour.
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+
+def text_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Return where each token's text begins in the text of all of them, in characters.
+
+    Tokens that are parts of one character have that character's place.
+    """
+    detokenizer, offsets = Detokenizer(tokenizer), []
+    for token in ids:
+        offsets.append(detokenizer.length)
+        detokenizer.push(token)
+    return offsets
 
 
 class StopMatcher:

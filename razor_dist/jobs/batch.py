@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.lines import Line, digest_of, read_lines
-from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.detokenizer import text_offsets
 from razor_dist.frontend.outputs import RequestOutput, TokenLogprobs
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
@@ -179,18 +182,23 @@ def _answer(
         for number, (_, p) in enumerate(parsed.prompts)
     ]
     prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
-    answers = AnswerList([_as_pieces(output) for output in llm.generate(prompts, params)])
+    answers = AnswerList(
+        [_as_pieces(output, tokenizer) for output in llm.generate(prompts, params)]
+    )
     form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
-def _as_pieces(output: RequestOutput) -> Answer:
+def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
     """A finished answer as the server's formats take it: all of its text in the last piece."""
     [answer] = output.outputs
     none: list[TokenLogprobs | None] = [None] * len(answer.token_ids)
     logprobs = answer.logprobs or none
+    ids = answer.token_ids
+    offsets = [0] * len(ids) if tokenizer is None else text_offsets(tokenizer, ids)
     pieces = [
-        Piece(token, "", entry) for token, entry in zip(answer.token_ids, logprobs, strict=True)
+        TextPiece(token, "", entry, offset=offset)
+        for token, entry, offset in zip(ids, logprobs, offsets, strict=True)
     ]
     pieces[-1] = replace(
         pieces[-1],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.assembler import Assembler, Piece, prompt_logprobs
+from razor_dist.frontend.assembler import Assembler, TextPiece, prompt_logprobs
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.frontend.prompts import Checked
@@ -90,7 +90,7 @@ class Answers:
         (text, ids), (tokens, params) = question
         assembler = Assembler(self._tokenizer, params)
         result = RequestOutput(str(next(self._ids)), text, ids)
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         entries: list[Any] = []
         kept = None
         if self._prefix is not None:
@@ -117,7 +117,7 @@ class Answers:
         return result
 
 
-def _joined(pieces: Sequence[Piece], params: SamplingParams) -> CompletionOutput:
+def _joined(pieces: Sequence[TextPiece], params: SamplingParams) -> CompletionOutput:
     """An answer of its pieces, the last of which says why it ends."""
     answer = CompletionOutput(
         text="".join(piece.text for piece in pieces),

@@ -17,21 +17,21 @@ from razor_dist.parallel.zigzag import Interval
 
 
 @dataclass(frozen=True)
-class Piece:
+class KVPiece:
     """Keys and values ``[K, n, D]`` of consecutive positions."""
 
     at: Interval
     k: Tensor
     v: Tensor
 
-    def part(self, interval: Interval) -> Piece:
+    def part(self, interval: Interval) -> KVPiece:
         """Views of the positions that lie in ``interval``."""
         both = self.at & interval
         span = slice(both.begin - self.at.begin, both.end - self.at.begin)
-        return Piece(both, self.k[:, span], self.v[:, span])
+        return KVPiece(both, self.k[:, span], self.v[:, span])
 
 
-def assemble(pieces: Sequence[Piece], interval: Interval) -> tuple[Tensor, Tensor]:
+def assemble(pieces: Sequence[KVPiece], interval: Interval) -> tuple[Tensor, Tensor]:
     """Keys and values ``[K, n, D]`` of ``interval``, in order, from pieces that cover it."""
     parts = sorted(
         (p.part(interval) for p in pieces if len(p.at & interval)), key=lambda p: p.at.begin
@@ -99,13 +99,13 @@ class Exchange:
         """Tokens that this rank sends of every layer."""
         return sum(len(interval) for sent in self._sends.values() for interval in sent)
 
-    def start(self, comm: Communicator, pieces: Sequence[Piece], purpose: Purpose) -> Arriving:
+    def start(self, comm: Communicator, pieces: Sequence[KVPiece], purpose: Purpose) -> Arriving:
         """Post one layer's transfers.
 
         Parameters
         ----------
         comm : Communicator
-        pieces : sequence of Piece
+        pieces : sequence of KVPiece
             What this rank holds of the layer; at least one piece, perhaps empty.
         purpose : Purpose
         """
@@ -132,7 +132,7 @@ class Arriving:
     pending: Pending
     intervals: list[list[Interval]]
 
-    def wait(self) -> list[Piece]:
+    def wait(self) -> list[KVPiece]:
         """The pieces received."""
         pieces = []
         for packed, intervals in zip(self.pending.wait(), self.intervals, strict=True):
@@ -140,7 +140,7 @@ class Arriving:
             for interval in intervals:
                 n = len(interval)
                 pieces.append(
-                    Piece(interval, packed[0, :, done : done + n], packed[1, :, done : done + n])
+                    KVPiece(interval, packed[0, :, done : done + n], packed[1, :, done : done + n])
                 )
                 done += n
         return pieces

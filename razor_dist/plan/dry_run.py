@@ -25,7 +25,7 @@ from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import Run, StreamingPolicy
 from razor_dist.models.loader import model_from_config
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
-from razor_dist.parallel.halo import Piece
+from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
@@ -228,10 +228,10 @@ class DryRun:
                 }
             )
 
-    def _piece(self, at: Interval, rows: int) -> Piece:
+    def _piece(self, at: Interval, rows: int) -> KVPiece:
         shape = (rows, len(at), self._d.shape.head_dim)
         k, v = (torch.empty(shape, dtype=self._d.kv_dtype, device=META) for _ in "kv")
-        return Piece(at, k, v)
+        return KVPiece(at, k, v)
 
 
 def _reserved(caches: Caches) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.frontend.assembler import Assembler, Piece
+from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
 
@@ -30,7 +30,7 @@ class Event:
     """Something that happened to the answer ``index``."""
 
     index: int
-    what: Piece | Progress
+    what: TextPiece | Progress
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Answer:
     """What has come of one prompt so far."""
 
     prompt_tokens: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextPiece] = field(default_factory=list)
 
     @property
     def text(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.server.answers import Answer, AnswerList, Progress
 from razor_dist.server.logprobs import chat_logprobs, legacy_logprobs
 
@@ -55,7 +55,7 @@ class Format(ABC):
         return []
 
     @abstractmethod
-    def piece(self, index: int, piece: Piece) -> list[Json]:
+    def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
 
     def progress(self, index: int, progress: Progress) -> Json:
@@ -104,7 +104,7 @@ class ChatFormat(Format):
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([{**self._empty(0), "delta": delta}])]
 
-    def piece(self, index: int, piece: Piece) -> list[Json]:
+    def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
         chunks = []
         logprobs = self._logprobs([piece])
@@ -128,7 +128,7 @@ class ChatFormat(Format):
     def _empty(self, index: int) -> Json:
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+    def _logprobs(self, pieces: Sequence[TextPiece]) -> Json | None:
         return chat_logprobs(self._tokenizer, pieces)
 
 
@@ -142,32 +142,23 @@ class CompletionFormat(Format):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(
-        self, model: str, answers: AnswerList, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
-        super().__init__(model, answers, tokenizer)
-        # Where in each answer's text the next token's text begins.
-        self._offsets = [0] * len(answers.answers)
-
-    def piece(self, index: int, piece: Piece) -> list[Json]:
+    def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`."""
-        choice = self._made_of(index, [piece], piece.text, self._offsets[index])
-        if choice["logprobs"] is not None:
-            self._offsets[index] += len(choice["logprobs"]["tokens"][0])
+        choice = self._made_of(index, [piece], piece.text)
         silent = not piece.text and not piece.finish_reason and choice["logprobs"] is None
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
     def _choice(self, index: int, answer: Answer) -> Json:
-        return self._made_of(index, answer.pieces, answer.text, 0)
+        return self._made_of(index, answer.pieces, answer.text)
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
-    def _made_of(self, index: int, pieces: Sequence[Piece], text: str, offset: int) -> Json:
+    def _made_of(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
         choice = {
             "index": index,
             "text": text,
-            "logprobs": legacy_logprobs(self._tokenizer, pieces, offset),
+            "logprobs": legacy_logprobs(self._tokenizer, pieces),
             "finish_reason": pieces[-1].finish_reason,
         }
         if self._tokenizer is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import REPLACEMENT
 from razor_dist.frontend.outputs import Logprob
 
@@ -17,7 +17,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def chat_logprobs(
-    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[Piece]
+    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
 ) -> dict[str, Any] | None:
     """``choices[].logprobs`` of a chat completion; ``None`` unless they were asked for."""
     content = []
@@ -32,7 +32,7 @@ def chat_logprobs(
 
 
 def legacy_logprobs(
-    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[Piece], offset: int
+    tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
 ) -> dict[str, Any] | None:
     """``choices[].logprobs`` of a completion; ``None`` unless they were asked for.
 
@@ -40,25 +40,21 @@ def legacy_logprobs(
     ----------
     tokenizer : PreTrainedTokenizerBase or None
         Without one a token is spelt ``token_id:17``.
-    pieces : sequence of Piece
+    pieces : sequence of TextPiece
         The tokens.
-    offset : int
-        Characters of the answer before the first of them.
     """
-    tokens, chosen, top, offsets = [], [], [], []
+    tokens, chosen, top = [], [], []
     for piece in pieces:
         if piece.logprobs is None:
             return None
         tokens.append(_spell(piece.token, piece.logprobs[piece.token]))
         chosen.append(_finite(piece.logprobs[piece.token]))
         top.append({_spell(t, lp): _finite(lp) for t, lp in piece.logprobs.items()})
-        offsets.append(offset)
-        offset += len(tokens[-1])
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": [piece.offset for piece in pieces],
     }
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from razor_dist.config.errors import RazorError
-from razor_dist.frontend.assembler import Piece
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.server.answers import Event
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format
@@ -47,7 +47,7 @@ async def stream(
         async for event in events:
             if event is None:
                 yield HEARTBEAT
-            elif isinstance(event.what, Piece):
+            elif isinstance(event.what, TextPiece):
                 for chunk in form.piece(event.index, event.what):
                     yield _data(chunk | usage)
             else:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
-from tests.tokenizer import smollm2_tokenizer
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.assembler import Assembler, decode_one
+from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, text_offsets
+from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 TOKENIZER = smollm2_tokenizer()
 VOCABULARY = len(TOKENIZER)
@@ -23,8 +27,13 @@ text = st.text(st.sampled_from("aé😀世界🇫🇷👩‍👩‍👧 \n\u2028
 )
 
 
-def pieces(ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(TOKENIZER)
+SENTENCES = sentencepiece_tokenizer()
+SENTENCE_BYTES = range(3, 259)
+TIME, A = SENTENCES.convert_tokens_to_ids(["▁time", "▁a"])
+
+
+def pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
     return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
 
 
@@ -59,6 +68,69 @@ def test_the_cost_per_token_does_not_grow() -> None:
 
     seconds(1000)
     assert seconds(20_000) < 40 * max(seconds(2000), 0.005)
+
+
+# ------------------------------------------------------------- byte fallback
+
+
+def continued(ids: list[int]) -> str:
+    """What the tokens add to a text."""
+    return str(SENTENCES.decode([TIME, *ids], skip_special_tokens=True))[len("time") :]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, len(SENTENCES) - 1),
+            st.sampled_from(SENTENCE_BYTES),
+            st.sampled_from([0xE4 + 3, 0xB8 + 3, 0x96 + 3]),
+        ),
+        max_size=60,
+    )
+)
+@example([0xE4 + 3, 0xB8 + 3, 0x96 + 3, 0xFF + 3, TIME])
+@example([0x41 + 3] * 40 + [A] * 20)
+def test_pieces_of_byte_fallback_join_to_the_decoded_whole(ids: list[int]) -> None:
+    assert "".join(pieces(ids, SENTENCES)) == continued(ids)
+
+
+@pytest.mark.parametrize(
+    "text", ["世界", "😀😀", "日本語のテスト", "the 世界 says 😀 a time\n", "a👩‍👩‍👧"]
+)
+def test_bytes_of_characters_come_out_as_characters(text: str) -> None:
+    ids = SENTENCES.encode(text, add_special_tokens=False)
+    assert SENTENCES.decode(ids) == text
+    streamed = pieces(ids, SENTENCES)
+    assert "".join(streamed) == f" {text}"
+    assert not any(REPLACEMENT in piece for piece in streamed)
+
+
+def test_a_continuation_keeps_its_first_space() -> None:
+    assert pieces([TIME, A], SENTENCES) == [" time", " a", ""]
+    assert decode_one(SENTENCES, TIME) == " time"
+    assert decode_one(SENTENCES, 2) == "</s>"
+
+
+def test_offsets_count_the_characters_of_the_text() -> None:
+    ids = [*SENTENCES.encode("a 世 time", add_special_tokens=False)]
+    # The word, the space, three bytes of one character, the word after it.
+    assert text_offsets(SENTENCES, ids) == [0, 2, 3, 3, 3, 3]
+    assert text_offsets(TOKENIZER, TOKENIZER.encode("one two 😀!")) == [0, 3, 7, 8, 9]
+
+
+def test_a_stop_string_of_bytes_ends_the_text() -> None:
+    ids = SENTENCES.encode("a 世界 time", add_special_tokens=False)
+    assembler = Assembler(SENTENCES, SamplingParams(stop=("界",), logprobs=0))
+    got = []
+    for token in ids:
+        message = {"token": token, "finish": None, "logprob": -1.0, "top": []}
+        got.append(assembler.push(message))
+        if got[-1].finish_reason is not None:
+            break
+    assert "".join(piece.text for piece in got) == " a 世"
+    assert got[-1].stop_reason == "界"
+    assert [piece.offset for piece in got] == [0, 2, 3, 3, 3, 3, 3, 3, 3]
 
 
 # -------------------------------------------------------------- stop strings
