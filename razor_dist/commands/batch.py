@@ -38,8 +38,8 @@ def batch(
     config = load_config(JobConfig, flags, os.environ, config_file)
     from razor_dist.config.schema import EngineConfig
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
-    from razor_dist.jobs.launch import run_job
-    from razor_dist.jobs.local_engine import settings_of
+    from razor_dist.jobs.host_engine import settings_of
+    from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import json_line, read_job
     from razor_dist.server.logs import set_up_logging
 

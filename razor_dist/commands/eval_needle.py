@@ -27,7 +27,7 @@ def needle(
     from razor_dist.evals.needle.report import write_report
     from razor_dist.evals.needle.task import NeedleTask
     from razor_dist.evals.run_notes import note_run
-    from razor_dist.jobs.launch import run_job
+    from razor_dist.jobs.job import run_job
 
     task = NeedleTask.plan(config)
     summary = run_job(task, config, out, on_open=partial(note_run, config=config))

@@ -27,7 +27,7 @@ def ruler(
     from razor_dist.evals.ruler.report import PAGE, write_report
     from razor_dist.evals.ruler.task import RulerTask
     from razor_dist.evals.run_notes import note_run
-    from razor_dist.jobs.launch import run_job
+    from razor_dist.jobs.job import run_job
 
     task = RulerTask.plan(config)
     summary = run_job(task, config, out, on_open=partial(note_run, config=config))

@@ -11,8 +11,8 @@ import typer
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sources import load_config
-from razor_dist.documents.style import Style
 from razor_dist.jobs.config import JobConfig
+from razor_dist.jobs.style import Style
 
 
 @with_config_flags(JobConfig)
@@ -55,10 +55,10 @@ def summarize(
     from razor_dist.config.schema import EngineConfig
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
-    from razor_dist.jobs.launch import run_job
-    from razor_dist.jobs.local_engine import settings_of
+    from razor_dist.jobs.host_engine import settings_of
+    from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
-    from razor_dist.jobs.summarize import SummaryTask, write_pages
+    from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
     from razor_dist.server.logs import set_up_logging
 
     style = Style(
@@ -90,6 +90,9 @@ def summarize(
     for source, error in skipped:
         typer.echo(f"skipped {source.id}: {error['message'] or error['type']}", err=True)
     pages = f" and {len(written) - 1} pages beside it" if markdown else ""
+    looped = [r["result"]["id"] for r in records if r["status"] == "done" and loops(r["result"])]
+    for id in looped:
+        typer.echo(f"{id}: the summary, or that of a part, repeats itself", err=True)
     done = len(records) - len(skipped)
     typer.echo(f"{done} of {len(records)} documents summarised; wrote {written[0]}{pages}")
     raise typer.Exit(1 if skipped else 0)

@@ -12,7 +12,7 @@ Who wants a job writes a `Task` (`razor_dist.jobs.task`): plain data that can be
 and a command makes settings of class `JobConfig` (or one derived from it) of its flags and YAML
 file, and calls ::
 
-    from razor_dist.jobs.launch import run_job
+    from razor_dist.jobs.job import run_job
 
     summary = run_job(task, config, folder)       # Ray; config.ray = False: processes of this host
     settings, records = read_job(summary.folder)  # razor_dist.jobs.results

@@ -1,25 +1,31 @@
-"""Runs a task to its end: what is missing is computed, each result stored at once."""
+"""Runs a task to its end: what is missing is computed, each result stored at once.
+
+`run_job` runs it as a job's settings say, on Ray or on processes of this host; `run_task` on any
+engines.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
-from razor_dist.jobs.progress import Progress
+from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
-from razor_dist.jobs.task import Item, Task, job_settings
+from razor_dist.jobs.task import Item, PartResult, Task, job_settings
 
 log = logging.getLogger(__name__)
 
 
-class Summary(NamedTuple):
-    """How a run ended.
+class JobSummary(NamedTuple):
+    """The end of a run.
 
     Attributes
     ----------
@@ -28,13 +34,72 @@ class Summary(NamedTuple):
     done, failed : int
         Records in the results, those of earlier runs included.
     earlier : int
-        How many of them earlier runs had left.
+        Those that earlier runs had left.
     """
 
     folder: Path
     done: int
     failed: int
     earlier: int
+
+
+def run_job(
+    task: Task,
+    config: JobConfig,
+    folder: str | Path,
+    *,
+    on_open: Callable[[Path], None] | None = None,
+) -> JobSummary:
+    """Compute what ``folder`` lacks of a task's results.
+
+    Parameters
+    ----------
+    task : Task
+        Its engines' settings are its own; of ``config`` only the job's are used here.
+    config : JobConfig
+    folder : str or Path
+        See `razor_dist.jobs.results`.
+    on_open : callable, optional
+        As in `run_task`.
+
+    Returns
+    -------
+    JobSummary
+        ``failed`` counts the items without a result.
+
+    Raises
+    ------
+    ClusterError
+        If the cluster cannot be reached, or has no room for an engine in time.
+    RazorError
+        As `run_task`.
+    """
+    return run_task(
+        task,
+        folder,
+        _engine_pool(task, config),
+        attempts=config.attempts,
+        new_folder=config.new_folder,
+        retry_failed=config.retry_failed,
+        on_open=on_open,
+    )
+
+
+def _engine_pool(task: Task, config: JobConfig) -> AbstractContextManager[EnginePool]:
+    if not config.ray:
+        from razor_dist.jobs.host_engine import host_pool
+
+        return host_pool(task, config.engines or 1)
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
+            "or use processes of this host (ray: false, --no-ray)"
+        ) from None
+    from razor_dist.jobs.ray_engine import ray_pool
+
+    return ray_pool(task, config)
 
 
 def run_task(
@@ -46,7 +111,7 @@ def run_task(
     new_folder: bool = False,
     retry_failed: bool = False,
     on_open: Callable[[Path], None] | None = None,
-) -> Summary:
+) -> JobSummary:
     """Compute the results of a task that its folder does not hold yet.
 
     When nothing is missing any more, the results are put into the order of the task's items.
@@ -82,16 +147,42 @@ def run_task(
             on_open(store.folder)
         if retry_failed and (dropped := store.drop_failed()):
             log.info("%d failed items are tried again", dropped)
-        missing = [item for item in items if item.id not in store.records]
+        parts = store.parts()
+        missing = [
+            replace(item, parts=parts.get(item.id, {}))
+            for item in items
+            if item.id not in store.records
+        ]
         earlier = len(items) - len(missing)
-        if missing:
-            with pool as (open_engine, engines), Progress(missing, earlier) as progress:
-                for outcome in run_items(missing, open_engine, engines=engines, attempts=attempts):
-                    store.append(_record(outcome))
-                    progress.finished(outcome)
-        store.sort([item.id for item in items])
+        try:
+            if missing:
+                _compute(missing, earlier, store, pool, attempts)
+        except KeyboardInterrupt:
+            log.warning(
+                "interrupted; what is done is kept in %s: run it again to continue", store.folder
+            )
+            raise
+        store.finish([item.id for item in items])
         failed = sum(record["status"] == "failed" for record in store.records.values())
-        return Summary(store.folder, len(store.records) - failed, failed, earlier)
+        return JobSummary(store.folder, len(store.records) - failed, failed, earlier)
+
+
+def _compute(
+    items: Sequence[Item],
+    earlier: int,
+    store: ResultStore,
+    pool: AbstractContextManager[EnginePool],
+    attempts: int,
+) -> None:
+    with pool as (open_engine, engines), JobProgress(items, earlier) as progress:
+        for event in run_items(items, open_engine, engines=engines, attempts=attempts):
+            if isinstance(event, Outcome):
+                store.append(_record(event))
+                progress.finished(event)
+                continue
+            if isinstance(event.update, PartResult):
+                store.append_part(event.item.id, event.update.key, event.update.result)
+            progress.updated(event)
 
 
 def _checked(task: Task) -> Sequence[Item]:
@@ -127,7 +218,7 @@ def _record(outcome: Outcome) -> Record:
         try:
             json_line(record)
         except (TypeError, ValueError) as unfit:
-            error = TypeError(f"the task's result is no JSON data: {unfit}")
+            error = TypeError(f"the task's result is not JSON data: {unfit}")
     if error is not None:
         failure = {"type": type(error).__name__, "message": str(error)}
         record |= {"status": "failed", "result": None, "error": failure}

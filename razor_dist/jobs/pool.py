@@ -1,4 +1,4 @@
-"""Hands items to engines that are free, and says of each item what came of it.
+"""Hands items to engines that are free, and tells how each item gets on and ends.
 
 A thread for each engine; nothing here knows what an engine is made of.
 """
@@ -10,11 +10,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from razor_dist.config.errors import ClusterError, EngineError, RazorError
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.task import Item, PartResult, Update, Work, work_of
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,11 @@ class EngineLostError(EngineError):
     """The engine is gone and will not come back by itself; another must be opened."""
 
 
-class Engine(Protocol):
+class JobEngine(Protocol):
     """What works on one item at a time."""
 
-    def run(self, item: Item) -> Mapping[str, Any]:
-        """The item's result.
+    def run(self, item: Item) -> Mapping[str, Any] | Work:
+        """Work on an item: its result, or a stream of updates that returns it.
 
         Raises
         ------
@@ -47,7 +47,7 @@ class Engine(Protocol):
 
 # From one of the task's engine names and the number of the thread that asks, to an engine that is
 # ready. It may take long; `threading.Event` is set when nobody waits for it any more.
-OpenEngine = Callable[[str, int, threading.Event], Engine]
+OpenEngine = Callable[[str, int, threading.Event], JobEngine]
 
 
 class EnginePool(NamedTuple):
@@ -59,20 +59,9 @@ class EnginePool(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an item.
+    """The end of an item: its ``result``, or the ``error`` of its last attempt.
 
-    Attributes
-    ----------
-    item : Item
-    result : mapping or None
-        What the task returned; None if it failed.
-    error : Exception or None
-        Of the last attempt, if it failed.
-    attempts : int
-    seconds : float
-        Of the last attempt.
-    engine : int
-        The number of the engine that made the last attempt.
+    ``seconds`` and ``engine`` (a number) are those of the last attempt.
     """
 
     item: Item
@@ -81,6 +70,13 @@ class Outcome:
     attempts: int
     seconds: float
     engine: int
+
+
+class ItemUpdate(NamedTuple):
+    """News of an item that an engine is working on."""
+
+    item: Item
+    update: Update
 
 
 class _Ended(RuntimeError):
@@ -93,7 +89,7 @@ class _Ended(RuntimeError):
 
 def run_items(
     items: Iterable[Item], open_engine: OpenEngine, *, engines: int, attempts: int = 3
-) -> Generator[Outcome, None, None]:
+) -> Generator[Outcome | ItemUpdate, None, None]:
     """Run items on several engines at once, the longest first.
 
     Items of one engine name run before those of the next, in the order in which the names first
@@ -113,8 +109,8 @@ def run_items(
 
     Yields
     ------
-    Outcome
-        One for each item, as soon as it is known.
+    Outcome or ItemUpdate
+        One outcome for each item, as soon as it is known, and before it the item's updates.
 
     Raises
     ------
@@ -133,8 +129,8 @@ def run_items(
     try:
         while pool.left:
             event = pool.events.get()
-            if isinstance(event, Outcome):
-                pool.left -= 1
+            if not isinstance(event, _Ended):
+                pool.left -= isinstance(event, Outcome)
                 yield event
                 continue
             working -= 1
@@ -159,7 +155,7 @@ class _Pool:
     def __init__(self, items: Iterable[Item], open_engine: OpenEngine, attempts: int) -> None:
         items = list(items)
         order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
-        self.events: queue.Queue[Outcome | _Ended] = queue.Queue()
+        self.events: queue.Queue[Outcome | ItemUpdate | _Ended] = queue.Queue()
         self.left = len(items)
         self._open = open_engine
         self._attempts = attempts
@@ -168,7 +164,7 @@ class _Pool:
         self._tried: dict[str, int] = {}
         self._changed = threading.Condition()
         self._over = threading.Event()
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, JobEngine] = {}
 
     def stop(self) -> None:
         """Have all threads end; an item that is being worked on is abandoned."""
@@ -207,9 +203,18 @@ class _Pool:
         attempt = self._tried[item.id] = self._tried.get(item.id, 0) + 1
         result: Mapping[str, Any] | None = None
         failure: Exception | None = None
+        parts = dict(item.parts)
         begin = time.monotonic()
         try:
-            result = self._engines[number].run(item)
+            work = work_of(self._engines[number].run(item))
+            while not self._over.is_set():
+                update = next(work)
+                if isinstance(update, PartResult):
+                    parts[update.key] = update.result
+                self.events.put(ItemUpdate(item, update))
+            work.close()
+        except StopIteration as end:
+            result = end.value
         except Exception as error:
             failure = error
         seconds = time.monotonic() - begin
@@ -219,14 +224,14 @@ class _Pool:
             self._close(number)
         if isinstance(failure, EngineError) and attempt < self._attempts:
             log.warning("%s, attempt %d of %d: %s", item.id, attempt, self._attempts, failure)
-            self._give_back(item)
+            self._give_back(replace(item, parts=parts))
         else:
             self.events.put(Outcome(item, result, failure, attempt, seconds, number))
             self._done()
 
     # ------------------------------------------------------------------ engines
 
-    def _open_patiently(self, name: str, number: int) -> Engine:
+    def _open_patiently(self, name: str, number: int) -> JobEngine:
         for attempt in range(1, self._attempts + 1):
             try:
                 return self._open(name, number, self._over)
@@ -236,7 +241,7 @@ class _Pool:
                 log.warning("engine %d was lost while it was opened: %s", number, error)
         raise AssertionError("attempts is at least 1")
 
-    def _keep(self, number: int, engine: Engine) -> None:
+    def _keep(self, number: int, engine: JobEngine) -> None:
         with self._changed:
             if not self._over.is_set():
                 self._engines[number] = engine

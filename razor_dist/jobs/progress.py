@@ -1,4 +1,4 @@
-"""How a job gets on: a line for each finished item, and a bar where somebody watches."""
+"""How a job gets on: a line for each finished item or part, and a bar where somebody watches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from razor_dist.jobs.pool import Outcome
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.pool import ItemUpdate, Outcome
+from razor_dist.jobs.task import Item, ItemSize
 
 log = logging.getLogger(__name__)
 
 
-class Progress:
-    """Tells of finished items; a context manager.
+class JobProgress:
+    """Tells of finished items and parts of items; a context manager.
 
-    The time left is that of the rest at the rate since the first item was begun, in units of
-    `Item.size`.
+    The rate counts what was read since the first item was begun, by `Item.size` or, once it is
+    known, `ItemSize`; an item that failed counts for nothing. The time left is that of the rest at
+    this rate.
 
     Parameters
     ----------
@@ -44,47 +45,70 @@ class Progress:
     ) -> None:
         self._total = before + len(items)
         self._finished, self._failed = before, 0
-        self._size_left = sum(item.size for item in items)
-        self._size_done = 0
+        self._left = {item.id: item.size for item in items}
+        self._parts: dict[str, list[int]] = {}  # done, all
+        self._read = 0
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item
         shown = sys.stderr.isatty() if bar is None else bar
         self._redirect = logging_redirect_tqdm() if shown else None
         if self._redirect is not None:
             self._redirect.__enter__()  # log lines go above the bar
-        self._bar = tqdm(
-            total=self._size_left, disable=not shown, unit="tok", unit_scale=True, desc="job"
-        )
+        self._bar = tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
         if before:
             log.info("%d of %d items are there already", before, self._total)
 
+    def updated(self, news: ItemUpdate) -> None:
+        """Tell how an item gets on."""
+        (item, update) = news
+        if self._begin is None:
+            self._begin = self._clock()
+        if isinstance(update, ItemSize):
+            self._left[item.id] = update.tokens
+            self._parts[item.id] = [update.stored, update.parts]
+            if update.stored:
+                log.info("%s: %d of %d parts are there already", item.id, *self._parts[item.id])
+        else:
+            self._count(item.id, update.tokens)
+            done = self._parts[item.id]
+            done[0] += 1
+            log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
+
     def finished(self, outcome: Outcome) -> None:
-        """Tell of one more."""
-        size = outcome.item.size
+        """Tell of an item's end."""
+        id = outcome.item.id
         if self._begin is None:
             self._begin = self._clock() - outcome.seconds
         self._finished += 1
         self._failed += outcome.error is not None
-        self._size_done += size
-        self._size_left -= size
-        self._bar.update(size)
+        if outcome.error is None:
+            self._count(id, self._left[id])
+        del self._left[id]
         log.info("%s", self.line(outcome))
 
     def line(self, outcome: Outcome) -> str:
-        """What the log says of an outcome that has been counted."""
-        assert self._begin is not None
-        rate = self._size_done / max(self._clock() - self._begin, 1e-9)
+        """The log's line of an outcome that has been counted."""
         failed = f" ({self._failed} failed)" if self._failed else ""
-        what = f"done in {outcome.seconds:.1f} s"
+        end = f"done in {outcome.seconds:.1f} s"
         if outcome.error is not None:
-            what = f"FAILED (attempts: {outcome.attempts}): {outcome.error!r:.200}"
-        left = tqdm.format_interval(self._size_left / rate)
-        return (
-            f"{self._finished}/{self._total}{failed} | {outcome.item.id} {what} | "
-            f"{rate:,.1f} tokens/s, {left} left"
-        )
+            end = f"FAILED (attempts: {outcome.attempts}): {outcome.error!r:.200}"
+        return f"{self._finished}/{self._total}{failed} | {outcome.item.id} {end} | {self.rate()}"
 
-    def __enter__(self) -> Progress:
+    def rate(self) -> str:
+        """Tokens per second and the time left; unknown as long as nothing was read."""
+        if not self._read or self._begin is None:
+            return "nothing read so far, time left unknown"
+        rate = self._read / max(self._clock() - self._begin, 1e-9)
+        left = tqdm.format_interval(sum(self._left.values()) / rate)
+        return f"{rate:,.1f} tokens/s, {left} left"
+
+    def _count(self, id: str, tokens: int) -> None:
+        self._read += tokens
+        self._left[id] = max(0, self._left[id] - tokens)
+        self._bar.total = self._read + sum(self._left.values())
+        self._bar.update(tokens)
+
+    def __enter__(self) -> JobProgress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

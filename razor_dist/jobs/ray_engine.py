@@ -3,8 +3,7 @@
 An engine is one placement group with a bundle for each rank. In it are
 
 - `EngineActor`, on the node of the first bundle: the frontend. It holds the `LLM` and runs the
-task's
-  items. The weights of a node's ranks on CPU are one mapped file, as everywhere.
+  task's items. The weights of a node's ranks on CPU are one mapped file, as everywhere.
 - the ranks, `razor_dist.jobs.ray_ranks.RankActor`, made and owned by it: they end when it does,
   and it ends with the job's driver, so that Ray leaves nothing behind whoever is killed.
 
@@ -33,10 +32,10 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.managed_engine import LocalEngine as Frontend
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
-from razor_dist.jobs.local_engine import LocalEngine, settings_of
+from razor_dist.jobs.host_engine import HostEngine, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, on_bundle
-from razor_dist.jobs.task import Item, Task
+from razor_dist.jobs.task import Item, ItemSize, PartResult, Task, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.server.logs import set_up_logging
 
@@ -73,7 +72,7 @@ class RayLLM(LLM):
 
 
 class EngineActor:
-    """The front of an engine, in an actor's process."""
+    """The frontend of an engine, in an actor's process."""
 
     def open(
         self,
@@ -85,16 +84,16 @@ class EngineActor:
         """Start the ranks, or what is in their place; returns their process ids once ready."""
         set_up_logging("info")
         if isinstance(config, ExternalEngineConfig):
-            foreign = config.open()
-            self._engine = LocalEngine(task, foreign)
-            return list(foreign.pids)
+            external = config.open()
+            self._engine = HostEngine(task, external)
+            return list(external.pids)
         llm = RayLLM(config, group, bundle)
-        self._engine = LocalEngine(task, llm)
+        self._engine = HostEngine(task, llm)
         return llm._engine.launcher.pids
 
-    def run(self, item: Item) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.pool.Engine`."""
-        return self._engine.run(item)
+    def run(self, item: Item) -> Iterator[Update | Mapping[str, Any]]:
+        """Yield the updates and, at last, the result: Ray's streams return nothing."""
+        yield (yield from self._engine.run(item))
 
     def close(self) -> None:
         """End the ranks and remove the folder of their socket."""
@@ -133,13 +132,13 @@ class RayEngine:
     ) -> None:
         self._group, self._over = group, over
         self._closing = threading.Lock()
-        self._closed = self._busy = False
+        self._closed, self._busy = False, True
         make: Any = ray.remote(EngineActor)
         # The bundle's resources are the rank's, where there is one.
-        foreign = isinstance(config, ExternalEngineConfig)
+        external = isinstance(config, ExternalEngineConfig)
         self._actor = make.options(
-            num_cpus=bundle["CPU"] if foreign else 0,
-            num_gpus=bundle.get("GPU", 0) if foreign else 0,
+            num_cpus=bundle["CPU"] if external else 0,
+            num_gpus=bundle.get("GPU", 0) if external else 0,
             scheduling_strategy=on_bundle(group, 0),
         ).remote()
         try:
@@ -147,21 +146,32 @@ class RayEngine:
         except BaseException:
             self.close()
             raise
+        self._busy = False
 
-    def run(self, item: Item) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.pool.Engine`."""
-        result: Mapping[str, Any] = self._get(self._actor.run.remote(item))
-        return result
-
-    def _get(self, ref: Any) -> Any:
+    def run(self, item: Item) -> Work:
+        """See `razor_dist.jobs.pool.JobEngine`."""
         self._busy = True
+        stream = self._actor.run.options(num_returns="streaming").remote(item)
+        while True:
+            self._wait(stream)
+            news = self._get(next(stream))
+            if not isinstance(news, ItemSize | PartResult):
+                self._busy = False
+                result: Mapping[str, Any] = news
+                return result
+            yield news
+
+    def _wait(self, ref: Any) -> None:
         while not ray.wait([ref], timeout=_LOOK)[0]:
             if self._over.is_set():
                 raise EngineError("the job is over")
-        self._busy = False
+
+    def _get(self, ref: Any) -> Any:
+        self._wait(ref)
         try:
             return ray.get(ref)
         except RayTaskError as error:
+            self._busy = False
             raise error.cause from None  # as it was raised there
         except RayError as error:
             raise EngineLostError(brief(error)) from None

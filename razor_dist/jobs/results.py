@@ -1,4 +1,4 @@
-"""A job's results on disk: a JSONL file that survives whatever ends the job.
+"""A job's results on disk: JSONL files that survive whatever ends the job.
 
 A folder holds
 
@@ -6,9 +6,11 @@ A folder holds
 - ``results.jsonl``: one line for each finished item, as soon as it is finished. A line is written
   at once and synced before the next; a last line that was torn by a crash is dropped when the file
   is opened again, and its item is missing like any other;
+- ``parts.jsonl``: as long as there are items in work, what is done of them, in lines of ``id`` (the
+  item's), ``part``, ``result`` and ``settings``, written like those;
 - ``lock``: held by the one process that may write.
 
-A line is a JSON object with
+A line of the results is a JSON object with
 
 ==============  =====================================================================
 ``id``          the item's
@@ -37,14 +39,14 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.files import replacing, sync_folder
 from razor_dist.jobs.task import settings_hash
 
-HEADER, RESULTS, LOCK = "job.json", "results.jsonl", "lock"
+HEADER, RESULTS, PARTS, LOCK = "job.json", "results.jsonl", "parts.jsonl", "lock"
 _FORMAT = 1
 
 Record = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """What a folder holds: see `read_job`."""
+    """A job's settings and records."""
 
     settings: dict[str, Any]
     records: list[Record]
@@ -62,8 +64,63 @@ def read_job(folder: str | Path) -> Job:
     header = _read_header(folder)
     if header is None:
         raise ConfigError(f"{folder} holds no results of a job: there is no {HEADER} in it")
-    records, _ = _read_records(folder, header["hash"])
+    records, _ = _read_records(folder / RESULTS, header["hash"])
     return Job(header["settings"], records)
+
+
+class _Lines:
+    """A file of records, the last of which is whole whenever the process or the machine ends."""
+
+    def __init__(self, path: Path, settings_hash: str) -> None:
+        self.path, self._hash = path, settings_hash
+        self.records, self._length = _read_records(path, settings_hash)
+        self._file: int | None = None
+
+    def open(self) -> int:
+        """Open the file for writing, without a torn last line; make it if it is missing."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            os.ftruncate(self._file, self._length)
+            sync_folder(self.path.parent)
+        return self._file
+
+    def append(self, record: Record) -> Record:
+        """Add a record; it is on the disk when this returns.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written; then nothing of it is in the file.
+        """
+        record = {**record, "settings": self._hash}
+        line, file = json_line(record), self.open()
+        length = os.fstat(file).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(file, line[written:])
+            os.fsync(file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, length)
+            raise
+        self.records.append(record)
+        return record
+
+    def rewrite(self, records: Sequence[Record]) -> None:
+        """Replace the records."""
+        if records == self.records:
+            return
+        with replacing(self.path) as draft:
+            draft.write_bytes(b"".join(map(json_line, records)))
+        self.close()
+        self.records, self._length = list(records), self.path.stat().st_size
+
+    def close(self) -> None:
+        """Close the file; `open` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class ResultStore:
@@ -75,11 +132,10 @@ class ResultStore:
     def __init__(self, folder: Path, settings_hash: str, lock: FileLock) -> None:
         self.folder, self.settings_hash = folder, settings_hash
         self._lock = lock
-        records, length = _read_records(folder, settings_hash)
-        self._records: dict[str, Record] = {record["id"]: record for record in records}
-        self._file = os.open(folder / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._file, length)  # a torn last line
-        sync_folder(folder)
+        self._results = _Lines(folder / RESULTS, settings_hash)
+        self._parts = _Lines(folder / PARTS, settings_hash)
+        self._results.open()
+        self._records: dict[str, Record] = {r["id"]: r for r in self._results.records}
 
     @classmethod
     def open(
@@ -152,55 +208,46 @@ class ResultStore:
         return self._records
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written; then nothing of it is in the file.
-        """
+        """Add a record; it is on the disk when this returns, or none of it after an `OSError`."""
         assert record["id"] not in self._records, f"{record['id']} is there already"
-        line = json_line({**record, "settings": self.settings_hash})
-        length = os.fstat(self._file).st_size
-        try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
-            os.fsync(self._file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, length)
-            raise
-        self._records[record["id"]] = {**record, "settings": self.settings_hash}
+        self._records[record["id"]] = self._results.append(record)
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """The stored results of parts, by their items' ids and their keys."""
+        found: dict[str, dict[str, Any]] = {}
+        for part in self._parts.records:
+            found.setdefault(part["id"], {})[part["part"]] = part["result"]
+        return found
+
+    def append_part(self, id: str, key: str, result: Mapping[str, Any]) -> None:
+        """Add the result of a part of an item, like `append`."""
+        self._parts.append({"id": id, "part": key, "result": dict(result)})
 
     def drop_failed(self) -> int:
         """Forget the failures, so that their items are missing; returns how many there were."""
         kept = [record for record in self._records.values() if record["status"] != "failed"]
         dropped = len(self._records) - len(kept)
-        if dropped:
-            self._rewrite(kept)
+        self._rewrite(kept)
         return dropped
 
-    def sort(self, ids: Sequence[str]) -> None:
-        """Order the file's lines by ``ids``; lines of other items follow those."""
+    def finish(self, ids: Sequence[str]) -> None:
+        """Order the results by ``ids``, those of other items last; drop parts nobody waits for."""
         order = {id: place for place, id in enumerate(ids)}
-        records = sorted(
-            self._records.values(), key=lambda record: order.get(record["id"], len(order))
-        )
-        if [record["id"] for record in records] != list(self._records):
-            self._rewrite(records)
+        self._rewrite(sorted(self._results.records, key=lambda r: order.get(r["id"], len(order))))
+        done = {record["id"] for record in self._results.records if record["status"] == "done"}
+        unfinished = order.keys() - done
+        self._parts.rewrite([part for part in self._parts.records if part["id"] in unfinished])
+        if not self._parts.records:
+            self._parts.path.unlink(missing_ok=True)
 
     def _rewrite(self, records: Sequence[Record]) -> None:
-        path = self.folder / RESULTS
-        with replacing(path) as draft:
-            draft.write_bytes(b"".join(map(json_line, records)))
-        os.close(self._file)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+        self._results.rewrite(records)
         self._records = {record["id"]: record for record in records}
 
     def close(self) -> None:
         """Let others write."""
-        os.close(self._file)
+        self._results.close()
+        self._parts.close()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -216,7 +263,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     Raises
     ------
     TypeError, ValueError
-        If it is no JSON data; NaN and infinities are none.
+        If it is not JSON data, such as NaN or infinity.
     """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
@@ -226,7 +273,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _read_header(folder: Path) -> dict[str, Any] | None:
-    """What ``job.json`` holds; ``None`` for a folder that no job has been begun in."""
+    """The content of ``job.json``; ``None`` for a folder that no job has been begun in."""
     path = folder / HEADER
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
@@ -245,19 +292,18 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
             ) from None
         return None
     except NotADirectoryError:
-        raise ConfigError(f"{folder} is no folder") from None
+        raise ConfigError(f"{folder} is not a folder") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is no job's header") from None
+        raise ConfigError(f"{path} is not a job's header") from None
     return dict(header)
 
 
-def _read_records(folder: Path, settings_hash: str) -> tuple[list[Record], int]:
+def _read_records(path: Path, settings_hash: str) -> tuple[list[Record], int]:
     """The records, and the length of the file without a torn last line."""
-    path = folder / RESULTS
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -266,24 +312,24 @@ def _read_records(folder: Path, settings_hash: str) -> tuple[list[Record], int]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     length = data.rfind(b"\n") + 1
     records: list[Record] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, str | None]] = set()
     for number, line in enumerate(data[:length].split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            id, settings = record["id"], record["settings"]
+            name, settings = (record["id"], record.get("part")), record["settings"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"line {number} of {path} is no record of a result") from None
+            raise ConfigError(f"line {number} of {path} is not a record of a result") from None
         if settings != settings_hash:
             raise ConfigError(f"line {number} of {path} is of other settings than {HEADER}")
-        if id in seen:
-            raise ConfigError(f"line {number} of {path} is a second result of {id!r}")
-        seen.add(id)
+        if name in seen:
+            raise ConfigError(f"line {number} of {path} is a second result of {name[0]!r}")
+        seen.add(name)
         records.append(record)
     return records, length
 
 
 def _differences(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """How the settings differ from those of the job in a folder, in words; none if it is new."""
+    """The differences from the settings of the job in a folder, in words; none if it is new."""
     header = _read_header(folder)
     if header is None:
         return []

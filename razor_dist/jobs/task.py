@@ -1,10 +1,10 @@
-"""What a job is asked to do, and the settings that decide its results."""
+"""A job's work: tasks, their items and parts of items, and the settings that decide the results."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,9 +17,9 @@ from razor_dist.jobs.config import ExternalEngineConfig
 if TYPE_CHECKING:
     from razor_dist.llm.llm import LLM
 
-# Of the engine's settings, those that its answers do not hang on: how many ranks share the work
-# and how (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on
-# with others than it was begun with.
+# Engine settings that answers do not depend on: how many ranks share the work and how
+# (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on with
+# others than it was begun with.
 _INDIFFERENT = frozenset(
     {
         "world_size",
@@ -46,21 +46,64 @@ class Item:
         is not computed again. Where two runs could mean different things by one name (a file whose
         text changes), make what differs a part of it, such as a hash.
     size : int
-        How much work it is, in tokens or so: the longest items are begun first, and the time left
-        is reckoned by it. At least 1.
+        An estimate of the work in tokens, at least 1: the longest items are begun first, and the
+        time left is reckoned by it.
     engine : str
-        Which of the task's engines it runs on.
+        The task's engine that it runs on.
     data : mapping
         What the task needs to know of it. It travels to the engine by pickle.
+    parts : mapping
+        Results of parts that earlier attempts stored, by their keys: see `PartResult`.
     """
 
     id: str
     size: int = 1
     engine: str = "default"
     data: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.id and self.size >= 1, self
+
+
+@dataclass(frozen=True)
+class ItemSize:
+    """An item's true size: ``tokens`` left to read, in ``parts`` of which ``stored`` are there."""
+
+    tokens: int
+    parts: int = 1
+    stored: int = 0
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A part of an item that is done: it is stored at once, and `Item.parts` has it next time.
+
+    Attributes
+    ----------
+    key : str
+        Names the part within its item: the same in every run, and another where the part is.
+    result : mapping
+        Plain JSON data.
+    tokens : int
+        The part's size.
+    """
+
+    key: str
+    result: Mapping[str, Any]
+    tokens: int
+
+
+Update = ItemSize | PartResult
+# A stream of updates that returns the result.
+Work = Generator[Update, None, Mapping[str, Any]]
+
+
+def work_of(result: Mapping[str, Any] | Work) -> Work:
+    """Return what a task or an engine returned as a stream; a plain result has no updates."""
+    if isinstance(result, Generator):
+        result = yield from result
+    return result
 
 
 class Task(Protocol):
@@ -80,7 +123,7 @@ class Task(Protocol):
         """All items, in the order in which the finished results list them."""
         ...
 
-    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+    def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
         """Do one item's work on an engine that is there for this item alone meanwhile.
 
         Runs in a process on the node of the engine's rank 0. The caches of what it leaves in
@@ -94,9 +137,11 @@ class Task(Protocol):
 
         Returns
         -------
-        mapping
+        mapping, or generator that returns it
             The result: plain JSON data without NaN. Measured times belong under the key
-            ``timing``: the rest is to be the same in every run.
+            ``timing``: the rest is to be the same in every run. An item of many hours is a
+            generator that yields a `PartResult` whenever something is done that no later attempt
+            need repeat, and an `ItemSize` once it knows it.
 
         Raises
         ------
@@ -116,7 +161,7 @@ def job_settings(task: Task) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If the task's settings are no JSON data, or a head map cannot be read.
+        If the task's settings are not JSON data, or a head map cannot be read.
     HeadMapError
         If a model has no head map and its engine needs one.
     """
@@ -127,7 +172,7 @@ def job_settings(task: Task) -> dict[str, Any]:
             json.dumps({"task": dict(task.settings), "engines": engines}, allow_nan=False)
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the task's settings are no JSON data: {error}") from None
+        raise ConfigError(f"the task's settings are not JSON data: {error}") from None
     return settings
 
 

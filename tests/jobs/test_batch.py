@@ -46,7 +46,7 @@ def write(path: Path, lines: list[Any]) -> None:
 def test_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", FakeLLM)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
     write(tmp_path / "in.jsonl", LINES)
     out = tmp_path / "out.jsonl"
     command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
@@ -96,7 +96,7 @@ def test_a_batch(
         assert f"line {place + 1}: {error['message']}" in told.err
 
     # Again: nothing is computed, and nothing changes.
-    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", None)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
     before = out.read_bytes()
     assert cli.main([*command, "--attention", "full"]) == 1
     assert out.read_bytes() == before

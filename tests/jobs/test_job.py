@@ -15,9 +15,8 @@ from razor_dist.config.errors import ClusterError, ConfigError, EngineError, Hea
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
 from razor_dist.jobs.config import JobConfig
-from razor_dist.jobs.job import Summary, run_task
-from razor_dist.jobs.launch import run_job
-from razor_dist.jobs.local_engine import LocalEngine, host_pool
+from razor_dist.jobs.host_engine import HostEngine, host_pool
+from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool
 from razor_dist.jobs.results import RESULTS, read_job
 from razor_dist.jobs.task import Item, job_settings, settings_hash
@@ -55,7 +54,7 @@ def pool(task: Completions, engines: int = 2) -> Iterator[EnginePool]:
 
 
 @contextmanager
-def no_crew() -> Iterator[EnginePool]:
+def no_pool() -> Iterator[EnginePool]:
     raise ClusterError("nothing is missing, so no engine is asked for")
     yield
 
@@ -71,10 +70,10 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_job_is_done_once(tmp_path: Path) -> None:
     task = Completions({"full": FULL, "streaming": STREAMING})
-    assert run_task(task, tmp_path, pool(task)) == Summary(tmp_path, 12, 0, 0)
+    assert run_task(task, tmp_path, pool(task)) == JobSummary(tmp_path, 12, 0, 0)
     first = (tmp_path / RESULTS).read_bytes()
     assert [r["id"] for r in without_times(tmp_path)] == [item.id for item in task.items()]
-    assert run_task(task, tmp_path, no_crew()) == Summary(tmp_path, 12, 0, 12)
+    assert run_task(task, tmp_path, no_pool()) == JobSummary(tmp_path, 12, 0, 12)
     assert (tmp_path / RESULTS).read_bytes() == first
 
 
@@ -86,7 +85,7 @@ def test_what_is_missing_is_computed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-300])
     kept = len(read_job(tmp_path / "cut").records)
     assert 0 < kept < 6
-    assert run_task(task, tmp_path / "cut", pool(task)) == Summary(tmp_path / "cut", 6, 0, kept)
+    assert run_task(task, tmp_path / "cut", pool(task)) == JobSummary(tmp_path / "cut", 6, 0, kept)
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     more = Completions({"full": FULL}, count=8)
     assert run_task(more, tmp_path / "cut", pool(more)).earlier == 6
@@ -95,17 +94,17 @@ def test_what_is_missing_is_computed(tmp_path: Path) -> None:
 def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> None:
     harm = {"full-0": "error", "full-1": "rank", "full-2": "nan"}
     task = Completions({"full": FULL}, harm=harm)
-    assert run_task(task, tmp_path, pool(task)) == Summary(tmp_path, 3, 3, 0)
+    assert run_task(task, tmp_path, pool(task)) == JobSummary(tmp_path, 3, 3, 0)
     records = {record["id"]: record for record in read_job(tmp_path).records}
     assert records["full-0"]["error"] == {"type": "KeyError", "message": "'no such thing'"}
     assert records["full-1"]["error"] == {"type": "EngineError", "message": "a rank died"}
     assert records["full-1"]["run"]["attempts"] == 3
-    assert "no JSON data" in records["full-2"]["error"]["message"]
+    assert "not JSON data" in records["full-2"]["error"]["message"]
     assert all(records[id]["result"] is None for id in harm)
     healthy = Completions({"full": FULL})
-    assert run_task(healthy, tmp_path, no_crew()).failed == 3
+    assert run_task(healthy, tmp_path, no_pool()).failed == 3
     summary = run_task(healthy, tmp_path, pool(healthy), retry_failed=True)
-    assert summary == Summary(tmp_path, 6, 0, 3)
+    assert summary == JobSummary(tmp_path, 6, 0, 3)
 
 
 def test_other_settings_are_another_job(tmp_path: Path) -> None:
@@ -113,9 +112,9 @@ def test_other_settings_are_another_job(tmp_path: Path) -> None:
     run_task(task, tmp_path / "a", pool(task))
     other = Completions({"full": FULL}, max_tokens=5)
     with pytest.raises(ConfigError, match=r"task\.max_tokens is 4 there and 5 here"):
-        run_task(other, tmp_path / "a", no_crew())
+        run_task(other, tmp_path / "a", no_pool())
     summary = run_task(other, tmp_path / "a", pool(other), new_folder=True)
-    assert summary == Summary(tmp_path / "a-2", 6, 0, 0)
+    assert summary == JobSummary(tmp_path / "a-2", 6, 0, 0)
 
 
 def test_which_settings_decide(tmp_path: Path) -> None:
@@ -154,16 +153,16 @@ def test_tasks_that_are_wrong(tmp_path: Path) -> None:
     for kind, message in [
         (Twice, "two items of the job have the id 'a'"),
         (Elsewhere, "names the engine 'fall'; the task has 'full'"),
-        (Odd, "the task's settings are no JSON data"),
+        (Odd, "the task's settings are not JSON data"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            run_task(kind({"full": FULL}), tmp_path, no_crew())
+            run_task(kind({"full": FULL}), tmp_path, no_pool())
     assert not list(tmp_path.iterdir())
 
 
 def test_processes_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An item whose rank is killed is tried again on the same engine, whose rank comes back."""
-    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", FakeLLM)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
     harm = {"full-2": f"rank:{tmp_path / 'once'}", "full-4": "rank"}
     task = Completions({"full": FULL}, harm=harm, max_tokens=3)
     summary = run_task(task, tmp_path / "out", host_pool(task))
@@ -182,7 +181,7 @@ def test_an_engines_log_names_the_item(tmp_path: Path) -> None:
     task = Completions({"full": FULL})
     with FakeLLM(attention="full") as llm:
         for item in task.items()[:2]:
-            LocalEngine(task, llm).run(item)
+            list(HostEngine(task, llm).run(item))
             assert isinstance(llm.use_tqdm, ReadingLog) and llm.use_tqdm.what == item.id
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.config.errors import ClusterError, ConfigError, EngineError
-from razor_dist.jobs.pool import EngineLostError, Outcome, run_items
-from razor_dist.jobs.progress import Progress
-from razor_dist.jobs.task import Item
+from razor_dist.config.errors import ClusterError, ConfigError, DocumentError, EngineError
+from razor_dist.jobs.pool import EngineLostError, ItemUpdate, Outcome, run_items
+from razor_dist.jobs.progress import JobProgress
+from razor_dist.jobs.task import Item, ItemSize, PartResult, Work
 
 OK, FAIL, ENGINE, LOST = "ok", "fail", "engine", "lost"
 
@@ -70,7 +70,8 @@ class FakeEngines:
         return engine
 
     def run(self, items: list[Item], engines: int = 1, attempts: int = 3) -> dict[str, Outcome]:
-        outcomes = list(run_items(items, self.open, engines=engines, attempts=attempts))
+        events = run_items(items, self.open, engines=engines, attempts=attempts)
+        outcomes = [event for event in events if isinstance(event, Outcome)]
         assert all(engine.closed for engine in self.opened)
         found = {outcome.item.id: outcome for outcome in outcomes}
         assert len(found) == len(outcomes)
@@ -188,24 +189,63 @@ class Stubborn:
 def test_a_job_that_is_broken_off_ends_its_engines() -> None:
     items = [Item("long", size=2), Item("short")]
     results = run_items(items, lambda *_: Stubborn(), engines=2)
-    assert next(results).item.id == "short"
+    first = next(results)
+    assert first.item.id == "short"
     begin = time.monotonic()
     results.close()
     assert time.monotonic() - begin < 20
     assert no_threads_left()
 
 
-def test_the_progress_line_has_rate_and_time_left() -> None:
+class InParts:
+    """An engine that is lost after the first part of an item that has three."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def run(self, item: Item) -> Work:
+        missing = [key for key in "abc" if key not in item.parts]
+        yield ItemSize(10 * len(missing), 3, 3 - len(missing))
+        for key in missing:
+            self.ran.append(key)
+            yield PartResult(key, {"of": key}, 10)
+            if key == "a":
+                raise EngineError("a rank died")
+        return {"parts": dict(item.parts)}
+
+    def close(self) -> None:
+        pass
+
+
+def test_parts_that_are_done_are_not_done_again() -> None:
+    engine = InParts()
+    *news, end = run_items([Item("x")], lambda *_: engine, engines=1)
+    assert engine.ran == ["a", "b", "c"]
+    updates = [event.update for event in news if isinstance(event, ItemUpdate)]
+    assert updates[0] == ItemSize(30, 3) and updates[2] == ItemSize(20, 3, 1)
+    assert isinstance(end, Outcome) and end.result == {"parts": {"a": {"of": "a"}}}
+    assert end.attempts == 2
+
+
+def test_the_progress_counts_what_was_read() -> None:
     now = [0.0]
-    items = [Item("a", size=1000), Item("b", size=3000)]
-    with Progress(items, before=2, bar=False, clock=lambda: now[0]) as progress:
+    items = [Item("a", size=1000), Item("b", size=3000), Item("c", size=10**9), Item("d", size=5)]
+    with JobProgress(items, before=2, bar=False, clock=lambda: now[0]) as progress:
         now[0] = 60.0  # of which the engine took 50 to start
+        unread = Outcome(items[2], None, DocumentError("x"), attempts=1, seconds=0.0, engine=0)
+        progress.finished(unread)
+        assert progress.line(unread).endswith("nothing read so far, time left unknown")
+        now[0] = 70.0
         outcome = Outcome(items[0], {}, None, attempts=1, seconds=10.0, engine=0)
         progress.finished(outcome)
-        expected = "3/4 | a done in 10.0 s | 100.0 tokens/s, 00:30 left"
+        expected = "4/6 (1 failed) | a done in 10.0 s | 100.0 tokens/s, 00:30 left"
         assert progress.line(outcome) == expected
+        progress.updated(ItemUpdate(items[1], ItemSize(1000, 3, 1)))  # less than was estimated
+        progress.updated(ItemUpdate(items[3], ItemSize(500)))
+        progress.updated(ItemUpdate(items[1], PartResult("k", {}, 500)))
+        assert progress.rate() == "150.0 tokens/s, 00:06 left"
         outcome = Outcome(items[1], None, EngineError("x"), attempts=3, seconds=1.0, engine=0)
         progress.finished(outcome)
         assert progress.line(outcome) == (
-            "4/4 (1 failed) | b FAILED (attempts: 3): EngineError('x') | 400.0 tokens/s, 00:00 left"
+            "5/6 (2 failed) | b FAILED (attempts: 3): EngineError('x') | 150.0 tokens/s, 00:03 left"
         )

@@ -18,9 +18,8 @@ import pytest
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.config import JobConfig
-from razor_dist.jobs.job import Summary, run_task
-from razor_dist.jobs.launch import run_job
-from razor_dist.jobs.local_engine import host_pool
+from razor_dist.jobs.host_engine import host_pool
+from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.results import RESULTS, read_job
 from tests.jobs.tasks import Completions
 from tests.jobs.test_job import without_times
@@ -86,7 +85,7 @@ def test_a_killed_rank_and_a_killed_front(
     harm = {"full-2": f"rank:{tmp_path / 'rank'}", "full-4": f"frontend:{tmp_path / 'frontend'}"}
     task = Completions({"full": engine}, harm=harm | {"full-5": "error"})
     folder = tmp_path / "out"
-    assert run_job(task, job(cluster), folder) == Summary(folder, 5, 1, 0)
+    assert run_job(task, job(cluster), folder) == JobSummary(folder, 5, 1, 0)
     tried = attempts(folder)
     assert (tried["full-2"], tried["full-4"], tried["full-5"]) == (2, 2, 1)
     failed = {record["id"]: record["error"] for record in read_job(folder).records}["full-5"]
@@ -94,7 +93,7 @@ def test_a_killed_rank_and_a_killed_front(
     assert no_actors_left()
     healthy = Completions({"full": engine})
     again = job(cluster, retry_failed=True, engines=1)
-    assert run_job(healthy, again, folder) == Summary(folder, 6, 0, 5)
+    assert run_job(healthy, again, folder) == JobSummary(folder, 6, 0, 5)
     assert without_times(folder) == without_times(undisturbed)
 
 

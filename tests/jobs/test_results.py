@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.jobs.results import RESULTS, ResultStore, json_line, read_job
+from razor_dist.jobs.results import PARTS, RESULTS, ResultStore, json_line, read_job
 
 SETTINGS: dict[str, Any] = {"task": {"lengths": [1, 2]}, "engines": {"razor": {"model": "m"}}}
 
@@ -135,18 +135,41 @@ def test_failures_are_forgotten_when_asked_and_lines_ordered(tmp_path: Path) -> 
         assert store.drop_failed() == 1
         store.append(record("b"))
         assert ids(tmp_path) == ["c", "a", "b"]
-        store.sort(["a", "b"])
+        store.finish(["a", "b"])
         assert ids(tmp_path) == list(store.records) == ["a", "b", "c"]
         store.append(record("d"))
     assert ids(tmp_path) == ["a", "b", "c", "d"]
     assert {path.name for path in tmp_path.iterdir()} == {"job.json", "lock", RESULTS}
 
 
+def test_parts_are_kept_until_their_item_is_done(tmp_path: Path) -> None:
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        assert store.parts() == {}
+        for id, key in ("a1", "a2", "b1", "c1"):
+            store.append_part(id, key, {"n": key})
+    path = tmp_path / PARTS
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    with ResultStore.open(tmp_path, SETTINGS) as store:
+        assert store.parts() == {"a": {"1": {"n": "1"}, "2": {"n": "2"}}, "b": {"1": {"n": "1"}}}
+        store.append_part("c", "1", {"n": "1"})
+        assert path.read_bytes() == whole
+        store.append(record("a"))
+        store.append(record("b", "failed"))
+        store.finish("ab")
+        assert set(store.parts()) == {"b"}, "the failed item may be tried again"
+        store.drop_failed()
+        store.append(record("b"))
+        store.finish("ab")
+        assert not path.exists()
+    assert ids(tmp_path) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{}\n", "line 2 of .* is no record"),
-        (b"nonsense\n", "line 2 of .* is no record"),
+        (b"{}\n", "line 2 of .* is not a record"),
+        (b"nonsense\n", "line 2 of .* is not a record"),
         (json_line(record("a") | {"settings": "x"}), "line 2 of .* is of other settings"),
         (None, "line 2 of .* is a second result of 'a'"),
     ],
@@ -165,13 +188,13 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no results of a job"):
         read_job(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         ResultStore.open(tmp_path / "file", SETTINGS)
     (tmp_path / RESULTS).touch()
     with pytest.raises(ConfigError, match=r"no job\.json that says of which settings"):
         ResultStore.open(tmp_path, SETTINGS)
     (tmp_path / "job.json").write_text("[]")
-    with pytest.raises(ConfigError, match="is no job's header"):
+    with pytest.raises(ConfigError, match="is not a job's header"):
         ResultStore.open(tmp_path, SETTINGS)
     header = {"format": 2, "hash": "", "settings": {}}
     (tmp_path / "job.json").write_text(json.dumps(header))

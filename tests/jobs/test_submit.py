@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from razor_dist.config.schema import EngineConfig
+from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
-from razor_dist.jobs.local_engine import host_pool
 from tests.jobs.tasks import Completions
 from tests.jobs.test_job import without_times
 

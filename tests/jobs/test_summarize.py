@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +17,8 @@ import pytest
 from razor_dist import cli
 from razor_dist.jobs.results import read_job
 from tests.documents import files
-from tests.documents.llm import Quoter
-from tests.documents.test_summary import document
+from tests.jobs.quoter import Quoter
+from tests.jobs.test_summary import document
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 
@@ -28,7 +34,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Quoter]:
         engines.append(Quoter(settings["max_model_len"] or 512))
         return engines[-1]
 
-    monkeypatch.setattr("razor_dist.jobs.local_engine.LLM", open_engine)
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", open_engine)
     return engines
 
 
@@ -110,7 +116,7 @@ def test_a_template_and_a_folder_of_other_settings(
     Path("ask.txt").write_text("TL;DR in {words} words, {language}: {document}")
     command = ["summarize", "in/short.pdf", "--out", "out", "--words", "9", *FLAGS]
     assert cli.main([*command, "--template", "ask.txt", "--language", "Latin"]) == 0
-    assert "TL;DR in 9 words, Latin: This is fact7" in opened[0].prompts[0][0]
+    assert "TL;DR in 9 words, Latin: This is fact7" in opened[0].prompts[0]
     assert cli.main([*command, "--template", "ask.txt", "--language", "Greek"]) == 2
     assert 'task.style.language is "Latin" there and "Greek" here' in capfd.readouterr().err
     assert cli.main([*command, "--template", "no.txt"]) == 2
@@ -125,6 +131,58 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert cli.main(["summarize", "in", "--out", "out", "--words", "0", *FLAGS]) == 2
     assert "words must be at least 1, got 0" in capfd.readouterr().err
     assert not opened and not Path("out").exists()
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from razor_dist import cli
+from razor_dist.jobs import host_engine
+from tests.jobs.quoter import Quoter
+
+class Slow(Quoter):
+    def generate(self, prompts, params):
+        outputs = super().generate(prompts, params)
+        with open("asked", "a") as file:
+            print(hash(self.prompts[-1]), file=file)
+        time.sleep(float(sys.argv[1]))
+        return outputs
+
+host_engine.LLM = lambda **settings: Slow(300)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_job_that_is_ended_goes_on_with_the_next_part(folder: Path, end: signal.Signals) -> None:
+    Path("in/long.md").write_text(document(60))
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "0"}
+    command = ["summarize", "in/long.md", "--out", "out", "--max-tokens", "60", *FLAGS]
+
+    def start(seconds: float) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", SLOW, str(seconds), *command]
+        return subprocess.Popen(arguments, env=env, stderr=subprocess.PIPE, text=True)
+
+    first = start(0.3)
+    parts = Path("out/parts.jsonl")
+    while not (parts.exists() and parts.read_bytes().count(b"\n") >= 4):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    first.send_signal(end)
+    told = first.communicate(timeout=120)[1]
+    assert re.search(r"in/long.md#\w+: part 3 of \d+ done \| .* tokens/s, .* left", told)
+    assert ("run it again to continue" in told) == (end == signal.SIGINT)
+    assert not Path("out/results.jsonl").read_bytes()
+    stored = parts.read_bytes().count(b"\n")
+    before = Path("asked").read_text().split()
+
+    second = start(0)
+    told = second.communicate(timeout=300)[1]
+    assert second.returncode == 0 and f"{stored} of " in told
+    asked = Path("asked").read_text().split()
+    assert len(asked) - len(set(asked)) == len(before) - stored <= 2, "only what was in work"
+    assert results()["in/long.md"]["status"] == "done" and not parts.exists()
 
 
 def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from razor_dist.evals.needle.documents import Question, Reading, Spot, with_ques
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.task import RulerTask
-from razor_dist.jobs.local_engine import settings_of
+from razor_dist.jobs.host_engine import settings_of
 from tests.tiny_models import make_tiny
 
 

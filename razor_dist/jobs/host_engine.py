@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,33 +11,30 @@ from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.jobs.config import ExternalEngineConfig
 from razor_dist.jobs.pool import EngineLostError, EnginePool
-from razor_dist.jobs.task import Item, Task
+from razor_dist.jobs.task import Item, Task, Work, work_of
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 
 
-class LocalEngine:
-    """An `LLM` of this process that works on a task's items.
+class HostEngine:
+    """A `JobEngine` on an `LLM` of this process, which restarts dead ranks by itself.
 
     Parameters
     ----------
     task : Task
     llm : LLM
-        Closed with this engine. It restarts dead ranks by itself. Or what a `ExternalEngineConfig`
-        opens.
+        Or what an `ExternalEngineConfig` opens. Closed with this engine.
     """
 
     def __init__(self, task: Task, llm: LLM) -> None:
         self._task, self._llm = task, llm
 
-    def run(self, item: Item) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.pool.Engine`."""
-        if hasattr(
-            self._llm, "use_tqdm"
-        ):  # what a `ExternalEngineConfig` opens tells nothing meanwhile
+    def run(self, item: Item) -> Work:
+        """See `razor_dist.jobs.pool.JobEngine`."""
+        if hasattr(self._llm, "use_tqdm"):  # what an `ExternalEngineConfig` opens has none
             self._llm.use_tqdm = ReadingLog(item.id)
         try:
-            return self._task.run(self._llm, item)
+            return (yield from work_of(self._task.run(self._llm, item)))
         except EngineError as error:
             if self._llm.failed:
                 raise EngineLostError(str(error)) from error
@@ -57,10 +54,10 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
     """Engines of this host, for `razor_dist.jobs.job.run_task`."""
 
-    def open_engine(name: str, number: int, over: threading.Event) -> LocalEngine:
+    def open_engine(name: str, number: int, over: threading.Event) -> HostEngine:
         config = task.engines[name]
         if isinstance(config, ExternalEngineConfig):
-            return LocalEngine(task, config.open())
-        return LocalEngine(task, LLM(**settings_of(config)))
+            return HostEngine(task, config.open())
+        return HostEngine(task, LLM(**settings_of(config)))
 
     yield EnginePool(open_engine, engines)

@@ -1,4 +1,4 @@
-"""What summaries are to be like: the prompt and the settings that fill it in."""
+"""Wishes for summaries: the prompt and the settings that fill it in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOKENS_PER_WORD = 3
 
 @dataclass(frozen=True)
 class Style:
-    """What summaries are to be like; all of it decides the results.
+    """Wishes for summaries; all of them decide the results.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class Style:
     language : str
         In the prompt's words, such as "French".
     template : str
-        The prompt, with ``{document}`` and, where wanted, ``{kind}`` (what the text is: a document,
-        a part, summaries), ``{words}`` and ``{language}``.
+        The prompt, with ``{document}`` and, where wanted, ``{kind}`` (a document, a part,
+        summaries), ``{words}`` and ``{language}``.
     max_tokens : int, optional
         At which an answer is cut off; three for each word if not given.
     temperature : float

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
-from razor_dist.documents.style import Style
-from razor_dist.jobs.summary import Summarizer
+from razor_dist.jobs.style import Style
+from razor_dist.jobs.summarize import Summarizer
+from razor_dist.jobs.task import ItemSize, PartResult, Update
 from razor_dist.llm.llm import LLM
-from tests.documents.llm import Quoter
+from tests.jobs.quoter import Quoter
 from tests.tokenizer import smollm2_tokenizer
 
 SENTENCE = "Nothing of note is said here, nor there. "
@@ -24,7 +26,20 @@ def document(chapters: int, sentences: int = 10) -> str:
 
 
 def summarize(llm: Quoter, text: str, **style: Any) -> dict[str, Any]:
-    return Summarizer(cast(LLM, llm), Style(**style)).summarize(text)
+    return steps(llm, text, {}, **style)[1]
+
+
+def steps(
+    llm: Quoter, text: str, stored: dict[str, Any], **style: Any
+) -> tuple[list[Update], dict[str, Any]]:
+    """The updates and the summary."""
+    work = Summarizer(cast(LLM, llm), Style(**style)).summarize(text, stored)
+    updates = []
+    while True:
+        try:
+            updates.append(next(work))
+        except StopIteration as end:
+            return updates, end.value
 
 
 def test_what_fits_is_one_prompt() -> None:
@@ -37,7 +52,7 @@ def test_what_fits_is_one_prompt() -> None:
         "parts": 1,
         "levels": 0,
     }
-    [[prompt]] = llm.prompts
+    [prompt] = llm.prompts
     assert "Below is a document." in prompt and "about 10 words, in French." in prompt
     assert llm.params is not None and (llm.params.max_tokens, llm.params.temperature) == (30, 0)
 
@@ -46,7 +61,7 @@ def test_the_context_is_used_to_its_last_token() -> None:
     text = document(3)
     llm = Quoter(4096)
     summarize(llm, text, max_tokens=30)
-    length = len(smollm2_tokenizer()(llm.prompts[0][0])["input_ids"])
+    length = len(smollm2_tokenizer()(llm.prompts[0])["input_ids"])
     for context, parts in ((length + 30, 1), (length + 29, 2)):
         assert summarize(Quoter(context), text, max_tokens=30)["parts"] == parts
 
@@ -56,7 +71,7 @@ def test_what_does_not_fit_is_cut_at_chapters_and_summarised_twice() -> None:
     result = summarize(llm, document(6), max_tokens=40)
     assert result["summary"] == " ".join(f"fact{n}" for n in range(6))
     assert (result["levels"], result["parts"]) == (1, 2)
-    [parts, [last]] = llm.prompts
+    *parts, last = llm.prompts
     for number, prompt in enumerate(parts, start=1):
         assert f"Below is part {number} of 2 of a long document" in prompt
     summaries = [part["summary"] for part in result["part_summaries"]]
@@ -71,12 +86,48 @@ def test_what_does_not_fit_is_cut_at_chapters_and_summarised_twice() -> None:
 def test_too_many_summaries_are_summarised_again() -> None:
     llm = Quoter(300)
     result = summarize(llm, document(60), max_tokens=60)
-    assert result["levels"] == len(llm.prompts) - 1 >= 2
-    assert result["parts"] == len(llm.prompts[0]) == len(result["part_summaries"])
-    sizes = [len(prompts) for prompts in llm.prompts]
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
+    assert result["levels"] >= 2 and result["parts"] == len(result["part_summaries"])
+    kinds = [re.search(r"Below is (.*?)\.\n", prompt)[1] for prompt in llm.prompts]  # type: ignore[index]
+    sizes = [int(kind.split()[3]) for kind in kinds if kind.startswith("part 1 of")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == result["parts"]
+    assert kinds[-1] == "the summaries of the consecutive parts of a long document"
     # 60 facts do not fit into 60 tokens, so the last answer is cut.
     assert result["finish_reason"] == "length" and result["summary"].startswith("fact0 fact1")
+
+
+def test_stored_parts_are_not_asked_for_again() -> None:
+    text = document(60)
+    first, again = Quoter(300), Quoter(300)
+    updates, result = steps(first, text, {}, max_tokens=60)
+    parts = [update for update in updates if isinstance(update, PartResult)]
+    assert len({part.key for part in parts}) == len(parts) == len(first.prompts) - 1
+    assert isinstance(updates[0], ItemSize) and updates[0].parts == result["parts"]
+    counts = [part["tokens"] for part in result["part_summaries"]]
+    assert updates[0].tokens == sum(counts)
+    done = {part.key: part.result for part in parts[:5]}
+    updates, repeated = steps(again, text, done, max_tokens=60)
+    assert repeated == result and len(again.prompts) == len(first.prompts) - 5
+    assert updates[0] == ItemSize(sum(counts[5:]), result["parts"], 5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("it is said again, " * 12, "repetition"),
+        ("A sentence. " + "it is said again, " * 11 + "it is", "repetition"),
+        ("no " * 30, "repetition"),
+        ("no " * 9, "stop"),
+        ("it is said again, " * 2 + "and that is all there is to be said of it here.", "stop"),
+    ],
+)
+def test_loops_are_told(answer: str, reason: str) -> None:
+    class Parrot(Quoter):
+        def generate(self, prompts: Any, params: Any) -> Any:
+            [output] = super().generate(prompts, params)
+            output.outputs[0].token_ids = self._tokenizer(answer)["input_ids"]
+            return [output]
+
+    assert summarize(Parrot(4096), "fact1")["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("context", [70, 130])
@@ -95,7 +146,7 @@ def test_a_model_without_a_chat_template_gets_a_text() -> None:
 
     llm = Plain(4096)
     assert summarize(llm, document(2))["summary"] == "fact0 fact1"
-    assert llm.prompts[0][0].endswith("Write only the summary.\n\nSummary:")
+    assert llm.prompts[0].endswith("Write only the summary.\n\nSummary:")
 
 
 def test_templates() -> None:

@@ -19,16 +19,18 @@ class Quoter:
 
     Attributes
     ----------
-    prompts : list of list of str
-        The prompts of each call, as texts.
+    prompts : list of str
+        As texts, in order: one call after the other.
     """
 
     def __init__(self, max_model_len: int, tokenizer: PreTrainedTokenizerBase | None = None):
-        self.config = EngineConfig()
+        self.config = EngineConfig(max_num_seqs=1)
         self.info = EngineInfo(max_model_len, 49152)
-        self.prompts: list[list[str]] = []
+        self.prompts: list[str] = []
         self.params: SamplingParams | None = None
         self._tokenizer = tokenizer or smollm2_tokenizer()
+
+    failed = False
 
     def close(self) -> None:
         pass
@@ -55,5 +57,5 @@ class Quoter:
                 RequestOutput("r", None, ids, outputs=[CompletionOutput(0, text, cut, None)])
             )
             outputs[-1].outputs[0].finish_reason = reason
-        self.prompts.append(texts)
+        self.prompts += texts
         return outputs
