@@ -81,7 +81,9 @@ class Check:
                 f"documents of 1 to {check.most} with a question and its answer"
             )
         if not is_alibi(model_config):
-            check._refuse_nothing(length, config.policy, ["give a smaller --verify-window"])
+            check._refuse_nothing(
+                length, StreamingPolicy.of(config), ["give a smaller --verify-window"]
+            )
         Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
         return check
 
@@ -120,7 +122,7 @@ class Check:
         if not windows:
             raise ConfigError("--verify would test nothing: every head keeps the whole context")
         length = self._length(min(windows))
-        self._refuse_nothing(length, self.config.policy.with_window(min(windows)), [])
+        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)), [])
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Say) -> Verification:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import typer
+from pydantic import Field
+from typer.testing import CliRunner
 
+from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.sizes import Size
 from razor_dist.config.sources import build_config, load_config
 from razor_dist.heads.policy import StreamingPolicy
 
@@ -33,11 +39,13 @@ def shipped(name: str) -> Any:
 
 def test_the_shipped_defaults_are_the_models_alone() -> None:
     paper = StreamingPolicy(window_min=4000, window_ratio=5, window_max=None, sinks=4, block=128)
-    assert EngineConfig().policy == paper
-    assert load_config(EngineConfig, {"model": "other"}).policy == paper
-    assert load_config(EngineConfig, {"model": "../models/smollm2"}).policy == paper
-    assert load_config(EngineConfig).policy != paper
-    assert build_config(EngineConfig).policy == load_config(EngineConfig).policy
+    assert StreamingPolicy.of(EngineConfig()) == paper
+    assert StreamingPolicy.of(load_config(EngineConfig, {"model": "other"})) == paper
+    assert StreamingPolicy.of(load_config(EngineConfig, {"model": "../models/smollm2"})) == paper
+    assert StreamingPolicy.of(load_config(EngineConfig)) != paper
+    assert StreamingPolicy.of(build_config(EngineConfig)) == StreamingPolicy.of(
+        load_config(EngineConfig)
+    )
 
 
 def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
@@ -61,7 +69,7 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({}, {}, "compensation: perhaps", "compensation must be true or false, got 'perhaps'"),
         ({}, {}, "collective_timeout: .nan", "collective_timeout must be a finite number"),
         ({}, {}, "collective_timeout: 0", "collective_timeout must be greater than 0, got 0"),
-        ({}, {}, "window_min: 1.5", "window_min must be an integer, got 1.5"),
+        ({}, {}, "window_min: 1.5", "window_min must be an integer such as 8192 or 8K, got 1.5"),
         ({}, {}, "window_max: 1", "window_max (1) must not be below window_min"),
         ({}, {}, "window-min: 1", "unknown setting 'window-min'; did you mean 'window_min'?"),
         ({}, {}, "modell: x", "unknown setting 'modell'; did you mean 'model'?"),
@@ -70,6 +78,7 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({}, {}, "- a\n- b", "must hold a mapping of settings, not ['a', 'b']"),
         ({}, {}, "a: [", "is not valid YAML"),
         ({}, {}, "block: 1\nblock: 2", "'block' is given twice"),
+        ({}, {}, "a: " + "[" * 100_000, "is nested too deeply for a mapping of settings"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -84,6 +93,55 @@ def test_a_mistake_is_one_sentence(
     assert "\n" not in str(raised.value)
     if text:
         assert str(file) in str(raised.value) or "window_max" in message
+
+
+def test_an_old_name_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("wave_tokens: 64k\n")
+    configs = [
+        load_config(EngineConfig, yaml_path=file),
+        load_config(EngineConfig, {}, {"RAZOR_WAVE_TOKENS": "64k"}),
+        load_config(EngineConfig, {"wave_tokens": "64k"}),
+        build_config(EngineConfig, wave_tokens="64k"),
+    ]
+    assert [config.chunked_prefill_size for config in configs] == [64000] * 4
+    warned = "wave_tokens is deprecated: the setting is named chunked_prefill_size now"
+    assert [record.message for record in caplog.records] == [warned] * 4
+    assert CliRunner().invoke(_command(), ["--wave-tokens", "64k"]).output == "64k\n"
+    assert "wave" not in CliRunner().invoke(_command(), ["--help"]).output
+
+
+def _command() -> typer.Typer:
+    app = typer.Typer()
+
+    @app.command()
+    @with_config_flags(EngineConfig)
+    def show(config_file: str | None, flags: dict[str, Any]) -> None:
+        typer.echo(flags["wave_tokens"])
+
+    return app
+
+
+def test_flags_are_grouped_and_say_what_they_take() -> None:
+    class Derived(ServerConfig):
+        group: ClassVar[str] = "Derived"
+        seed: int = Field(default=3)
+        lengths: tuple[Size, ...] = Field(default=(1, 2))
+
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(
+            with_config_flags(Derived)(lambda config_file, flags: None)
+        ).parameters.items()
+    }
+    panels = {name: options[name].rich_help_panel for name in ("seed", "port", "lengths", "config")}
+    assert panels == {"seed": "Model", "port": "HTTP server", "lengths": "Derived", "config": None}
+    assert [options[n].metavar for n in ("lengths", "window_max", "seed")] == [
+        *("SIZE", "SIZE", "INTEGER")
+    ]
+    assert options["lengths"].show_default == "1,2"
 
 
 def test_the_class_itself_raises_our_error() -> None:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.schema import RENAMED, EngineConfig
+from razor_dist.config.sizes import takes_sizes
 
 Options = TypeVar("Options")
 
@@ -29,13 +30,14 @@ def with_config_flags(
     Parameters
     ----------
     cls : type
-        `EngineConfig` or `ServerConfig`.
+        `EngineConfig` or a class derived from it.
     leave_out : frozenset of str
         Fields that get no flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         names = [name for name in cls.model_fields if name not in leave_out]
+        old = [name for name, now in RENAMED.items() if now in names]
         own = [
             parameter
             for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
@@ -43,16 +45,15 @@ def with_config_flags(
         ]
 
         def run(config: str | None, **given: Any) -> None:
-            flags = {name: given.pop(name) for name in names}
+            flags = {name: given.pop(name) for name in (*names, *old)}
             command(config_file=config, flags=flags, **given)
 
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        settings = [_flag(cls, name) for name in names]
         file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
-        parameters = [*own, *settings, _parameter("config", str | None, file)]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        hidden = [_parameter(name, str | None, typer.Option(None, hidden=True)) for name in old]
+        flags = [_flag(cls, name) for name in names]
+        return _signed(
+            run, command, [*own, *flags, *hidden, _parameter("config", str | None, file)]
+        )
 
     return decorate
 
@@ -81,44 +82,66 @@ def with_options(
             }
             command(cls(**fields), frozenset(given))
 
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
         parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             missing = field.default is dataclasses.MISSING
             default = inspect.Parameter.empty if missing else field.default
             parameters.append(_parameter(field.name, hints[field.name], default))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        return _signed(run, command, parameters)
 
     return decorate
+
+
+def _signed(
+    run: Callable[..., None], command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give ``run`` the name and text of a command, and the parameters that typer shall see."""
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     field = cls.model_fields[name]
     flag = "--" + name.replace("_", "-")
+    # Text, whatever the type: load_config reads and refuses the same way for every source.
     kind: Any = str | None
-    if field.annotation is bool:
+    names, metavar = flag, _metavar(field)
+    default = "none" if field.default is None else str(field.default)
+    if isinstance(field.default, tuple):
+        default = ",".join(map(str, field.default))
+    elif field.annotation is bool:
         kind, opposite = bool | None, f"--no-{flag.removeprefix('--')}"
-        default = flag if field.default else opposite
-        names, metavar = f"{flag}/{opposite}", None
-    else:
-        # Text, whatever the type: load_config reads and refuses the same way for every source.
-        default = "none" if field.default is None else str(field.default)
-        if isinstance(field.default, tuple):
-            default = ",".join(map(str, field.default))
-        names, metavar = flag, _metavar(field.annotation)
-    help = f"{field.description} [default: {default}]"
-    return _parameter(name, kind, typer.Option(None, names, help=help, metavar=metavar))
+        names, default = f"{flag}/{opposite}", flag if field.default else opposite
+    option = typer.Option(
+        None,
+        names,
+        help=field.description,
+        metavar=metavar,
+        show_default=default,
+        rich_help_panel=_group(cls, name),
+    )
+    return _parameter(name, kind, option)
 
 
-def _metavar(annotation: Any) -> str:
-    for kind in get_args(annotation) or (annotation,):
+def _group(cls: type[EngineConfig], name: str) -> str:
+    """Return the heading of a setting: its own, else that of the class which adds it."""
+    bases = [base for base in reversed(cls.__mro__) if issubclass(base, EngineConfig)]
+    owner = next(base for base in bases if name in base.model_fields)
+    extra = owner.model_fields[name].json_schema_extra
+    return str(extra["group"]) if isinstance(extra, dict) else owner.group
+
+
+def _metavar(field: Any) -> str | None:
+    if takes_sizes(field):
+        return "SIZE"
+    for kind in get_args(field.annotation) or (field.annotation,):
         if isinstance(kind, str):
-            return f"[{'|'.join(get_args(annotation))}]"
+            return f"[{'|'.join(get_args(field.annotation))}]"
         if kind in (int, float):
             return "INTEGER" if kind is int else "NUMBER"
-    return "TEXT"
+    return None if field.annotation is bool else "TEXT"
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -1,26 +1,38 @@
-"""Settings of the engine and of the server, and where they come from.
+"""Settings of the engine and of the server.
 
-A setting is looked up on the command line, then in the environment (``RAZOR_<FIELD>``), then in
-the user's YAML file, then in the defaults shipped for the model (``configs/models/<name>.yaml``),
-and last in the class. Every mistake is one `ConfigError` that names the setting, the value and
-where it was found.
+`razor_dist.config.sources` gathers their values from flags, the environment and YAML files. Every
+mistake is one `ConfigError` that names the setting, the value and where it was found.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from razor_dist.config.sizes import size_or_itself
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sizes import Size
 from razor_dist.config.validation import explain
-from razor_dist.heads.policy import StreamingPolicy
+
+# Old names of settings, which are taken with a warning.
+RENAMED = {"wave_tokens": "chunked_prefill_size"}
+
+
+def setting(group: str, default: Any, description: str, **limits: Any) -> Any:
+    """Declare a setting: its heading in ``--help``, its default, one line about it, its range."""
+    extra = {"group": group}
+    return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
 class EngineConfig(BaseModel):
     """What the ranks need to know; frozen.
+
+    Attributes
+    ----------
+    group : str
+        Heading in ``--help`` of the fields that a subclass adds with a plain `pydantic.Field`.
 
     Raises
     ------
@@ -29,91 +41,84 @@ class EngineConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    group: ClassVar[str] = "Options"
 
-    model: str = Field(
-        default="smollm2", min_length=1, description="Embedded model, folder or hub id."
+    model: str = setting("Model", "smollm2", "Embedded model, folder or hub id.", min_length=1)
+    attention: Literal["razor", "full", "streaming"] = setting(
+        "Model", "razor", "razor: by head map; full: all retrieval; streaming: all streaming."
     )
-    attention: Literal["razor", "full", "streaming"] = Field(
-        default="razor",
-        description="razor: by head map; full: all retrieval; streaming: all local.",
+    head_map: str | None = setting(
+        "Model", None, "Path of a head map; none takes the one shipped for the model."
     )
-    head_map: str | None = Field(
-        default=None, description="Path of a head map; none takes the one shipped for the model."
+    prefill: Literal["local", "exact"] = setting(
+        "Model", "local", "Streaming heads at prefill: windowed (local) or in full (exact)."
     )
-    prefill: Literal["local", "exact"] = Field(
-        default="local",
-        description="streaming heads at prefill: windowed (local) or in full (exact).",
+    world_size: int = setting("Ranks", 1, "Number of ranks.", ge=1)
+    device: Literal["auto", "cpu", "cuda"] = setting("Ranks", "auto", "Where the ranks compute.")
+    dtype: Literal["auto", "fp32", "bf16"] = setting(
+        "Ranks", "auto", "Of weights and computing; auto: fp32 on cpu, bf16 on cuda."
     )
-    world_size: int = Field(default=1, ge=1, description="Number of ranks.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the ranks compute."
+    kv_dtype: Literal["auto", "fp32", "bf16"] = setting(
+        "Memory", "auto", "Of cached and travelling keys and values; auto: as dtype."
     )
-    dtype: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="Of weights and computing; auto: fp32 on cpu, bf16 on cuda."
+    weights: Literal["replicated", "zero3", "zero3-offload"] = setting(
+        "Ranks",
+        "replicated",
+        "zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory.",
     )
-    kv_dtype: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="Of cached and travelling keys and values; auto: as dtype."
+    max_model_len: Size | None = setting(
+        "Model", None, "Tokens of prompt and answer together; none: the model's own.", ge=1
     )
-    weights: Literal["replicated", "zero3", "zero3-offload"] = Field(
-        default="replicated",
-        description="zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory.",
+    max_num_seqs: int = setting("Memory", 4, "Sequences whose caches fit at once.", ge=1)
+    kv_tokens: Size | None = setting(
+        "Memory", None, "Tokens in the retrieval KV pool, over all ranks; none: computed.", ge=1
     )
-    max_model_len: int | None = Field(
-        default=None,
+    page_size: Size = setting("Memory", 64, "Tokens per page of retrieval KV.", ge=1)
+    chunked_prefill_size: Size | None = setting(
+        "Memory",
+        None,
+        "Prompt tokens per prefill chunk; none: per rank 2048 on cpu, on cuda 8192 to 32768, by "
+        "the windows.",
         ge=1,
-        description="Tokens of prompt and answer together; none: the model's own.",
     )
-    max_num_seqs: int = Field(default=4, ge=1, description="Sequences whose caches fit at once.")
-    kv_tokens: int | None = Field(
-        default=None,
+    window_min: Size = setting(
+        "Streaming heads", 4000, "Least window of a streaming head, in tokens.", ge=1
+    )
+    window_ratio: int | None = setting(
+        "Streaming heads",
+        5,
+        "The window is at least 1/ratio of the context; none: constant.",
         ge=1,
-        description="Tokens in the retrieval KV pool, over all ranks; none: computed.",
     )
-    page_size: int = Field(default=64, ge=1, description="Tokens per page of retrieval KV.")
-    chunked_prefill_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Prompt tokens per prefill chunk; none: per rank 2048 on cpu, on cuda 8192 to "
-        "32768, by the windows.",
+    window_max: Size | None = setting(
+        "Streaming heads", None, "Cap on the window, in tokens.", ge=1
     )
-    window_min: int = Field(
-        default=4000, ge=1, description="Least window of a streaming head, in tokens."
+    sink_tokens: Size = setting(
+        "Streaming heads", 4, "First tokens that a streaming head keeps.", ge=0
     )
-    window_ratio: int | None = Field(
-        default=5,
-        ge=1,
-        description="The window is at least 1/ratio of the context; none: constant.",
+    block: Size = setting("Streaming heads", 128, "The window starts at a multiple of this.", ge=1)
+    compensation: bool = setting(
+        "Streaming heads", True, "Keep the mean of what streaming heads drop."
     )
-    window_max: int | None = Field(default=None, ge=1, description="Cap on the window, in tokens.")
-    sink_tokens: int = Field(
-        default=4, ge=0, description="First tokens that a streaming head keeps."
+    ring: Literal["own", "ring_flash_attn"] = setting(
+        "Ranks", "own", "Ring attention code; ring_flash_attn is CUDA's."
     )
-    block: int = Field(default=128, ge=1, description="The window starts at a multiple of this.")
-    compensation: bool = Field(
-        default=True, description="Keep the mean of what streaming heads drop."
+    cuda_graphs: bool = setting("Ranks", True, "Decode in CUDA graphs where that is possible.")
+    threads: int | None = setting(
+        "Ranks", None, "Threads per rank; none: cores divided by the host's ranks.", ge=1
     )
-    ring: Literal["own", "ring_flash_attn"] = Field(
-        default="own", description="Ring attention code; ring_flash_attn is CUDA's."
+    trust_remote_code: bool = setting("Model", False, "Run Python code that the model ships.")
+    collective_timeout: float = setting(
+        "Ranks", 120.0, "Seconds until a collective with a stuck rank fails.", gt=0
     )
-    cuda_graphs: bool = Field(
-        default=True, description="Decode in CUDA graphs where that is possible."
-    )
-    threads: int | None = Field(
-        default=None, ge=1, description="Threads per rank; none: cores divided by the host's ranks."
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that the model ships."
-    )
-    collective_timeout: float = Field(
-        default=120.0, gt=0, description="Seconds until a collective with a stuck rank fails."
-    )
-    heartbeat_timeout: float = Field(
-        default=30.0,
+    heartbeat_timeout: float = setting(
+        "Ranks",
+        30.0,
+        "Seconds of rank 0's silence after which the ranks are killed and restarted.",
         gt=0,
-        description="Seconds of rank 0's silence after which the ranks are killed and restarted.",
     )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of the draws of requests that bring none."
+    seed: int = setting(
+        "Model", 0, "Seed of the draws of requests that bring none.", ge=0, lt=2**63
     )
 
     def __init__(self, **values: Any) -> None:
@@ -121,7 +126,10 @@ class EngineConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise explain(error, type(self).model_fields) from None
-        _ = self.policy  # window_max below window_min is the policy's to refuse
+        if self.window_max is not None and self.window_max < self.window_min:
+            raise ConfigError(
+                f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
+            )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -130,30 +138,6 @@ class EngineConfig(BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("true and false are no values for it")
         return value
-
-    @field_validator(
-        "max_model_len",
-        "kv_tokens",
-        "chunked_prefill_size",
-        "window_min",
-        "window_max",
-        mode="before",
-    )
-    @classmethod
-    def _sizes_may_have_units(cls, value: Any) -> Any:
-        return size_or_itself(value)
-
-    @property
-    def policy(self) -> StreamingPolicy:
-        """What a streaming head sees (DESIGN.md §5)."""
-        return StreamingPolicy(
-            window_min=self.window_min,
-            window_ratio=self.window_ratio,
-            window_max=self.window_max,
-            sinks=self.sink_tokens,
-            block=self.block,
-            compensation=self.compensation,
-        )
 
     def threads_per_rank(self, local_ranks: int) -> int:
         """Threads of each of the ``local_ranks`` ranks on this host, at least 1."""
@@ -171,6 +155,8 @@ class EngineConfig(BaseModel):
 
 class ServerConfig(EngineConfig):
     """The engine's settings and the HTTP server's; frozen."""
+
+    group: ClassVar[str] = "HTTP server"
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(
@@ -193,3 +179,39 @@ class ServerConfig(EngineConfig):
     def name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model
+
+
+class JobConfig(EngineConfig):
+    """The engine's settings and the job's; frozen. Evaluations derive theirs from it."""
+
+    group: ClassVar[str] = "Job"
+
+    ray: bool = Field(
+        default=True, description="Engines of Ray actors; otherwise processes of this host."
+    )
+    ray_address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Cluster, as ray.init takes it; none: RAY_ADDRESS, else a local one.",
+    )
+    engines: int | None = Field(
+        default=None, ge=1, description="Engines at once; none: as many as the cluster holds."
+    )
+    cpus_per_rank: float = Field(
+        default=1.0, gt=0, description="CPUs reserved for a rank; below 1 ranks share one."
+    )
+    placement: Literal["STRICT_PACK", "PACK"] = Field(
+        default="STRICT_PACK", description="An engine's ranks on one node, or rather on one."
+    )
+    cluster_timeout: float = Field(
+        default=600.0, gt=0, description="Seconds to wait until the cluster has room."
+    )
+    attempts: int = Field(
+        default=3, ge=1, description="How often an item is tried while engines fail under it."
+    )
+    new_folder: bool = Field(
+        default=False, description="Begin FOLDER-2 if FOLDER holds results of other settings."
+    )
+    retry_failed: bool = Field(
+        default=False, description="Try again what an earlier run recorded as failed."
+    )

@@ -1,10 +1,16 @@
-"""Gathers settings from the command line, the environment and YAML files."""
+"""Gathers settings from the command line, the environment and YAML files.
+
+A setting is looked up on the command line, then in the environment (``RAZOR_<FIELD>``), then in
+the user's YAML file, then in the defaults shipped for the model (``configs/models/<name>.yaml``),
+and last in the class.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,15 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig, ServerConfig
+from razor_dist.config.schema import RENAMED, EngineConfig, JobConfig, ServerConfig
 from razor_dist.config.validation import SettingError, is_optional, unknown
-from razor_dist.jobs.config import JobConfig
 
 ENV_PREFIX = "RAZOR_"
 # Variables with our prefix that one of our processes sets for another; they are no settings.
 INTERNAL_ENV = frozenset({"RAZOR_RENDEZVOUS"})
 
 Config = TypeVar("Config", bound=EngineConfig)
+_log = logging.getLogger(__name__)
 
 
 class Setting(NamedTuple):
@@ -46,7 +52,7 @@ def load_config(
     Parameters
     ----------
     cls : type
-        `EngineConfig` or `ServerConfig`.
+        `EngineConfig` or a class derived from it.
     cli : mapping, optional
         Flags by field name; ``None`` means that a flag was not given, ``"none"`` sets an optional
         setting to none.
@@ -64,17 +70,17 @@ def load_config(
         If a name is unknown, a value wrong, or the YAML file unreadable.
     """
     given = {name: value for name, value in (cli or {}).items() if value is not None}
-    layers = [
-        dict(implied or {}),
-        _from_yaml(cls, Path(yaml_path)) if yaml_path is not None else {},
-        _from_env(cls, env or {}),
-        _named(cls, given, lambda name: f"--{name.replace('_', '-')}"),
-    ]
-    return _build(cls, layers)
+    return _build(
+        cls,
+        dict(implied or {})
+        | (_from_file(cls, Path(yaml_path)) if yaml_path is not None else {})
+        | _from_env(cls, env or {})
+        | _named(cls, given, lambda name: f"--{name.replace('_', '-')}"),
+    )
 
 
 def build_config(cls: type[Config], **values: Any) -> Config:
-    """The configuration for keyword arguments, over the defaults shipped for the model.
+    """Return the configuration for keyword arguments, over the defaults shipped for the model.
 
     Unlike `load_config` this looks at no environment, and ``None`` is a value like any other.
 
@@ -83,13 +89,10 @@ def build_config(cls: type[Config], **values: Any) -> Config:
     ConfigError
         As `load_config`.
     """
-    return _build(cls, [{name: Setting(value, "") for name, value in values.items()}])
+    return _build(cls, {_current(name): Setting(value, "") for name, value in values.items()})
 
 
-def _build(cls: type[Config], layers: Iterable[Settings]) -> Config:
-    settings: Settings = {}
-    for layer in layers:
-        settings |= layer
+def _build(cls: type[Config], settings: Settings) -> Config:
     default = Setting(cls.model_fields["model"].default, "default")
     settings = _shipped(cls, settings.get("model", default).value) | settings
     try:
@@ -101,7 +104,7 @@ def _build(cls: type[Config], layers: Iterable[Settings]) -> Config:
 
 
 def _shipped(cls: type[Config], model: Any) -> Settings:
-    """The defaults shipped for a model; none for a folder or a hub id."""
+    """Return the defaults shipped for a model; none for a folder or a hub id."""
     if not isinstance(model, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", model):
         return {}
     file = resources.files("razor_dist.configs") / "models" / f"{model}.yaml"
@@ -110,7 +113,7 @@ def _shipped(cls: type[Config], model: Any) -> Settings:
     return _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
 
 
-def _from_yaml(cls: type[Config], path: Path) -> Settings:
+def _from_file(cls: type[Config], path: Path) -> Settings:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -126,6 +129,8 @@ def _from_text(cls: type[Config], text: str, source: str) -> Settings:
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source} is not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply for a mapping of settings") from None
     if values is None:  # an empty file, or comments only
         return {}
     if not isinstance(values, dict):
@@ -147,29 +152,37 @@ class _Loader(yaml.SafeLoader):
 
 
 def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
-    values = {
-        name.removeprefix(ENV_PREFIX).lower(): value
-        for name, value in env.items()
-        if name.startswith(ENV_PREFIX) and name not in INTERNAL_ENV
-    }
-    for name in values:
-        # All commands share one environment, so each one's settings are known everywhere.
-        fields = {**cls.model_fields, **ServerConfig.model_fields, **JobConfig.model_fields}
-        if name not in fields:
-            known = [ENV_PREFIX + field.upper() for field in fields]
-            raise ConfigError(unknown(ENV_PREFIX + name.upper(), known, "environment variable"))
-    mine = {name: value for name, value in values.items() if name in cls.model_fields}
+    # All commands share one environment, so each one's settings are known everywhere.
+    known = {*cls.model_fields, *ServerConfig.model_fields, *JobConfig.model_fields}
+    mine = {}
+    for variable, value in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in INTERNAL_ENV:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if RENAMED.get(name, name) not in known:
+            variables = [ENV_PREFIX + field.upper() for field in known]
+            raise ConfigError(unknown(variable, variables, "environment variable"))
+        if RENAMED.get(name, name) in cls.model_fields:
+            mine[name] = value
     return _named(cls, mine, lambda name: ENV_PREFIX + name.upper())
 
 
 def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str], str]) -> Settings:
     """Check the names, and read "none" as ``None`` where a setting may be none."""
     settings = {}
-    for name, value in values.items():
+    for given, value in values.items():
+        name = _current(given)
         if name not in cls.model_fields:
-            raise ConfigError(f"{unknown(name, cls.model_fields)} (in {source(name)})")
+            raise ConfigError(f"{unknown(name, cls.model_fields)} (in {source(given)})")
         is_none = isinstance(value, str) and value.lower() == "none"
         if is_none and is_optional(cls.model_fields[name]):
             value = None
-        settings[name] = Setting(value, source(name))
+        settings[name] = Setting(value, source(given))
     return settings
+
+
+def _current(name: str) -> str:
+    """Return the name that a setting has now."""
+    if name in RENAMED:
+        _log.warning("%s is deprecated: the setting is named %s now", name, RENAMED[name])
+    return RENAMED.get(name, name)

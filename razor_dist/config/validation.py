@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.sizes import Size, takes_sizes
 
 
 class SettingError(ConfigError):
@@ -21,7 +22,7 @@ class SettingError(ConfigError):
 
 
 def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
-    """A sentence about an unknown name, with the nearest known one if there is one.
+    """Return a sentence about an unknown name, with the nearest known one if there is one.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that looks most like ``name``, if any does."""
+    """Return the known name that looks most like ``name``, if any does."""
     # Case and dashes are the commonest slips, and difflib would count them as differences.
     for spelling in (name, name.lower().replace("-", "_")):
         near = difflib.get_close_matches(spelling, known, n=1)
@@ -48,7 +49,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingError:
-    """The first of pydantic's complaints as a sentence without a trace of pydantic."""
+    """Return the first of pydantic's complaints as a sentence without a trace of pydantic."""
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
@@ -60,7 +61,7 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
 
 
 def _wanted(problem: Any, field: FieldInfo) -> str:
-    """What would be right, as words that follow "must be"."""
+    """Return what would be right, as words that follow "must be"."""
     context = problem.get("ctx", {})
     match problem["type"]:
         case "greater_than_equal":
@@ -81,7 +82,7 @@ def _wanted(problem: Any, field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The words of a Literal, also of one that is inside a tuple or optional."""
+    """Return the words of a Literal, also of one that is inside a tuple or optional."""
     return [
         word
         for part in get_args(annotation)
@@ -90,16 +91,19 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def kind(field: FieldInfo) -> str:
-    """The type of a setting in words, e.g. ``an integer or none``."""
+    """Return the type of a setting in words, e.g. ``an integer or none``."""
     words = {
         int: "an integer",
         float: "a number",
         bool: "true or false",
         str: "a string",
+        Size: "an integer such as 8192 or 8K",
         tuple[int, ...]: "a list of integers",
+        tuple[Size, ...]: "a list of integers such as 8192 or 8K",
         tuple[float, ...]: "a list of numbers",
     }
-    whole: Any = field.annotation
+    # pydantic takes a bare `Size` apart, and leaves one inside an optional or a tuple as it is.
+    whole: Any = Size if field.annotation is int and takes_sizes(field) else field.annotation
     parts = (whole,) if whole in words else get_args(whole)
     names = [words[t] for t in parts if t in words]
     if is_optional(field):
@@ -108,5 +112,5 @@ def kind(field: FieldInfo) -> str:
 
 
 def is_optional(field: FieldInfo) -> bool:
-    """Whether the setting may be ``None``."""
+    """Return whether the setting may be ``None``."""
     return type(None) in get_args(field.annotation)

@@ -55,5 +55,5 @@ def about_settings(config: EngineConfig, head_map: HeadMap, max_model_len: int) 
     )
     # Windows that a head map gives its heads are not the settings'.
     if head_map.windows is None and head_map.kv_fraction < 1:
-        said += about_window(config.policy, max_model_len, config.world_size)
+        said += about_window(StreamingPolicy.of(config), max_model_len, config.world_size)
     return said

@@ -11,6 +11,7 @@ from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.runner import CacheConfig
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def chunk_length(
         return world_size * _CHUNK_CPU
     if world_size == 1 or config.prefill == "exact":
         return world_size * _CHUNK_CUDA  # no halo
-    policies = [config.policy.with_window(window) for window in windows]
+    policies = [StreamingPolicy.of(config).with_window(window) for window in windows]
     longest = max((policy.window(max_model_len - 1) for policy in policies), default=0)
     wanted = max(_CHUNK_CUDA, _WINDOWS_IN_CHUNK * longest)
     width = max(shape.query_heads * shape.head_dim, _WIDTH_OF_LONGEST)
@@ -117,7 +118,7 @@ def cache_config(
         per_rank = -(-config.kv_tokens // world_size)
         num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
     return CacheConfig(
-        policy=config.policy,
+        policy=StreamingPolicy.of(config),
         max_sequences=config.max_num_seqs,
         max_tokens=max_model_len,
         num_pages=num_pages,

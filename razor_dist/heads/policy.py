@@ -20,6 +20,9 @@ import numpy as np
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+
+_SETTINGS = EngineConfig.model_fields
 
 
 class Run(NamedTuple):
@@ -50,12 +53,12 @@ class StreamingPolicy:
         Whether the dropped tokens are represented by their mean key and value.
     """
 
-    window_min: int = 4000
-    window_ratio: int | None = 5
-    window_max: int | None = None
-    sinks: int = 4
-    block: int = 128
-    compensation: bool = True
+    window_min: int = _SETTINGS["window_min"].default
+    window_ratio: int | None = _SETTINGS["window_ratio"].default
+    window_max: int | None = _SETTINGS["window_max"].default
+    sinks: int = _SETTINGS["sink_tokens"].default
+    block: int = _SETTINGS["block"].default
+    compensation: bool = _SETTINGS["compensation"].default
 
     def __post_init__(self) -> None:
         check_least(self, window_min=1, window_ratio=1, window_max=1, sinks=0, block=1)
@@ -63,6 +66,18 @@ class StreamingPolicy:
             raise ConfigError(
                 f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
             )
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> StreamingPolicy:
+        """Return the policy of an engine's settings."""
+        return cls(
+            window_min=config.window_min,
+            window_ratio=config.window_ratio,
+            window_max=config.window_max,
+            sinks=config.sink_tokens,
+            block=config.block,
+            compensation=config.compensation,
+        )
 
     def with_window(self, tokens: int | None) -> StreamingPolicy:
         """What a head with a window of its own sees.

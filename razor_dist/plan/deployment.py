@@ -286,7 +286,7 @@ class Deployment:
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:
         """The streaming heads, by window, in the order of `HeadLayout.windows`."""
-        policy, found = self.config.policy, []
+        policy, found = StreamingPolicy.of(self.config), []
         for index, window in enumerate(self.layout.windows):
             per_layer = tuple(
                 sum(g.rows.stop - g.rows.start for g in heads.groups if g.index == index)
