@@ -22,7 +22,7 @@ RENAMED = {"wave_tokens": "chunked_prefill_size"}
 
 def setting(group: str, default: Any, description: str, **limits: Any) -> Any:
     """Declare a setting: its heading in ``--help``, its default, one line about it, its range."""
-    extra = {"group": group}
+    extra: Any = {"group": group}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
