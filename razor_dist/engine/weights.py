@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype
-from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.models.loader import (
     eos_token_ids,
     layer_classes,
@@ -24,6 +25,8 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
     head_map = head_map_of(config, shape, model_fingerprint(model_config))
+    if comm.rank == 0 and config.attention == "razor":
+        log.info("head map: %s", config.head_map or default_head_map(config.model))
     shares = None
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
@@ -90,7 +95,7 @@ def head_map_of(config: EngineConfig, shape: ModelShape, fingerprint: str) -> He
         return HeadMap.full(shape)
     if config.attention == "streaming":
         return HeadMap.streaming(shape)
-    head_map = HeadMap.load(config.head_map or shipped_head_map(config.model))
+    head_map = HeadMap.load(config.head_map or default_head_map(config.model))
     head_map.validate(shape, fingerprint)
     return head_map
 

@@ -14,12 +14,15 @@ from razor_dist.config.errors import HeadMapError
 from razor_dist.heads.decision import Flags, Pairs, Scores, Windows
 from razor_dist.heads.head_map_json import readable_json
 from razor_dist.heads.verification import Verification
+from razor_dist.models import smollm2
 
 if TYPE_CHECKING:
     # Its module imports transformers, which a reader of head maps need not wait for.
     from razor_dist.models.shape import ModelShape
 
 FORMAT_VERSION: Final = 1
+FOLDER_HEAD_MAP: Final = "head_map.json"
+"""The file in a model's folder that is its head map unless another is named."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -219,6 +222,23 @@ class HeadMap:
 
 
 _adapter = TypeAdapter(HeadMap)
+
+
+def default_head_map(model: str) -> Path:
+    """The head map of a model for which none is named: its folder's own, or the shipped one.
+
+    Parameters
+    ----------
+    model : str
+        As the setting ``model``: a folder that holds ``head_map.json``, ``smollm2``, or a hub id.
+
+    Raises
+    ------
+    HeadMapError
+        If there is none; the message says how to make one.
+    """
+    own = Path(model).expanduser() / FOLDER_HEAD_MAP
+    return own if own.is_file() and model != smollm2.NAME else shipped_head_map(model)
 
 
 def shipped_head_map(model_name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.heads.head_map import shipped_head_map
+from razor_dist.heads.head_map import default_head_map
 from razor_dist.jobs.config import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
         own = set(type(config).model_fields) - set(EngineConfig.model_fields)
         fields |= config.model_dump(mode="json", include=own)
     if config.attention == "razor":
-        path = Path(config.head_map or shipped_head_map(config.model))
+        path = Path(config.head_map or default_head_map(config.model))
         try:
             fields["head_map"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         except OSError as error:

