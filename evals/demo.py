@@ -7,6 +7,7 @@ splitting the heads saved. It needs nothing but the embedded model and a CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -21,8 +22,9 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from razor_dist.config.errors import RazorError
 from razor_dist.documents.haystack import reference_paragraphs
 from razor_dist.evals.savings import Savings, full_kv_bytes
 from razor_dist.evals.serving import START_SECONDS, ServingError, server
@@ -35,11 +37,18 @@ NUMBER = "482913"
 # Percent of the document before the sentence.
 DEPTH = 40
 MAX_ANSWER_TOKENS = 48
+# Chunks of two or three seconds on two cores, so that progress can be seen; and a window of
+# constant length, which is whole on every rank: with the embedded model's own window of a fifth of
+# the context, five ranks or more would keep more than full attention's shards.
+SETTINGS = {"device": "cpu", "chunked-prefill-size": "1024", "window-ratio": "none"}
+_MOST_RANKS = 8
+# Between two lines of progress where there is no terminal to draw a bar on.
+_LINE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came over HTTP.
+class DemoAnswer:
+    """An answer that came over HTTP.
 
     Attributes
     ----------
@@ -65,17 +74,27 @@ class Answer:
 
 def main() -> int:
     """Entry point; returns 0 only if the answer holds the hidden number."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--world-size", type=int, default=8, help="ranks (default: 8)")
-    world_size: int = parser.parse_args().world_size
+    cores = len(os.sched_getaffinity(0))
+    ranks = min(max(2, cores), _MOST_RANKS)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Other flags go to razor-dist serve, such as --window-ratio 5.",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=ranks,
+        help=f"ranks (default: one for each core, from 2 to {_MOST_RANKS}; here {ranks})",
+    )
+    options, serve_flags = parser.parse_known_args()
     signal.signal(signal.SIGTERM, _as_interrupt)  # `kill` must end the server too
     console = Console(highlight=False)
     try:
-        return run(world_size, console)
+        return run(options.world_size, serve_flags, console)
     except KeyboardInterrupt:
         console.print("\ninterrupted; the server has been ended")
         return 130
-    except (ServingError, httpx.HTTPError) as error:
+    except (RazorError, ServingError, httpx.HTTPError) as error:
         Console(stderr=True).print(f"demo: {error}", style="red", markup=False)
         return 1
 
@@ -84,15 +103,17 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def run(world_size: int, console: Console) -> int:
+def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     """Start the server, ask, report; the server has ended when this returns.
 
     Parameters
     ----------
     world_size : int
         Number of ranks.
+    serve_flags : sequence of str
+        Of ``razor-dist serve``, stronger than `SETTINGS`.
     console : Console
-        Where to tell it.
+        Shows what is being done and what came of it.
 
     Returns
     -------
@@ -101,15 +122,30 @@ def run(world_size: int, console: Console) -> int:
 
     Raises
     ------
+    ModelError
+        If the embedded model is not installed.
     ServingError
         If the server cannot be started or refuses the request.
     """
-    started = time.monotonic()
-    console.print(f"[bold]1.[/] starting {world_size} ranks of {MODEL}, the embedded model ...")
-    with server(*_flags(world_size)) as url, httpx.Client(base_url=url, trust_env=False) as client:
-        _wait_until_healthy(client)
-        console.print(f"   ready on {url} after {time.monotonic() - started:.0f} s")
-        document = build_document(reference_paragraphs(), _count_tokens())
+    from tokenizers import Tokenizer
+
+    from razor_dist.models.registry import resolve_model
+
+    console.print(f"[bold]1.[/] {MODEL}, the embedded model")
+    folder = resolve_model(MODEL)  # the first time this converts it, and says so
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    document = build_document(
+        reference_paragraphs(), lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    )
+    settings = {"model": MODEL, "world-size": str(world_size), **SETTINGS}
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with _activity(f"starting {world_size} ranks", console):
+            url = stack.enter_context(server(*flags, *serve_flags))
+            client = stack.enter_context(httpx.Client(base_url=url, trust_env=False))
+            _wait_until_healthy(client)
+        console.print(f"   ready on {url} after {time.monotonic() - began:.0f} s")
         console.print(
             f"[bold]2.[/] sending {len(document):,} characters of Python's language reference, "
             f"with one sentence hidden after {DEPTH} % of it:\n   [italic]{SENTENCE}[/]\n"
@@ -122,36 +158,30 @@ def run(world_size: int, console: Console) -> int:
             _get(client, "/stats"),
             tokens=answer.prompt_tokens + answer.completion_tokens,
             prompt_tokens=answer.prompt_tokens,
-            full_kv_bytes_per_token=full_kv_bytes(MODEL),
+            full_kv_bytes_per_token=full_kv_bytes(folder),
         )
     right = NUMBER in re.findall(r"\d+", answer.text)
     console.print("[bold]3.[/] what it took\n", saved.table())
     console.print(
-        f"time to first token {answer.first_token_seconds:.1f} s, then "
+        f"{answer.first_token_seconds:.1f} s to the first token of the answer, then "
         f"{answer.tokens_per_second:.1f} tokens/s ({answer.completion_tokens} tokens after a "
-        f"prompt of {answer.prompt_tokens}), {world_size} ranks on "
+        f"prompt of {answer.prompt_tokens:,}); {world_size} ranks on "
         f"{len(os.sched_getaffinity(0))} cores"
     )
     verdict = "[green]right[/]" if right else f"[red]wrong[/]: it does not say {NUMBER}"
-    console.print(f"the answer is {verdict}")
+    console.print(f"The answer is {verdict}.")
     return 0 if right else 1
 
 
-def _flags(world_size: int) -> list[str]:
-    # On the CPU: ranks that share one GPU could not talk over NCCL.
-    settings = {"model": MODEL, "world-size": str(world_size), "device": "cpu"}
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
 def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]) -> str:
-    """The document: paragraphs of about `DOCUMENT_TOKENS` tokens with `SENTENCE` among them.
+    """Join paragraphs of about `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them.
 
     Parameters
     ----------
     paragraphs : sequence of str
         Prose, more than enough of it.
     count_tokens : callable
-        How many tokens a text has.
+        Tokens of a text.
 
     Raises
     ------
@@ -176,13 +206,33 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
     return "\n\n".join(chosen)
 
 
-def _count_tokens() -> Callable[[str], int]:
-    """Counts the tokens of a text as the server's model sees them."""
-    from razor_dist.frontend.prompts import load_tokenizer
-    from razor_dist.models.registry import resolve_model
+@contextlib.contextmanager
+def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show for how long something is under way; yields what takes its progress in tokens."""
+    if console.is_terminal:
+        columns = (
+            SpinnerColumn("line"),
+            TextColumn(text),
+            BarColumn(),
+            TextColumn("{task.fields[tokens]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=None, tokens="")
+            yield lambda done, total: bar.update(
+                task, total=total, completed=done, tokens=f"{done:,} of {total:,} tokens"
+            )
+        return
+    console.print(f"   {text} ...")
+    told = time.monotonic()
 
-    tokenizer: Any = load_tokenizer(resolve_model(MODEL))
-    return lambda text: len(tokenizer(text)["input_ids"])
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if done == total or time.monotonic() - told > _LINE_SECONDS:
+            told = time.monotonic()
+            console.print(f"   {text}: {done:,} of {total:,} tokens")
+
+    yield tell
 
 
 def _wait_until_healthy(client: httpx.Client) -> None:
@@ -200,7 +250,7 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
     return found
 
 
-def ask(client: httpx.Client, content: str, console: Console) -> Answer:
+def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
     """Ask one question; the answer is printed as it comes.
 
     Parameters
@@ -226,41 +276,28 @@ def ask(client: httpx.Client, content: str, console: Console) -> Answer:
         "stream_options": {"include_usage": True},
         "return_progress": True,
     }
-    columns = (
-        TextColumn("   reading"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeElapsedColumn(),
-    )
     begin = time.monotonic()
     first: float | None = None
     pieces: list[str] = []
     usage: dict[str, int] = {}
     with (
-        Progress(*columns, console=console) as progress,
+        contextlib.ExitStack() as reading,
         client.stream("POST", "/v1/chat/completions", json=body, timeout=600.0) as response,
     ):
-        task = progress.add_task("", total=None, tokens="")
         if response.status_code != 200:
             raise ServingError(f"the server answered {response.status_code}: {response.read()!r}")
-        for chunk in events(response.iter_lines()):
-            if "error" in chunk:
-                raise ServingError(f"the server failed: {chunk['error']['message']}")
-            usage = chunk.get("usage") or usage
-            if "prompt_progress" in chunk:
-                told = chunk["prompt_progress"]
-                tokens = f"{told['processed']} of {told['total']} tokens"
-                progress.update(
-                    task, total=told["total"], completed=told["processed"], tokens=tokens
-                )
-            for choice in chunk["choices"]:
-                piece = choice["delta"].get("content")
-                if not piece:
-                    continue
+        progress = reading.enter_context(_activity("reading", console))
+        for event in events(response.iter_lines()):
+            if "error" in event:
+                raise ServingError(f"the server failed: {event['error']['message']}")
+            usage = event.get("usage") or usage
+            if "prompt_progress" in event:
+                told = event["prompt_progress"]
+                progress(told["processed"], told["total"])
+            for piece in filter(None, (c["delta"].get("content") for c in event["choices"])):
                 if first is None:
                     first = time.monotonic() - begin
-                    progress.stop()
+                    reading.close()
                     console.print("   [bold]answer:[/] ", end="")
                 pieces.append(piece)
                 console.print(piece, end="", style="cyan", markup=False, soft_wrap=True)
@@ -268,11 +305,12 @@ def ask(client: httpx.Client, content: str, console: Console) -> Answer:
     console.print()
     if first is None:
         raise ServingError("the answer is empty")
-    return Answer("".join(pieces), usage["prompt_tokens"], usage["completion_tokens"], first, total)
+    counted = usage["prompt_tokens"], usage["completion_tokens"]
+    return DemoAnswer("".join(pieces), *counted, first, total)
 
 
 def events(lines: Iterable[str]) -> Iterator[Any]:
-    """The data of server-sent events, up to ``[DONE]``; comments are skipped."""
+    """Yield the data of server-sent events up to ``[DONE]``; comments are skipped."""
     for line in lines:
         if line == "data: [DONE]":
             return

@@ -1,33 +1,33 @@
-"""What splitting the heads saves, measured against what full attention would take."""
+"""Keys and values and traffic of one request, measured against what full attention would take."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 
-def full_kv_bytes(model: str, itemsize: int = 4) -> int:
+def full_kv_bytes(folder: Path, itemsize: int = 4) -> int:
     """Bytes per token of the keys and values of all heads of a model.
 
     ``2 · layers · kv_heads · head_dim · itemsize``.
 
     Parameters
     ----------
-    model : str
-        As `razor_dist.models.registry.resolve_model` takes it.
+    folder : Path
+        Of a model of Llama's form.
     itemsize : int
         Bytes of one number; float32, the dtype on CPU, has 4.
     """
-    from razor_dist.models.loader import read_config
-    from razor_dist.models.registry import resolve_model
-    from razor_dist.models.shape import ModelShape
-
-    shape = ModelShape.from_config(read_config(resolve_model(model)))
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv_heads: int = config["num_hidden_layers"] * config["num_key_value_heads"]
+    return int(2 * kv_heads * head_dim * itemsize)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Savings:
         prompt_tokens: int,
         full_kv_bytes_per_token: int,
     ) -> Savings:
-        """From the engine's counters (``GET /stats``) around one request.
+        """Subtract the engine's counters (``GET /stats``) before a request from those after it.
 
         The peak of KV bytes is the highest since the start: the request must be the largest yet.
         """
@@ -95,49 +95,61 @@ class Savings:
         return self.full_on_one_rank / self.world_size
 
     @property
-    def full_ring_bytes(self) -> int:
-        """Bytes that a ring of all heads moves: every key and value past P-1 ranks."""
-        return (self.world_size - 1) * self.prompt_tokens * self.full_kv_bytes_per_token
+    def full_ring_bytes(self) -> float:
+        """Bytes of a ring of all heads over the same prefill chunks: each head sends the same."""
+        return self.bytes_sent["ring"] / self.retrieval_fraction
+
+    @property
+    def window_tokens(self) -> float:
+        """Tokens that each rank holds of the streaming heads, their window above all."""
+        streaming = self.kv_bytes_per_rank - self.retrieval_fraction * self.full_per_rank
+        return streaming / ((1 - self.retrieval_fraction) * self.full_kv_bytes_per_token)
 
     def table(self) -> RenderableType:
         """Both comparisons, to print."""
-        parts: list[RenderableType] = [self._memory(), self._traffic()]
-        if self.kv_bytes_per_rank > self.full_per_rank:
-            parts.insert(
-                1,
-                "At this length the streaming heads' window, whole on every rank, outweighs "
-                f"what {self.world_size} shards save; it pays for longer contexts, and with "
-                "--window-max.\n",
+        parts: list[RenderableType] = [self._memory()]
+        if self.retrieval_fraction < 1 and self.kv_bytes_per_rank >= self.full_per_rank:
+            parts.append(
+                f"Every rank holds the streaming heads' window whole, {self.window_tokens:,.0f} "
+                f"tokens; a share of full attention's is {self.tokens / self.world_size:,.0f}. "
+                f"With a window of this size, {self.world_size} ranks keep less than full "
+                f"attention from about {self.window_tokens * self.world_size:,.0f} tokens on.\n"
             )
-        return Group(*parts)
+        return Group(*parts, *([self._traffic()] if self.world_size > 1 else []))
 
     def _memory(self) -> Table:
-        table = Table(title="keys and values, MB", title_justify="left")
-        for heading in ("", "MB", "razor / it"):
-            table.add_column(heading, justify="left" if not heading else "right")
+        table = _table("keys and values", "MB", "razor / it")
         kept = self.kv_bytes_per_rank
         table.add_row("razor, most on one rank (measured)", _mb(kept), "")
-        for name, full in (
-            ("full attention, on one rank", self.full_on_one_rank),
-            (f"full attention, over {self.world_size} ranks", self.full_per_rank),
-        ):
+        rows: dict[str, float] = {
+            f"full attention, a rank's share of {self.world_size}": self.full_per_rank,
+            "full attention, all on one rank": self.full_on_one_rank,
+        }
+        for name, full in list(rows.items())[self.world_size == 1 :]:
             table.add_row(name, _mb(full), f"{kept / full:.2f}")
         return table
 
     def _traffic(self) -> Table:
-        table = Table(title="sent between ranks, MB", title_justify="left")
-        for heading in ("", "MB", "bytes / prompt token"):
-            table.add_column(heading, justify="left" if not heading else "right")
-        for purpose, sent in self.bytes_sent.items():
-            table.add_row(purpose, _mb(sent), f"{sent / self.prompt_tokens:,.0f}")
+        table = _table("sent between ranks", "MB", "bytes / prompt token")
+        sent = {purpose: n for purpose, n in self.bytes_sent.items() if n}
+        total = sum(sent.values())
+        for purpose, n in sent.items():
+            self._add_traffic(table, purpose, n)
         table.add_section()
-        total = sum(self.bytes_sent.values())
-        table.add_row("all (measured)", _mb(total), f"{total / self.prompt_tokens:,.0f}")
-        full = self.full_ring_bytes
-        table.add_row(
-            "ring of all heads, full attention", _mb(full), f"{full / self.prompt_tokens:,.0f}"
-        )
+        self._add_traffic(table, "razor, all (measured)", total)
+        if self.retrieval_fraction:
+            self._add_traffic(table, "full attention, its ring alone", self.full_ring_bytes)
         return table
+
+    def _add_traffic(self, table: Table, name: str, sent: float) -> None:
+        table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}")
+
+
+def _table(*headings: str) -> Table:
+    table = Table()
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    return table
 
 
 def _mb(nbytes: float) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
 from razor_dist.evals import demo
-from razor_dist.evals.savings import Savings
+from razor_dist.evals.savings import Savings, full_kv_bytes
+from razor_dist.evals.serving import ServingError
+from razor_dist.models.registry import resolve_model
 
 PARAGRAPHS = [f"Paragraph {i} says\nnothing  of note." for i in range(3000)]
 
@@ -36,7 +41,7 @@ def test_events_are_the_data_lines_up_to_done() -> None:
 
 
 def test_decode_speed_leaves_the_first_token_out() -> None:
-    answer = demo.Answer("", 7000, 11, first_token_seconds=20.0, total_seconds=25.0)
+    answer = demo.DemoAnswer("", 7000, 11, first_token_seconds=20.0, total_seconds=25.0)
     assert answer.tokens_per_second == 2.0
 
 
@@ -65,18 +70,50 @@ def test_savings_are_the_difference_between_two_readings() -> None:
     assert saved.bytes_sent == {"ring": 1000, "halo": 0}
     assert saved.full_on_one_rank == 12_000
     assert saved.full_per_rank == 6000
-    assert saved.full_ring_bytes == 10_000
+    assert saved.full_ring_bytes == 4000, "a quarter of the heads sent 1000"
 
 
-@pytest.mark.parametrize(("peak", "said"), [(5000, False), (7000, True)])
-def test_a_loss_is_said(peak: int, said: bool) -> None:
+def printed(shown: object) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(savings([peak, 0]).table())
-    assert ("outweighs" in capture.get()) == said
+        console.print(shown)
+    return capture.get()
+
+
+def test_a_loss_is_said_with_where_the_saving_begins() -> None:
+    assert "from about" not in printed(savings([5000, 0]).table())
+    # 1500 of 7000 bytes are the retrieval heads'; a token of the others takes 750.
+    page = printed(savings([7000, 0]).table())
+    assert "window whole, 7 tokens; a share of full attention's is 6." in page
+    assert "2 ranks keep less than full attention from about 15 tokens on." in page
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = replace(savings([7000]), world_size=1, bytes_sent={"ring": 0, "halo": 0})
+    page = printed(alone.table())
+    assert "sent between" not in page and "share of 1" not in page
 
 
 def test_the_sizes_of_full_attention_are_the_models() -> None:
-    from razor_dist.evals.savings import full_kv_bytes
+    assert full_kv_bytes(resolve_model("smollm2")) == 2 * 30 * 3 * 64 * 4
 
-    assert full_kv_bytes("smollm2") == 2 * 30 * 3 * 64 * 4
+
+def test_progress_without_a_terminal_is_lines() -> None:
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as capture, demo._activity("reading", console) as progress:
+        for done in (0, 10, 20):
+            progress(done, 20)
+    assert capture.get() == "   reading ...\n   reading: 20 of 20 tokens\n"
+
+
+def test_other_flags_go_to_the_server_and_prevail(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+
+    def no_server(*flags: str) -> None:
+        given.extend(flags)
+        raise ServingError("none here")
+
+    monkeypatch.setattr(demo, "server", no_server)
+    monkeypatch.setattr(sys, "argv", ["demo", "--world-size", "3", "--window-ratio", "7"])
+    assert demo.main() == 1
+    assert "--world-size=3" in given and given[-2:] == ["--window-ratio", "7"]
