@@ -68,8 +68,10 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     shape = ModelShape.from_config(model_config)
     context_length(config, shape)
     head_map = head_map_of(config, shape, model_fingerprint(model_config))
-    if comm.rank == 0 and config.attention == "razor":
-        log.info("head map: %s", config.head_map or default_head_map(config.model))
+    if comm.rank == 0 and config.attention == "razor" and config.head_map is None:
+        chosen = default_head_map(config.model)
+        if chosen.parent == path:
+            log.info("the head map is the model folder's own, %s", chosen)
     shares = None
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
