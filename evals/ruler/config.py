@@ -146,7 +146,7 @@ class RulerConfig(ComparingConfig):
         if unknown := sorted(set(own) - set(EngineConfig.model_fields) | set(own) & {"model"}):
             raise ConfigError(
                 f"methods: {method} sets {unknown[0]}, which is "
-                + ("the same for all methods" if unknown[0] == "model" else "no engine setting")
+                + ("the same for all methods" if unknown[0] == "model" else "not an engine setting")
             )
         shared = self.model_dump(include=set(EngineConfig.model_fields))
         shared["max_model_len"] = self.token_lengths[-1]

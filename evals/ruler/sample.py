@@ -1,13 +1,10 @@
-"""What a RULER task makes, and the words it makes it of."""
+"""A sample of a RULER task, and the largest of a length."""
 
 from __future__ import annotations
 
 import itertools
-import random
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from razor_dist.config.errors import ConfigError
 
@@ -33,10 +30,6 @@ class Sample:
     answers: tuple[str, ...]
 
 
-Builder = Callable[[int], Sample]
-"""Makes the sample of a number of haystack units; each call gives the same for the same number."""
-
-
 @dataclass(frozen=True)
 class Units:
     """A sample that can be made at any size.
@@ -44,14 +37,14 @@ class Units:
     Attributes
     ----------
     build : callable
-        Of a number of units.
+        Makes the sample of a number of haystack units; always the same for the same number.
     least : int
         The fewest units that make the task.
     most : int, optional
         None: as many as wanted.
     """
 
-    build: Builder
+    build: Callable[[int], Sample]
     least: int = 0
     most: int | None = None
 
@@ -106,43 +99,3 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
         else:
             low, below = guess, found
     raise AssertionError  # the loop has no other end
-
-
-@lru_cache(maxsize=1)
-def single_words() -> tuple[str, ...]:
-    """Ordinary English words, each once."""
-    from razor_dist.evals.needle.tokenizer import needle_words  # imports transformers
-
-    return tuple(sorted(set(needle_words())))
-
-
-def word_pairs(draw: random.Random) -> Iterator[str]:
-    """Two words with a hyphen, never the same pair twice: keys that name nothing."""
-    words, seen = single_words(), set()
-    while True:
-        pair = "-".join(draw.sample(words, 2))
-        if pair not in seen:
-            seen.add(pair)
-            yield pair
-
-
-def numbers(draw: random.Random, digits: int) -> Iterator[str]:
-    """Numbers of so many digits, never the same twice."""
-    seen = set()
-    while True:
-        number = draw.randrange(10 ** (digits - 1), 10**digits)
-        if number not in seen:
-            seen.add(number)
-            yield str(number)
-
-
-def uuids(draw: random.Random) -> Iterator[str]:
-    """Random UUIDs (version 4)."""
-    while True:
-        yield str(uuid.UUID(int=draw.getrandbits(128), version=4))
-
-
-def listed(parts: Sequence[str]) -> str:
-    """The parts as a sentence names them: a, b, and c."""
-    *first, last = parts
-    return f"{', '.join(first)}, and {last}" if first else last

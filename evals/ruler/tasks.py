@@ -1,28 +1,37 @@
-"""RULER's thirteen tasks by name: how each is made, how long its answer is, how it is scored."""
+"""RULER's thirteen tasks by name: their samples, the length of their answers, their scores.
+
+Eleven are `synthetic`; the other two are question answering (section 3.4): a question's own
+paragraphs among those of others.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.ruler.aggregation import common_words, frequent_words
-from razor_dist.evals.ruler.needles import Needles
-from razor_dist.evals.ruler.qa import Questions
 from razor_dist.evals.ruler.sample import Sample, Units, fit
-from razor_dist.evals.ruler.tracing import variable_tracking
+from razor_dist.evals.ruler.synthetic import (
+    RulerNeedles,
+    common_words,
+    frequent_words,
+    variable_tracking,
+)
 
 NEEDLES = {
-    "niah_single_1": Needles(haystack="noise"),
-    "niah_single_2": Needles(),
-    "niah_single_3": Needles(values="uuids"),
-    "niah_multikey_1": Needles(num_keys=4),
-    "niah_multikey_2": Needles(haystack="needles"),
-    "niah_multikey_3": Needles(haystack="needles", keys="uuids", values="uuids"),
-    "niah_multivalue": Needles(num_values=4),
-    "niah_multiquery": Needles(num_keys=4, num_queries=4),
+    "niah_single_1": RulerNeedles(haystack="noise"),
+    "niah_single_2": RulerNeedles(),
+    "niah_single_3": RulerNeedles(values="uuids"),
+    "niah_multikey_1": RulerNeedles(num_keys=4),
+    "niah_multikey_2": RulerNeedles(haystack="needles"),
+    "niah_multikey_3": RulerNeedles(haystack="needles", keys="uuids", values="uuids"),
+    "niah_multivalue": RulerNeedles(num_values=4),
+    "niah_multiquery": RulerNeedles(num_keys=4, num_queries=4),
 }
 ANSWER_TOKENS = dict.fromkeys(NEEDLES, 128) | {
     "vt": 30,
@@ -41,6 +50,126 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 
 @dataclass(frozen=True)
+class QAQuestion:
+    """A question of a data set.
+
+    Attributes
+    ----------
+    text : str
+    answers : tuple of str
+        Any of them is right.
+    documents : tuple of int
+        Which of the set's documents it came with.
+    nearest : tuple of int
+        Others that are put beside them before any else: the same article's paragraphs.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+    nearest: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class QAData:
+    """A data set: its documents, each once, and its questions that have an answer."""
+
+    documents: tuple[str, ...]
+    questions: tuple[QAQuestion, ...]
+
+    def units(self, draw: random.Random) -> Units:
+        """A question's sample, a unit being a document that it did not come with."""
+        question = draw.choice(self.questions)
+        nearest = list(question.nearest)
+        near = {*question.documents, *nearest}
+        others = [index for index in range(len(self.documents)) if index not in near]
+        draw.shuffle(nearest)
+        draw.shuffle(others)
+        others = nearest + others
+        seed = draw.getrandbits(64)
+
+        def build(count: int) -> Sample:
+            chosen = [*question.documents, *others[:count]]
+            random.Random(seed).shuffle(chosen)
+            texts = "\n\n".join(
+                f"Document {place}:\n{self.documents[index]}"
+                for place, index in enumerate(chosen, 1)
+            )
+            text = (
+                "Answer the question from the documents below. Give the answer alone, in as few "
+                f"words as it takes.\n\n{texts}\n\n"
+                f"Question, to be answered from the documents above: {question.text}"
+            )
+            return Sample(text, "Answer:", question.answers)
+
+        return Units(build, most=len(others))
+
+
+def read_squad(path: Path) -> QAData:
+    """SQuAD's JSON (version 1.1 or 2.0); questions without an answer are left out.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read or is not of this form.
+    """
+
+    def read(content: Any, documents: dict[str, int]) -> list[QAQuestion]:
+        found = []
+        for article in content["data"]:
+            paragraphs = [
+                (documents.setdefault(paragraph["context"], len(documents)), paragraph["qas"])
+                for paragraph in article["paragraphs"]
+            ]
+            for own, questions in paragraphs:
+                nearest = tuple(dict.fromkeys(index for index, _ in paragraphs if index != own))
+                for question in questions:
+                    answers = dict.fromkeys(answer["text"] for answer in question["answers"])
+                    if answers and not question.get("is_impossible"):
+                        text = question["question"]
+                        found.append(QAQuestion(text, tuple(answers), (own,), nearest))
+        return found
+
+    return _read(path, "SQuAD", read)
+
+
+def read_hotpotqa(path: Path) -> QAData:
+    """HotpotQA's JSON (distractor setting): a list of questions with ten documents each.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read or is not of this form.
+    """
+
+    def read(content: Any, documents: dict[str, int]) -> list[QAQuestion]:
+        found = []
+        for question in content:
+            own = [
+                documents.setdefault(f"{title}\n{''.join(sentences)}", len(documents))
+                for title, sentences in question["context"]
+            ]
+            indices = tuple(dict.fromkeys(own))
+            found.append(QAQuestion(question["question"], (question["answer"],), indices))
+        return found
+
+    return _read(path, "HotpotQA", read)
+
+
+def _read(path: Path, form: str, read: Any) -> QAData:
+    documents: dict[str, int] = {}
+    try:
+        questions: Sequence[QAQuestion] = read(json.loads(path.read_text("utf-8")), documents)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{path} is not {form}'s JSON") from None
+    if not questions:
+        raise ConfigError(f"{path} holds no question with an answer")
+    return QAData(tuple(documents), tuple(questions))
+
+
+@dataclass(frozen=True)
 class Material:
     """What the tasks are made of beside words and numbers.
 
@@ -53,7 +182,7 @@ class Material:
     """
 
     essay: Sequence[str]
-    questions: dict[str, Questions]
+    questions: dict[str, QAData]
 
 
 def make_sample(

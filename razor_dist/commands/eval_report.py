@@ -20,8 +20,8 @@ def report(
     from razor_dist.evals.needle.report import compare
     from razor_dist.evals.needle.report import write_report as write_needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
+    from razor_dist.evals.ruler.job import KIND as RULER
     from razor_dist.evals.ruler.report import write_report as write_ruler
-    from razor_dist.evals.ruler.task import KIND as RULER
     from razor_dist.jobs.results import read_job
 
     if (len(folders) > 1) != (out is not None):

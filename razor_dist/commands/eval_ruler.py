@@ -24,8 +24,8 @@ def ruler(
     """Ask RULER's questions about long texts, and see how each method answers them."""
     config = load_config(RulerConfig, flags, os.environ, config_file)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    from razor_dist.evals.ruler.job import RulerTask
     from razor_dist.evals.ruler.report import PAGE, write_report
-    from razor_dist.evals.ruler.task import RulerTask
     from razor_dist.evals.run_notes import note_run
     from razor_dist.jobs.job import run_job
 

@@ -12,10 +12,10 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.qa import read_squad
 from razor_dist.evals.ruler.report import report
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
+    read_squad,
     score,
 )
 from razor_dist.jobs.results import read_job
@@ -32,7 +32,7 @@ from tests.tokenizer import write_letters
         ({"lengths": [0]}, "lengths must be at least 1 each"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"methods": "full,snap"}, "there is no method 'snap'; give full, razor, streaming"),
-        ({"methods": {"a": {"windw": 3}}}, "a sets windw, which is no engine setting"),
+        ({"methods": {"a": {"windw": 3}}}, "a sets windw, which is not an engine setting"),
         ({"methods": {"a": {"model": "b"}}}, "a sets model, which is the same for all methods"),
         ({"methods": {"a": {"block": 0}}}, "methods: a: block must be"),
         ({"methods": {}}, "methods must name at least one"),

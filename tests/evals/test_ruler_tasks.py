@@ -14,7 +14,6 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.haystack import reference_paragraphs, sentences_of
-from razor_dist.evals.ruler.qa import read_hotpotqa, read_squad
 from razor_dist.evals.ruler.sample import Sample, Units, fit
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
@@ -22,6 +21,8 @@ from razor_dist.evals.ruler.tasks import (
     TASKS,
     Material,
     make_sample,
+    read_hotpotqa,
+    read_squad,
     score,
 )
 

@@ -18,7 +18,7 @@ from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import Question, Reading, Spot, with_questions
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.task import RulerTask
+from razor_dist.evals.ruler.job import RulerTask
 from razor_dist.jobs.host_engine import settings_of
 from tests.tiny_models import make_tiny
 

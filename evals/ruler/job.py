@@ -1,4 +1,4 @@
-"""RULER as a job: an item is one sample, answered by one method."""
+"""RULER as a job; an item is one sample, answered by one method."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from razor_dist.documents.haystack import fingerprint, haystack_paragraphs, sent
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import check_presses
 from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.qa import read_hotpotqa, read_squad
 from razor_dist.evals.ruler.sample import Sample
-from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, Material, make_sample, score
+from razor_dist.evals.ruler.tasks import (
+    ANSWER_TOKENS,
+    Material,
+    QAData,
+    make_sample,
+    read_hotpotqa,
+    read_squad,
+    score,
+)
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -71,12 +78,9 @@ class RulerTask:
                 "and answer"
             )
         name, paragraphs = haystack_paragraphs(config.haystack)
-        files = {"qa_1": config.squad, "qa_2": config.hotpotqa}
-        _questions(config.squad, config.hotpotqa)
         data = {
-            task: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-            for task, path in files.items()
-            if path is not None
+            task: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            for task, (path, _) in _questions(config.squad, config.hotpotqa).items()
         }
         return cls(config, (name, fingerprint(paragraphs)), data)
 
@@ -157,10 +161,11 @@ class RulerTask:
         found, essay = _essay(self.config.haystack)
         if found != self.haystack[1]:
             raise ConfigError(
-                f"the haystack {self.haystack[0]} is another text on this node than where the job "
-                "was begun: give a folder that all nodes share"
+                f"the haystack {self.haystack[0]} differs between this node and the one where the "
+                "job began: give a folder that all nodes share"
             )
-        return Material(essay, _questions(self.config.squad, self.config.hotpotqa))
+        data = _questions(self.config.squad, self.config.hotpotqa)
+        return Material(essay, {task: questions for task, (_, questions) in data.items()})
 
 
 def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
@@ -192,10 +197,7 @@ def _essay(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 @lru_cache(maxsize=1)
-def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, Any]:
-    found = {}
-    if squad is not None:
-        found["qa_1"] = read_squad(Path(squad))
-    if hotpotqa is not None:
-        found["qa_2"] = read_hotpotqa(Path(hotpotqa))
-    return found
+def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, tuple[Path, QAData]]:
+    """File and content of each question task's data that are given."""
+    given = (("qa_1", squad, read_squad), ("qa_2", hotpotqa, read_hotpotqa))
+    return {task: (Path(file), read(Path(file))) for task, file, read in given if file is not None}

@@ -1,0 +1,311 @@
+"""RULER's eleven tasks that need no data: needles, variable tracking, aggregation (section 3)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import string
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from razor_dist.documents.haystack import NOISE
+from razor_dist.evals.ruler.sample import Sample, Units
+
+# Evenly spaced places from prose's beginning to its end, of which needles take some.
+_DEPTHS = 40
+_NUMBER_DIGITS = 7
+# One chain of four hops: the first variable is set to a number, each other to the one before.
+_VARIABLES = 5
+_VALUE_DIGITS = 5
+_NAME_LETTERS, _EXAMPLE_LETTERS = 5, 3
+# Lines of noise: what the reference implementation fits into its example's 500 tokens.
+_EXAMPLE_LINES = 10
+_COMMON_WORDS = 10
+_COMMON_CUE = f"Answer: The {_COMMON_WORDS} most common words of the list are:"
+# Below this length, common words are rarer: the reference implementation's exception.
+_SHORT = 4096
+_FREQUENT_WORDS = 3
+_CODED_LETTERS = 6
+_MARK = "..."
+
+# ------------------------------------------------------------------ needles (section 3.1)
+
+
+@dataclass(frozen=True)
+class RulerNeedles:
+    """One of the eight needle tasks: single, multi-key, multi-value, multi-query.
+
+    Attributes
+    ----------
+    haystack : {"noise", "essay", "needles"}
+        Text around the needles: one sentence over and over, prose, or more needles whose keys
+        nobody asks for.
+    keys, values : {"words", "numbers", "uuids"}
+    num_keys : int
+        Needles of different keys, of which `num_queries` are asked for.
+    num_values : int
+        Needles of each key.
+    num_queries : int
+    """
+
+    haystack: Literal["noise", "essay", "needles"] = "essay"
+    keys: Literal["words", "uuids"] = "words"
+    values: Literal["numbers", "uuids"] = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+    def units(self, draw: random.Random, essay: Sequence[str]) -> Units:
+        """The task's sample, a unit being a sentence (or a line of noise, or another needle).
+
+        Parameters
+        ----------
+        draw : random.Random
+        essay : sequence of str
+            Sentences of prose, begun anew where they end.
+        """
+        keys = _word_pairs(draw) if self.keys == "words" else _uuids(draw)
+        values = _numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else _uuids(draw)
+        hidden = [
+            (key, [next(values) for _ in range(self.num_values)])
+            for key in itertools.islice(keys, self.num_keys)
+        ]
+        asked = draw.sample(hidden, self.num_queries)
+        needles = [self._needle(key, value) for key, own in hidden for value in own]
+        draw.shuffle(needles)
+        # In prose at some of 40 depths, elsewhere before any line.
+        if self.haystack == "essay":
+            places = [depth / (_DEPTHS - 1) for depth in draw.sample(range(_DEPTHS), len(needles))]
+        else:
+            places = [draw.random() for _ in needles]
+        more = self._hay(keys, values, essay, draw.randrange(len(essay)))
+        hay: list[str] = []  # grows with the largest sample; never changes, so that builds agree
+
+        def build(count: int) -> Sample:
+            hay.extend(itertools.islice(more, max(0, count - len(hay))))
+            lines = hay[:count]
+            # From the deepest, so that what is inserted moves no later place.
+            for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+                lines.insert(int(place * count), needle)
+            answers = [value for _, own in asked for value in own]
+            return self._sample(lines, [key for key, _ in asked], answers)
+
+        return Units(build)
+
+    def _hay(
+        self, keys: Iterator[str], values: Iterator[str], essay: Sequence[str], start: int
+    ) -> Iterator[str]:
+        if self.haystack == "noise":
+            return itertools.repeat(NOISE)
+        if self.haystack == "essay":
+            return itertools.islice(itertools.cycle(essay), start, None)
+        return map(self._needle, keys, values)
+
+    def _needle(self, key: str, value: str) -> str:
+        return f"The special magic {self._kind} of {key} is {value}."
+
+    @property
+    def _kind(self) -> str:
+        return self.values.removesuffix("s")
+
+    def _sample(self, lines: Sequence[str], keys: Sequence[str], answers: list[str]) -> Sample:
+        kind = self._kind
+        *first, last = keys
+        subject = f"{', '.join(first)}, and {last}" if first else last
+        separator = " " if self.haystack == "essay" else "\n"
+        one = len(answers) == 1
+        what = f"the special magic {kind}" if one else f"all the special magic {kind}s"
+        text = (
+            f"The text below states special magic {kind}s. Keep them in mind: there will be a "
+            f"question about them.\n{separator.join(lines)}\n"
+            f"Question: According to the text above, what {'is' if one else 'are'} {what} of "
+            f"{subject}?"
+        )
+        cue = f"Answer: According to the text, {what} of {subject} {'is' if one else 'are'}"
+        return Sample(text, cue, tuple(answers))
+
+
+@lru_cache(maxsize=1)
+def _single_words() -> tuple[str, ...]:
+    """Ordinary English words, each once."""
+    from razor_dist.evals.needle.tokenizer import needle_words  # imports transformers
+
+    return tuple(sorted(set(needle_words())))
+
+
+def _word_pairs(draw: random.Random) -> Iterator[str]:
+    """Two words with a hyphen, never the same pair twice: keys that name nothing."""
+    return _never_twice(lambda: "-".join(draw.sample(_single_words(), 2)))
+
+
+def _numbers(draw: random.Random, digits: int) -> Iterator[str]:
+    return _never_twice(lambda: str(draw.randrange(10 ** (digits - 1), 10**digits)))
+
+
+def _uuids(draw: random.Random) -> Iterator[str]:
+    return _never_twice(lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4)))
+
+
+def _never_twice(make: Callable[[], str]) -> Iterator[str]:
+    seen = set()
+    while True:
+        text = make()
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+# -------------------------------------------------------- variable tracking (section 3.2)
+
+
+def variable_tracking(draw: random.Random) -> Units:
+    """Which variables hold a value, through a chain; a unit is a line of noise.
+
+    One worked example goes before the task.
+    """
+    example = _names(draw, _EXAMPLE_LETTERS)
+    names = _names(draw, _NAME_LETTERS)
+    values = _numbers(draw, _VALUE_DIGITS)
+    example_value, value = next(values), next(values)
+    places = sorted(draw.random() for _ in range(_VARIABLES))
+    worked = (
+        f"{_chain(example, example_value, _EXAMPLE_LINES, places)}\n"
+        f"{_chain_cue(example_value)} {' '.join(example)}"
+    )
+
+    def build(count: int) -> Sample:
+        text = f"{worked}\n\n{_chain(names, value, count, places)}"
+        return Sample(text, _chain_cue(value), tuple(names))
+
+    return Units(build)
+
+
+def _names(draw: random.Random, letters: int) -> list[str]:
+    names = _never_twice(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)))
+    return list(itertools.islice(names, _VARIABLES))
+
+
+def _chain(names: Sequence[str], value: str, count: int, places: Collection[float]) -> str:
+    """The question about a chain; ``places``, ascending in [0, 1), are its statements'."""
+    sources = [value, *(f"VAR {name}" for name in names[:-1])]
+    statements = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
+    lines = [NOISE] * count
+    # From the back, so that what is inserted moves no earlier place and the order stays.
+    for place, statement in reversed(list(zip(places, statements, strict=True))):
+        lines.insert(int(place * (count + 1)), statement)
+    hidden = "\n".join(lines)
+    return (
+        "The text below assigns values to variables, one from another. Follow the assignments."
+        f"\n{hidden}\nQuestion: Which variables hold the value {value} in the text above?"
+    )
+
+
+def _chain_cue(value: str) -> str:
+    return (
+        f"Answer: By the assignments in the text above, {_VARIABLES} variables hold the value "
+        f"{value}. They are:"
+    )
+
+
+# ---------------------------------------------------------------- aggregation (section 3.3)
+
+
+def common_words(draw: random.Random, length: int) -> Units:
+    """A numbered list in which ten words are more frequent than all others.
+
+    A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
+    do not suffice, all words, the common ones too, are pairs of them.
+
+    Parameters
+    ----------
+    draw : random.Random
+    length : int
+        Of the prompt and the answer: decides how often the words occur.
+    """
+    short = length < _SHORT
+    often, seldom = (6, 1) if short else (30, 3)
+    example_words, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
+    singles = draw.sample(_single_words(), len(_single_words()))
+    shown, rest = singles[:example_words], singles[example_words:]
+    seed = draw.getrandbits(64)
+    pairs: list[str] = []
+    more = _word_pairs(draw)
+    example = _word_list(shown, example_often, example_seldom, random.Random(seed))
+    answer = _numbered(shown[:_COMMON_WORDS])
+    worked = f"{_common_question(example)}\n{_COMMON_CUE} {answer}"
+
+    def build(count: int) -> Sample:
+        words = rest
+        wanted = _COMMON_WORDS + count
+        if wanted > len(rest):
+            pairs.extend(itertools.islice(more, max(0, wanted - len(pairs))))
+            words = pairs
+        listing = _word_list(words[:wanted], often, seldom, random.Random(seed))
+        text = f"{worked}\n\n{_common_question(listing)}"
+        return Sample(text, _COMMON_CUE, tuple(words[:_COMMON_WORDS]))
+
+    return Units(build, least=1)
+
+
+def _word_list(words: Sequence[str], often: int, seldom: int, draw: random.Random) -> str:
+    listing = [*words[:_COMMON_WORDS]] * often + [*words[_COMMON_WORDS:]] * seldom
+    draw.shuffle(listing)
+    return _numbered(listing)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _common_question(listing: str) -> str:
+    return (
+        "Some words of the numbered list below occur more often than the others. Remember which."
+        f"\n{listing}\nQuestion: Which {_COMMON_WORDS} words are the most common in this list?"
+    )
+
+
+def frequent_words(draw: random.Random) -> Units:
+    """A text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
+
+    The word of rank k occurs ``floor(n / (zeta(2) k^2))`` times. That of rank 1 is noise, three
+    dots; ranks 2 to 4 are asked for. A unit is a word of n.
+    """
+    coded = _never_twice(lambda: "".join(draw.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
+    vocabulary: list[str] = [_MARK]
+    seed = draw.getrandbits(64)
+
+    def build(count: int) -> Sample:
+        times = rank_counts(count)
+        vocabulary.extend(itertools.islice(coded, max(0, len(times) - len(vocabulary))))
+        words = [word for word, n in zip(vocabulary, times, strict=False) for _ in range(n)]
+        random.Random(seed).shuffle(words)
+        text = (
+            "The coded text below is made of invented words. Count how often each occurs, and "
+            f"leave out the dots '{_MARK}'.\n{' '.join(words)}\n"
+            f"Question: Which {_FREQUENT_WORDS} words occur most often in the coded text above, "
+            "the dots left out?"
+        )
+        cue = f"Answer: The {_FREQUENT_WORDS} words that occur most often in the coded text are:"
+        return Sample(text, cue, tuple(vocabulary[1 : 1 + _FREQUENT_WORDS]))
+
+    return Units(build, least=_least_frequent())
+
+
+def rank_counts(count: int) -> list[int]:
+    """Occurrences of each rank's word, until one does not occur at all."""
+    share = count * 6 / math.pi**2  # zeta(2) is pi^2 / 6
+    return [int(share / rank**2) for rank in range(1, math.isqrt(int(share)) + 1)]
+
+
+def _least_frequent() -> int:
+    """The fewest words from which on the last word asked for is more frequent than the next."""
+    last = 1 + _FREQUENT_WORDS
+    for count in itertools.count(1):
+        times = [*rank_counts(count), *[0] * (last + 1)]
+        if times[last - 1] > times[last] > 0:
+            return count
+    raise AssertionError  # the counts part in the end
