@@ -50,7 +50,7 @@ PLAN_OPTIONS = """
     --attention --block --compensation --config --context --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
     --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
-    --chunked-prefill-size --weights --window-max --window-min --window-ratio --world-size
+    --chunked-prefill-size --window-max --window-min --window-ratio --world-size
 """
 
 

@@ -13,22 +13,14 @@ from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.config.sizes import parse_size
 from razor_dist.config.sources import load_config
 
-# Given by plan's own argument and option; and what changes nothing that is planned.
-_LEFT_OUT = frozenset(
-    {
-        "model",
-        "device",
-        "threads",
-        "collective_timeout",
-        "heartbeat_timeout",
-        "seed",
-        "ring",
-        "cuda_graphs",
-    }
-)
+# Given by plan's own argument and option; what changes nothing that is planned; and weights, since
+# the planner knows replicated ones only.
+_LEFT_OUT = """
+    model device threads collective_timeout heartbeat_timeout seed ring cuda_graphs weights
+"""
 
 
-@with_config_flags(EngineConfig, leave_out=_LEFT_OUT)
+@with_config_flags(EngineConfig, leave_out=frozenset(_LEFT_OUT.split()))
 def plan(
     config_file: str | None,
     flags: dict[str, Any],
@@ -44,8 +36,9 @@ def plan(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of the prompt: 1k is 1000, 1K is 1024, 1M is 1048576. [default: "
-            "--max-model-len, else the model's own limit]",
+            metavar="SIZE",
+            help="Tokens of the prompt: 1k is 1000, 1K is 1024, 1M is 1048576.",
+            show_default="--max-model-len, else the model's own limit",
         ),
     ] = None,
     retrieval: Annotated[
@@ -56,7 +49,8 @@ def plan(
 ) -> None:
     """Plan memory, time and traffic of MODEL; reads no weights.
 
-    Takes the engine's settings as serve does, also from a YAML file made for it.
+    Takes the engine's settings as serve does, also from a YAML file made for it. The exit code is 1
+    if the deployment does not fit.
     """
     config = load_config(ServerConfig, flags | {"model": model}, os.environ, config_file)
     length = None if context is None else parse_size(context)
@@ -77,3 +71,5 @@ def plan(
         Console(highlight=False).print(tables(found))
     for warning in found.warnings:
         typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
+    if not found.fits:
+        raise typer.Exit(1)

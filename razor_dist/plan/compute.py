@@ -6,8 +6,10 @@ parameters that multiply it, and ``4·D`` per query head and key that it sees (`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,6 +86,11 @@ class Estimate:
     def seconds(self) -> float:
         """Seconds to expect."""
         return self._seconds(self.expected)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the terms and what follows from them."""
+        sums = {"seconds_at_peak": self.at_peak, "seconds": self.seconds, "limit": self.limit}
+        return dataclasses.asdict(self) | sums
 
     @property
     def limit(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -53,7 +54,7 @@ class StreamingHeads:
 
 
 @dataclass(frozen=True)
-class Decision:
+class HeadChoice:
     """Which KV heads are retrieval heads, and who says so.
 
     Attributes
@@ -62,8 +63,8 @@ class Decision:
         ``[layers][KV heads]``.
     source : str
         For people.
-    assumed : bool
-        Whether it is a guess, for want of a head map.
+    missing : str or None
+        The head map that the settings name, if there is none: the choice is a guess.
     selected_fraction : float or None
         Fraction of query heads that were chosen for their own scores, of a head map that says.
     windows : tuple of tuple of (int or None), optional
@@ -72,7 +73,7 @@ class Decision:
 
     retrieval: Sequence[Sequence[bool]]
     source: str
-    assumed: bool = False
+    missing: str | None = None
     selected_fraction: float | None = None
     windows: Windows | None = None
 
@@ -85,8 +86,10 @@ class Decision:
     @classmethod
     def of(
         cls, config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
-    ) -> Decision:
-        """The engine's decision, or one that keeps a ``fraction`` of the KV heads.
+    ) -> HeadChoice:
+        """Return the engine's choice, or one that keeps a ``fraction`` of the KV heads.
+
+        Where there is no head map, a fraction is assumed: a plan comes before the map is made.
 
         Raises
         ------
@@ -95,35 +98,45 @@ class Decision:
         HeadMapError
             If the head map that is named cannot be read or is another model's.
         """
+        if config.attention != "razor":
+            if fraction is not None:
+                raise _not_beside(f"attention is {config.attention}")
+            found = head_map_of(config, shape, fingerprint)
+            return cls(found.retrieval, f"attention: {config.attention}")
+        name = config.head_map
+        missing = name if name is not None and not Path(name).expanduser().exists() else None
         if fraction is not None:
             if not 0 < fraction <= 1:
                 raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
-            if config.head_map is not None or config.attention != "razor":
-                given = f"head_map is {config.head_map}"
-                if config.attention != "razor":
-                    given = f"attention is {config.attention}"
-                raise ConfigError(
-                    f"--retrieval stands in place of a head map, but {given}; leave one out, or "
-                    "say --head-map none --attention razor"
-                )
+            if name is not None and not missing:
+                raise _not_beside(f"head_map is {name}")
             kept = spread(fraction, shape.layers, shape.kv_heads)
             return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly")
-        if config.attention == "razor" and config.head_map is None:
-            try:
-                default_head_map(config.model)
-            except HeadMapError:
-                kept = spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads)
-                source = (
-                    f"assumed: {ASSUMED_FRACTION:.0%} of the KV heads, spread evenly; no head map "
-                    "was given and none is shipped for this model"
-                )
-                return cls(kept, source, assumed=True)
+        if missing or (name is None and not _has_head_map(config.model)):
+            kept = spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads)
+            source = f"assumed: {ASSUMED_FRACTION:.0%} of the KV heads, spread evenly"
+            if name is None:
+                source += "; no head map was given and none is shipped for this model"
+            return cls(kept, source, missing)
         found = head_map_of(config, shape, fingerprint)
-        if config.attention != "razor":
-            return cls(found.retrieval, f"attention: {config.attention}")
-        source = f"head map {config.head_map or 'shipped with the model'}"
+        source = f"head map {name or 'shipped with the model'}"
         chosen = found.selected_fraction if found.selected else None
         return cls(found.retrieval, source, selected_fraction=chosen, windows=found.windows)
+
+
+def _has_head_map(model: str) -> bool:
+    try:
+        default_head_map(model)
+    except HeadMapError:
+        return False
+    return True
+
+
+def _not_beside(given: str) -> ConfigError:
+    return ConfigError(
+        f"--retrieval stands in place of a head map, but {given}; leave one out, or say --head-map "
+        "none --attention razor"
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +204,7 @@ class Deployment:
     config : EngineConfig
     model : PretrainedConfig
     shape : ModelShape
-    decision : Decision
+    decision : HeadChoice
     kind : str
         Of the ranks' device.
     """
@@ -199,7 +212,7 @@ class Deployment:
     config: EngineConfig
     model: PretrainedConfig
     shape: ModelShape
-    decision: Decision
+    decision: HeadChoice
     kind: Literal["cuda", "cpu"]
 
     @classmethod
@@ -217,12 +230,13 @@ class Deployment:
             raise ConfigError(f"device is {config.device}, but the device of the plan is a {kind}")
         if config.weights != "replicated":
             raise ConfigError(
-                f"weights is {config.weights}, but the planner knows replicated weights only"
+                f"weights is {config.weights}, but plan knows replicated weights only; set "
+                "RAZOR_WEIGHTS=replicated to plan for those"
             )
         folder = config_folder(config.model)
         model = read_config(folder, trust_remote_code=config.trust_remote_code)
         shape = ModelShape.from_config(model)
-        decision = Decision.of(config, shape, model_fingerprint(model), fraction)
+        decision = HeadChoice.of(config, shape, model_fingerprint(model), fraction)
         return cls(config, model, shape, decision, kind)
 
     @property

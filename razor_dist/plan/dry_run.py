@@ -29,7 +29,7 @@ from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.allocations import Allocations
-from razor_dist.plan.deployment import META, Decision, Deployment
+from razor_dist.plan.deployment import META, Deployment, HeadChoice
 from razor_dist.plan.traffic import keys_travel_until
 
 _MOST_RUNS = 16
@@ -242,7 +242,7 @@ def _reserved(caches: Caches) -> dict[str, int]:
     }
 
 
-def _kinds_of_layers(decision: Decision) -> Decision:
+def _kinds_of_layers(decision: HeadChoice) -> HeadChoice:
     """Of a few layers: most streaming heads, most retrieval heads, most even.
 
     One of them comes first once more, since a model's first layer has less in memory than the
@@ -255,7 +255,7 @@ def _kinds_of_layers(decision: Decision) -> Decision:
     kinds = {kept[layer]: layer for layer in (order[0], even, order[-1])}
     layers = [order[-1], *kinds.values()]
     windows = decision.windows
-    return Decision(
+    return HeadChoice(
         [decision.retrieval[layer] for layer in layers],
         decision.source,
         windows=None if windows is None else tuple(windows[layer] for layer in layers),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -13,105 +15,118 @@ from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.compute import Estimate, Operations, decode_time, operations, prefill_time
-from razor_dist.plan.deployment import Deployment, Weights
+from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
 from razor_dist.plan.traffic import Traffic, full_attention, traffic
 
 
 @dataclass(frozen=True)
-class Links:
-    """Bytes sent by all ranks together, by purpose.
-
-    Attributes
-    ----------
-    prefill, decode : mapping of str to int
-        For the whole prompt; for one token after it.
-    full_prefill, full_decode : int
-        All purposes, if every head were a retrieval head.
-    busiest_prefill, busiest_decode : int
-        What the busiest rank sends of it.
-    """
-
-    prefill: Mapping[str, int]
-    decode: Mapping[str, int]
-    full_prefill: int
-    full_decode: int
-    busiest_prefill: int
-    busiest_decode: int
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The answer.
+    """A deployment and what it would take.
 
     Attributes
     ----------
-    model, device : str
-        As they were named.
-    world_size, context, max_model_len, chunked_prefill_size, chunks : int
-        ``context`` is the prompt's length, and what decoding then sees.
-    dtype, kv_dtype, prefill : str
-    heads : str
-        Which KV heads are taken for retrieval heads, and who says so.
-    kv_fraction : float
-    parameters : Weights
+    deployment : Deployment
+    device_name : str
+    device : Device
+    context : int
+        The prompt's length, and what decoding then sees.
     memory : Memory
         Per rank.
-    budget : float
-        Bytes that a rank may use.
     longest : int
         The longest context that fits, 0 if none does.
-    full_kv_per_rank : float
-        Bytes of keys and values of one sequence if every head were sharded.
     work : Operations
     prefill_time, decode_time : Estimate
-    links : Links
-    warnings : list of str
-    sources : tuple of str
-        Of the device's numbers.
+    sent, sent_in_full : Traffic
+        As deployed, and if every head were a retrieval head.
     """
 
-    model: str
-    device: str
-    world_size: int
+    deployment: Deployment
+    device_name: str
+    device: Device
     context: int
-    max_model_len: int
-    chunked_prefill_size: int
-    chunks: int
-    dtype: str
-    kv_dtype: str
-    prefill: str
-    heads: str
-    kv_fraction: float
-    parameters: Weights
     memory: Memory
-    budget: float
     longest: int
-    full_kv_per_rank: float
     work: Operations
     prefill_time: Estimate
     decode_time: Estimate
-    links: Links
-    warnings: list[str]
-    sources: tuple[str, ...]
+    sent: Traffic
+    sent_in_full: Traffic
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a rank may use."""
+        return self.device.memory(self.deployment.world_size)
 
     @property
     def fits(self) -> bool:
         """Whether it fits into a rank's memory."""
         return self.memory.total <= self.budget
 
+    @property
+    def full_kv_per_rank(self) -> float:
+        """Bytes of keys and values of one sequence if every head were sharded."""
+        return self.deployment.full_kv_bytes * self.context / self.deployment.world_size
+
+    @property
+    def longest_text(self) -> str:
+        """The longest context that fits, for people: also where the model itself ends before."""
+        if self.longest >= LONGEST:
+            text = f"more than {tokens(LONGEST)}"
+        else:
+            text = f"{self.longest:,}" if self.longest else "none"
+        limit = self.deployment.shape.max_positions
+        return f"{text}; the model's own is {tokens(limit)}" if self.longest > limit else text
+
+    @cached_property
+    def links(self) -> dict[str, Any]:
+        """Bytes sent: by purpose, for the prompt and for one token after it, and in sum."""
+        sent, full = self.sent, self.sent_in_full
+        return {
+            "prefill": dict(Traffic.total(sent.prefill)),
+            "decode": dict(Traffic.total(sent.decode)),
+            "full_prefill": Traffic.total(full.prefill).total(),
+            "full_decode": Traffic.total(full.decode).total(),
+            "busiest_prefill": Traffic.most(sent.prefill),
+            "busiest_decode": Traffic.most(sent.decode),
+        }
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Where a setting defeats itself, one sentence each."""
+        return _warnings(self)
+
     def as_json(self) -> dict[str, Any]:
-        """Everything, with what the tables derive."""
-        found = dataclasses.asdict(self)
-        found["memory"] |= {"total": self.memory.total, "fits": self.fits}
-        found["work"] |= {"total": self.work.total}
-        for name in ("prefill_time", "decode_time"):
-            time: Estimate = getattr(self, name)
-            found[name] |= {
-                "seconds_at_peak": time.at_peak, "seconds": time.seconds, "limit": time.limit
-            }  # fmt: skip
-        return found
+        """Return everything, with what the tables derive."""
+        d = self.deployment
+        memory = dataclasses.asdict(self.memory)
+        return {
+            "model": d.config.model,
+            "device": self.device_name,
+            "world_size": d.world_size,
+            "context": self.context,
+            "max_model_len": d.config.max_model_len,
+            "model_limit": d.shape.max_positions,
+            "chunked_prefill_size": d.chunked_prefill_size,
+            "chunks": len(d.chunks(self.context)),
+            "dtype": dtype_name(d.dtype),
+            "kv_dtype": dtype_name(d.kv_dtype),
+            "prefill": d.config.prefill,
+            "heads": d.decision.source,
+            "kv_fraction": d.decision.kv_fraction,
+            "parameters": dataclasses.asdict(d.weights),
+            "memory": memory | {"total": self.memory.total, "fits": self.fits},
+            "budget": self.budget,
+            "longest": self.longest,
+            "full_kv_per_rank": self.full_kv_per_rank,
+            "work": dataclasses.asdict(self.work) | {"total": self.work.total},
+            "prefill_time": self.prefill_time.as_json(),
+            "decode_time": self.decode_time.as_json(),
+            "links": self.links,
+            "warnings": self.warnings,
+            "sources": self.device.sources,
+        }
 
 
 def plan(
@@ -149,50 +164,29 @@ def plan(
     # As the engine will be told: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
     d = dataclasses.replace(d, config=config)
-    planner = MemoryPlanner(d, device)
-    memory = planner.at(max_model_len, context)
-    sent, full = traffic(d, context), traffic(full_attention(d), context)
-    links = Links(
-        prefill=dict(Traffic.total(sent.prefill)),
-        decode=dict(Traffic.total(sent.decode)),
-        full_prefill=Traffic.total(full.prefill).total(),
-        full_decode=Traffic.total(full.decode).total(),
-        busiest_prefill=Traffic.most(sent.prefill),
-        busiest_decode=Traffic.most(sent.decode),
-    )
-    found = Plan(
-        model=config.model,
-        device=device_name,
-        world_size=d.world_size,
+    planner, sent = MemoryPlanner(d, device), traffic(d, context)
+    return Plan(
+        deployment=d,
+        device_name=device_name,
+        device=device,
         context=context,
-        max_model_len=max_model_len,
-        chunked_prefill_size=d.chunked_prefill_size,
-        chunks=len(d.chunks(context)),
-        dtype=dtype_name(d.dtype),
-        kv_dtype=dtype_name(d.kv_dtype),
-        prefill=config.prefill,
-        heads=d.decision.source,
-        kv_fraction=d.decision.kv_fraction,
-        parameters=d.weights,
-        memory=memory,
-        budget=planner.budget,
+        memory=planner.at(max_model_len, context),
         longest=planner.longest_context(context),
-        full_kv_per_rank=d.full_kv_bytes * context / d.world_size,
         work=operations(d, context),
         prefill_time=prefill_time(d, device, context, sent),
         decode_time=decode_time(d, device, context, sent),
-        links=links,
-        warnings=[],
-        sources=device.sources,
+        sent=sent,
+        sent_in_full=traffic(full_attention(d), context),
     )
-    return dataclasses.replace(found, warnings=warnings(d, found))
 
 
-def warnings(d: Deployment, plan: Plan) -> list[str]:
-    """Where a setting defeats itself, one sentence each."""
-    said = _about_windows(d, plan)
+def _warnings(plan: Plan) -> list[str]:
+    d, said = plan.deployment, []
+    if d.decision.missing is not None:
+        said.append(f"the head map {d.decision.missing} does not exist: {d.decision.source}")
     if d.config.attention != "full":
-        said = about_heads(d.decision.kv_fraction, d.decision.selected_fraction) + said
+        said += about_heads(d.decision.kv_fraction, d.decision.selected_fraction)
+    said += _about_windows(plan)
     if plan.context > d.shape.max_positions:
         verdict = "warns of" if d.shape.alibi else "refuses"
         said.append(
@@ -201,11 +195,10 @@ def warnings(d: Deployment, plan: Plan) -> list[str]:
         )
     if not plan.fits:
         over = (plan.memory.total - plan.budget) / 1e9
-        longest = tokens(plan.longest) if plan.longest else "no context at all"
+        fits = f"{tokens(plan.longest)} tokens fit" if plan.longest else "no context at all fits"
         said.append(
-            f"it does not fit: {over:.1f} GB too much per rank; {longest} fits with max_num_seqs "
-            f"{d.config.max_num_seqs}: lower max_num_seqs or chunked_prefill_size, add ranks, or "
-            "kv_dtype: bf16"
+            f"it does not fit: {over:.1f} GB too much per rank, and {fits}; "
+            + ", or ".join(_remedies(plan))
         )
     held = plan.memory.sequence_retrieval_kv + plan.memory.sequence_streaming_cache
     if d.streaming and held >= plan.full_kv_per_rank:
@@ -222,24 +215,38 @@ def warnings(d: Deployment, plan: Plan) -> list[str]:
     return said
 
 
-def _about_windows(d: Deployment, plan: Plan) -> list[str]:
-    said, size = [], d.world_size
+def _remedies(plan: Plan) -> list[str]:
+    """Return what makes a plan smaller that does not fit; the last of them always can."""
+    d, memory, found = plan.deployment, plan.memory, []
+    weights_fit = memory.weights < plan.budget
+    if weights_fit and d.config.max_num_seqs > 1:
+        found.append("lower max_num_seqs")
+    if weights_fit and (d.config.kv_tokens or 0) > plan.context:
+        found.append("lower kv_tokens")
+    if weights_fit and memory.working > memory.logits and d.chunked_prefill_size > d.world_size:
+        found.append("lower chunked_prefill_size")
+    if weights_fit and not plan.device.shared:
+        found.append("add ranks")
+    if d.dtype == torch.float32:
+        found.append("set dtype: bf16")
+    elif d.kv_dtype == torch.float32:
+        found.append("set kv_dtype: bf16")
+    more = "take a device with more memory"
+    whole = f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
+    return [*found, more if weights_fit else more + whole]
+
+
+def _about_windows(plan: Plan) -> list[str]:
+    d, said, size = plan.deployment, [], plan.deployment.world_size
+    chunk = min(d.chunked_prefill_size, plan.context)
     for heads in d.streaming:
         window = heads.policy.window(plan.context - 1)
         said += about_window(heads.policy, plan.context, size)
-        chunk = min(plan.chunked_prefill_size, plan.context)
-        if size > 1 and not d.exact and chunk <= 2 * size * window and plan.chunks > 1:
-            moved = plan.links.prefill["halo"] / (heads.rows * d.kv_bytes * plan.context)
+        if size > 1 and not d.exact and chunk <= 2 * size * window and chunk < plan.context:
+            moved = plan.links["prefill"]["halo"] / (heads.rows * d.kv_bytes * plan.context)
             said.append(
                 f"a chunk of {tokens(chunk)} tokens is no longer than 2P windows "
                 f"({tokens(2 * size * window)}): the halo moves {moved:.1f} x all streaming keys "
                 "and values; raise chunked_prefill_size or lower window_max"
             )
     return said
-
-
-def longest_text(longest: int) -> str:
-    """`Plan.longest` for people."""
-    if longest >= LONGEST:
-        return f"more than {tokens(LONGEST)}"
-    return f"{longest:,}" if longest else "none"

@@ -6,15 +6,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from razor_dist.config.sizes import tokens
-from razor_dist.plan.compute import Estimate
-from razor_dist.plan.planner import Plan, longest_text
+from razor_dist.models.loader import dtype_name
+from razor_dist.plan.planner import Plan
+
+_ACTIVATIONS = {
+    "ring": "ring blocks and results",
+    "halo": "halo, sinks, sums",
+    "chunk": "chunk activations",
+}
 
 
 def tables(plan: Plan) -> RenderableType:
-    """Everything, to print."""
-    return Group(
-        _setting(plan), "", _memory(plan), "", _work(plan), "", _times(plan), "", _links(plan)
-    )
+    """Return everything, to print."""
+    parts = [_setting(plan), _memory(plan), _work(plan), _times(plan), _links(plan)]
+    return Group(*(line for part in parts for line in (part, "")))
 
 
 def _table(title: str, *headings: str) -> Table:
@@ -29,57 +34,44 @@ def _gb(nbytes: float) -> str:
 
 
 def _setting(plan: Plan) -> str:
-    size = tokens(plan.chunked_prefill_size)
-    prompt = f"{tokens(plan.context)} tokens in {plan.chunks} chunks of {size}"
+    d, size = plan.deployment, tokens(plan.deployment.chunked_prefill_size)
     return (
-        f"{plan.model} on {plan.world_size} x {plan.device}, {plan.dtype}, keys and values in "
-        f"{plan.kv_dtype}\n"
-        f"prompt: {prompt}, prefill: {plan.prefill}\n"
-        f"heads:  {plan.kv_fraction:.1%} of the KV heads keep everything ({plan.heads})"
+        f"{d.config.model} on {d.world_size} x {plan.device_name}, {dtype_name(d.dtype)}, keys and "
+        f"values in {dtype_name(d.kv_dtype)}\n"
+        f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
+        f"prefill: {d.config.prefill}\n"
+        f"heads:  {d.decision.kv_fraction:.1%} of the KV heads keep everything "
+        f"({d.decision.source})"
     )
 
 
 def _memory(plan: Plan) -> Table:
     memory = plan.memory
     table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
-    table.add_row("weights", _gb(memory.weights), "")
-    table.add_row(
-        "retrieval KV (page pool)", _gb(memory.retrieval_kv), _gb(memory.sequence_retrieval_kv)
-    )
-    table.add_row(
-        "streaming caches (slots)",
-        _gb(memory.streaming_cache),
-        _gb(memory.sequence_streaming_cache),
-    )
+    pool, slots = _gb(memory.sequence_retrieval_kv), _gb(memory.sequence_streaming_cache)
+    table.add_row("weights", _gb(memory.weights))
+    table.add_row("retrieval KV (page pool)", _gb(memory.retrieval_kv), pool)
+    table.add_row("streaming caches (slots)", _gb(memory.streaming_cache), slots)
     if memory.scratch:
-        table.add_row("exact prefill's pool", _gb(memory.scratch), "")
-    table.add_row("window between chunks", _gb(memory.window_between_chunks), "")
-    what = {
-        "ring": "ring blocks and results",
-        "halo": "halo, sinks, sums",
-        "chunk": "chunk activations",
-    }
+        table.add_row("exact prefill's pool", _gb(memory.scratch))
+    table.add_row("window between chunks", _gb(memory.window_between_chunks))
     for name, nbytes in memory.activations.items():
-        table.add_row(f"prefill: {what[name]}", _gb(nbytes), "")
-    table.add_row("decode: logits (instead)", _gb(memory.logits), "")
+        table.add_row(f"prefill: {_ACTIVATIONS[name]}", _gb(nbytes))
+    table.add_row("decode: logits (instead)", _gb(memory.logits))
     table.add_section()
     verdict = "fits" if plan.fits else "does not fit"
     table.add_row("all", _gb(memory.total), f"{verdict} {_gb(plan.budget)}")
-    full = _gb(plan.full_kv_per_rank)
-    table.add_row("KV of one sequence, full attention", full, "sharded")
-    table.add_row("longest context that fits", longest_text(plan.longest), "tokens")
+    table.add_row("KV of one sequence, full attention", _gb(plan.full_kv_per_rank), "sharded")
+    longest, _, limit = plan.longest_text.partition("; ")
+    table.add_row("longest context that fits, tokens", longest, limit)
     return table
 
 
 def _work(plan: Plan) -> Table:
-    table = _table("operations of the prefill", "", "PFLOP")
-    work = plan.work
-    for name, count in (
-        ("projections, MLPs", work.linear),
-        ("attention, retrieval heads", work.retrieval),
-        ("attention, streaming heads", work.streaming),
-    ):
-        table.add_row(name, f"{count / 1e15:,.3f}")
+    table, work = _table("operations of the prefill", "", "PFLOP"), plan.work
+    table.add_row("projections, MLPs", f"{work.linear / 1e15:,.3f}")
+    table.add_row("attention, retrieval heads", f"{work.retrieval / 1e15:,.3f}")
+    table.add_row("attention, streaming heads", f"{work.streaming / 1e15:,.3f}")
     table.add_section()
     table.add_row("all", f"{work.total / 1e15:,.3f}")
     table.add_row("with full attention", f"{(work.linear + work.full) / 1e15:,.3f}")
@@ -89,36 +81,33 @@ def _work(plan: Plan) -> Table:
 def _times(plan: Plan) -> Table:
     table = _table("time", "", "prefill, s", "expected", "decode, ms/token", "expected")
     first, then = plan.prefill_time, plan.decode_time
-    for term in first.floor:
-        table.add_row(term, *_pair(first, term, 1.0), *_pair(then, term, 1e3))
-    table.add_section()
-    table.add_row(
-        "all",
-        f"{first.at_peak:,.2f}",
-        f"{first.seconds:,.2f}",
-        f"{1e3 * then.at_peak:,.2f}",
-        f"{1e3 * then.seconds:,.2f}",
-    )
+    rows = [
+        (t, first.floor[t], first.expected[t], then.floor[t], then.expected[t]) for t in first.floor
+    ]
+    for term, *seconds in [
+        *rows,
+        ("all", first.at_peak, first.seconds, then.at_peak, then.seconds),
+    ]:
+        if term == "all":
+            table.add_section()
+        units = (1, 1, 1e3, 1e3)
+        table.add_row(term, *(f"{u * s:,.2f}" for u, s in zip(units, seconds, strict=True)))
     table.add_row("limited by", "", first.limit, "", then.limit)
     return table
 
 
-def _pair(time: Estimate, term: str, unit: float) -> tuple[str, str]:
-    return f"{unit * time.floor[term]:,.2f}", f"{unit * time.expected[term]:,.2f}"
-
-
 def _links(plan: Plan) -> Table:
     links = plan.links
+    prefill, decode = links["prefill"], links["decode"]
     table = _table("bytes sent, all ranks together", "", "prefill, GB", "decode, KB/token")
-    for purpose in sorted({*links.prefill, *links.decode}):
-        table.add_row(
-            purpose,
-            _gb(links.prefill.get(purpose, 0)),
-            f"{links.decode.get(purpose, 0) / 1e3:,.1f}",
-        )
+
+    def row(name: str, prefill: int, decode: int) -> None:
+        table.add_row(name, _gb(prefill), f"{decode / 1e3:,.1f}")
+
+    for purpose in sorted({*prefill, *decode}):
+        row(purpose, prefill.get(purpose, 0), decode.get(purpose, 0))
     table.add_section()
-    prefill, decode = sum(links.prefill.values()), sum(links.decode.values())
-    table.add_row("all", _gb(prefill), f"{decode / 1e3:,.1f}")
-    table.add_row("busiest rank", _gb(links.busiest_prefill), f"{links.busiest_decode / 1e3:,.1f}")
-    table.add_row("full attention", _gb(links.full_prefill), f"{links.full_decode / 1e3:,.1f}")
+    row("all", sum(prefill.values()), sum(decode.values()))
+    row("busiest rank", links["busiest_prefill"], links["busiest_decode"])
+    row("full attention", links["full_prefill"], links["full_decode"])
     return table

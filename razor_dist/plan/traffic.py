@@ -27,7 +27,7 @@ from razor_dist.engine.step import FRAME, HEADER
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.ring import queries_travel
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
-from razor_dist.plan.deployment import Decision, Deployment, StreamingHeads
+from razor_dist.plan.deployment import Deployment, HeadChoice, StreamingHeads
 
 _INT64 = 8
 _LAST_CHUNKS = 8
@@ -67,7 +67,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
 def full_attention(d: Deployment) -> Deployment:
     """The same deployment with every head a retrieval head."""
     everything = ((True,) * d.shape.kv_heads,) * d.shape.layers
-    return replace(d, decision=Decision(everything, "attention: full"))
+    return replace(d, decision=HeadChoice(everything, "attention: full"))
 
 
 def prefill_bytes(d: Deployment, prompt: int) -> list[Counter[str]]:

@@ -18,7 +18,7 @@ from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.models.smollm2 import embedded_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
-from razor_dist.plan.deployment import Decision, Deployment
+from razor_dist.plan.deployment import Deployment, HeadChoice
 from razor_dist.plan.dry_run import DryRun
 from razor_dist.plan.traffic import Traffic, traffic, window_tokens_between_chunks
 from tests.alibi_models import make_alibi
@@ -130,7 +130,7 @@ def test_the_engine_does_what_was_planned(
         **SETTINGS,
     )
     found: list[Measured] = ranks(size).run(measure, config.engine_json(), retrieval, PROMPT)
-    d = replace(Deployment.of(config, "cpu"), decision=Decision(retrieval, "test"))
+    d = replace(Deployment.of(config, "cpu"), decision=HeadChoice(retrieval, "test"))
     planned, dry_run = traffic(d, PROMPT), DryRun(d)
 
     for rank, measured in enumerate(found):

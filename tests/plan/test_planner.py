@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.plan.compute import decode_reads, visible
 from razor_dist.plan.deployment import Deployment
@@ -22,7 +23,8 @@ from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
 from razor_dist.plan.planner import Plan, plan
 
-GLM = str(Path(__file__).parents[2] / "configs" / "shapes" / "glm-4-9b-chat-1m")
+CONFIGS = Path(__file__).parents[2] / "configs"
+GLM = str(CONFIGS / "shapes" / "glm-4-9b-chat-1m")
 N = 2**20
 
 
@@ -54,7 +56,9 @@ def test_operations_of_a_million_tokens(million: Plan) -> None:
     assert work.linear == 2 * (40 * layer * N + 151552 * 4096)
     assert work.linear / 1e15 == pytest.approx(17, rel=0.02)
     assert work.retrieval == 48 * work.full // 160
-    assert work.local / 1e15 == pytest.approx(0.7 * 4 * 128 * 32 * 40 * N * 8192 / 1e15, rel=0.01)
+    assert work.streaming / 1e15 == pytest.approx(
+        0.7 * 4 * 128 * 32 * 40 * N * 8192 / 1e15, rel=0.01
+    )
 
 
 def test_prefill_on_eight_h100(million: Plan) -> None:
@@ -78,12 +82,12 @@ def test_memory_of_a_million_tokens(million: Plan) -> None:
     """80 KiB per token in full: 80 GiB, and 30 % of it over 8 ranks."""
     assert million.full_kv_per_rank == 80 * 2**30 / 8
     memory = million.memory
-    assert memory.weights == million.parameters.nbytes == pytest.approx(18.97e9, rel=1e-3)
+    assert memory.weights == million.deployment.weights.nbytes == pytest.approx(18.97e9, rel=1e-3)
     assert memory.sequence_retrieval_kv == 0.3 * 80 * 2**30 / 8
     # In bf16 the compensation token stands in a slot four times.
     slot = 112 * ((4 + 4 + 8192 + 127) * 512 + 2 * 128 * 4)
     assert memory.streaming_cache == memory.sequence_streaming_cache == slot
-    assert million.fits and million.links.prefill["ring"] / million.links.full_prefill < 0.31
+    assert million.fits and million.links["prefill"]["ring"] / million.links["full_prefill"] < 0.31
 
 
 def test_one_chunk_moves_each_key_once() -> None:
@@ -91,9 +95,9 @@ def test_one_chunk_moves_each_key_once() -> None:
     found = plan(
         settings(chunked_prefill_size=N), "h200", load_device("h200"), context=N, retrieval=0.3
     )
-    assert found.links.prefill["ring"] == 0.3 * 80 * 1024 * N * 7
+    assert found.links["prefill"]["ring"] == 0.3 * 80 * 1024 * N * 7
     # Each of 2P chunks fetches its window: about 12 % of the prompt.
-    assert found.links.prefill["halo"] / (0.7 * 80 * 1024) < 3 * 8 * (8192 + 127)
+    assert found.links["prefill"]["halo"] / (0.7 * 80 * 1024) < 3 * 8 * (8192 + 127)
 
 
 def test_the_longest_context_is_the_longest() -> None:
@@ -118,7 +122,7 @@ def test_what_never_fits() -> None:
     ("given", "retrieval", "message"),
     [
         ({"window_max": None}, 0.3, "no smaller than a shard"),
-        ({"chunked_prefill_size": 65536}, 0.3, "the halo moves 1.8 times all streaming keys"),
+        ({"chunked_prefill_size": 65536}, 0.3, "the halo moves 1.8 x all streaming keys"),
         ({}, 0.9, "90% of the KV heads are retrieval heads"),
         ({"prefill": "exact"}, 0.3, "prefill is exact"),
         ({"max_num_seqs": 64}, 0.3, "does not fit"),
@@ -132,10 +136,64 @@ def test_settings_that_defeat_themselves(
     assert any(message in said for said in found.warnings), found.warnings
 
 
+@pytest.mark.parametrize(
+    ("given", "device", "wanted", "unwanted"),
+    [
+        ({"kv_dtype": "bf16"}, {"memory_gb": 26.0}, "chunked_prefill_size, or add ranks", "bf16"),
+        ({}, {"memory_gb": 26.0}, "add ranks", "max_num_seqs"),
+        ({"max_num_seqs": 64}, {}, "lower max_num_seqs", "bf16"),
+        ({"kv_dtype": "fp32"}, {"memory_gb": 26.0}, "set kv_dtype: bf16", "max_num_seqs"),
+        ({"dtype": "fp32"}, {"memory_gb": 26.0}, "set dtype: bf16", "kv_dtype"),
+        ({}, {"memory_gb": 16.0}, "weights, whole on every rank, take 19.0 GB", "add ranks"),
+        ({}, {"memory_gb": 26.0, "shared": True}, "a device with more memory", "add ranks"),
+    ],
+)
+def test_advice_names_only_what_helps(
+    given: dict[str, Any], device: dict[str, Any], wanted: str, unwanted: str
+) -> None:
+    small = load_device("h200").model_copy(update=device)
+    found = plan(settings(**given), "small", small, context=N, retrieval=0.3)
+    (said,) = (said for said in found.warnings if "does not fit" in said)
+    assert wanted in said and unwanted not in said
+
+
+def test_a_longest_context_beyond_the_models_own_is_said_to_be(million: Plan) -> None:
+    assert million.longest > N
+    assert million.longest_text.endswith("; the model's own is 1,048,576 (1M)")
+    short = dataclasses.replace(million, longest=N)
+    assert short.longest_text == "1,048,576"
+
+
+def test_a_head_map_that_is_yet_to_be_made_is_assumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shipped settings for GLM-4-9B-1M, whose head map is not shipped."""
+    monkeypatch.chdir(tmp_path)
+    file = str(CONFIGS / "glm-4-9b-chat-1m.yaml")
+    assert cli.main(["plan", GLM, "--config", file]) == 0
+    shown = capsys.readouterr()
+    assert "assumed: 30% of the KV heads" in " ".join(shown.out.split())
+    assert "configs/head_maps/glm-4-9b-chat-1m.json does not exist: assumed: 30%" in shown.err
+    found = plan(
+        load_config(EngineConfig, {"model": GLM}, {}, file),
+        "h200",
+        load_device("h200"),
+        retrieval=0.5,
+    )
+    assert found.deployment.decision.kv_fraction == 0.5
+    assert not any("does not exist" in said for said in found.warnings)
+
+
+def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", GLM, "--device", "4090", "--context", "1M", "--retrieval", "0.3"]) == 1
+    shown = capsys.readouterr()
+    assert "does not fit" in shown.out and "does not fit" in shown.err
+
+
 def test_nothing_is_said_of_good_settings(million: Plan) -> None:
     """Chunks of the default length are among them."""
     assert million.warnings == []
-    assert million.chunked_prefill_size == 8 * 32768
+    assert million.deployment.chunked_prefill_size == 8 * 32768
 
 
 def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]) -> None:
@@ -148,7 +206,7 @@ def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]
 def test_keys_that_a_local_head_sees(prompt: int) -> None:
     """Counted one by one, by the definition."""
     paper = StreamingPolicy(window_min=16, window_ratio=5, window_max=40, sinks=4, block=8)
-    for policy in (paper, replace(paper, compensation=False)):
+    for policy in (paper, dataclasses.replace(paper, compensation=False)):
         seen = 0
         for i in range(prompt):
             start = policy.start(i)
@@ -179,7 +237,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", GLM, "--context", "1m"]) == 2
-    assert "'1m' is no size" in capsys.readouterr().err
+    assert "invalid size '1m'" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="retrieval must be above 0"):
         plan(settings(), "h200", load_device("h200"), retrieval=1.5)
     with pytest.raises(ConfigError, match="in place of a head map, but attention is full"):
