@@ -48,7 +48,7 @@ class EngineConfig(BaseModel):
         "Model", "razor", "razor: by head map; full: all retrieval; streaming: all streaming."
     )
     head_map: str | None = setting(
-        "Model", None, "Path of a head map; none takes the one shipped for the model."
+        "Model", None, "Path of a head map; none: the model folder's own, else the shipped one."
     )
     prefill: Literal["local", "exact"] = setting(
         "Model", "local", "Streaming heads at prefill: windowed (local) or in full (exact)."

@@ -18,8 +18,9 @@ _ACTIVATIONS = {
 
 def tables(plan: Plan) -> RenderableType:
     """Return everything, to print."""
-    parts = [_setting(plan), _memory(plan), _work(plan), _times(plan), _links(plan)]
-    return Group(*(line for part in parts for line in (part, "")))
+    return Group(
+        _setting(plan), "", _memory(plan), "", _work(plan), "", _times(plan), "", _links(plan)
+    )
 
 
 def _table(title: str, *headings: str) -> Table:
