@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from razor_dist.config.errors import RazorError
 from razor_dist.documents.haystack import reference_paragraphs
 from razor_dist.evals.savings import Savings, full_kv_bytes
-from razor_dist.evals.serving import START_SECONDS, ServingError, server
 
 MODEL = "smollm2"
 DOCUMENT_TOKENS = 7000
@@ -44,6 +44,13 @@ SETTINGS = {"device": "cpu", "chunked-prefill-size": "1024", "window-ratio": "no
 _MOST_RANKS = 8
 # Between two lines of progress where there is no terminal to draw a bar on.
 _LINE_SECONDS = 3.0
+# From the first answer of the server to its ranks' readiness, and for its orderly end.
+_START_SECONDS, _STOP_SECONDS = 600.0, 20.0
+_SERVING = re.compile(r"Serving .* on (http://\S+)")
+
+
+class ServingError(Exception):
+    """The server cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +165,10 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
             _get(client, "/stats"),
             tokens=answer.prompt_tokens + answer.completion_tokens,
             prompt_tokens=answer.prompt_tokens,
-            full_kv_bytes_per_token=full_kv_bytes(folder),
+            token_bytes=full_kv_bytes(folder),
         )
     right = NUMBER in re.findall(r"\d+", answer.text)
-    console.print("[bold]3.[/] what it took\n", saved.table())
+    console.print("[bold]3.[/] what it took\n", saved.tables())
     console.print(
         f"{answer.first_token_seconds:.1f} s to the first token of the answer, then "
         f"{answer.tokens_per_second:.1f} tokens/s ({answer.completion_tokens} tokens after a "
@@ -207,6 +214,42 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
 
 
 @contextlib.contextmanager
+def server(*flags: str) -> Iterator[str]:
+    """Run ``razor-dist serve`` on a free port until the ``with`` block is left; yields its address.
+
+    Raises
+    ------
+    ServingError
+        If it ends before it serves.
+    """
+    code = (
+        "import sys; from razor_dist.frontend.guard import die_with_parent; "
+        f"die_with_parent({os.getpid()}); "  # even if this process is killed
+        "from razor_dist.cli import main; sys.exit(main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", "--port=0", "--log-level=warning", *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is ours: it ends the server below, in order
+    )
+    assert process.stdout is not None
+    try:
+        found = next(filter(None, map(_SERVING.search, process.stdout)), None)
+        if found is None:
+            raise ServingError(f"the server ended with code {process.wait()}; see above")
+        yield found[1]
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
 def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show for how long something is under way; yields what takes its progress in tokens."""
     if console.is_terminal:
@@ -236,7 +279,7 @@ def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None
 
 
 def _wait_until_healthy(client: httpx.Client) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + _START_SECONDS
     while client.get("/health").status_code != 200:
         if time.monotonic() > deadline:
             raise ServingError("the server does not become healthy")

@@ -13,9 +13,7 @@ from rich.table import Table
 
 
 def full_kv_bytes(folder: Path, itemsize: int = 4) -> int:
-    """Bytes per token of the keys and values of all heads of a model.
-
-    ``2 · layers · kv_heads · head_dim · itemsize``.
+    """Bytes per token of all heads: ``2 · layers · kv_heads · head_dim · itemsize``.
 
     Parameters
     ----------
@@ -26,13 +24,14 @@ def full_kv_bytes(folder: Path, itemsize: int = 4) -> int:
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    kv_heads: int = config["num_hidden_layers"] * config["num_key_value_heads"]
-    return int(2 * kv_heads * head_dim * itemsize)
+    return int(
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * itemsize
+    )
 
 
 @dataclass(frozen=True)
 class Savings:
-    """One request's memory and traffic.
+    """Memory and traffic of one request.
 
     Attributes
     ----------
@@ -45,8 +44,8 @@ class Savings:
         Measured: bytes between ranks by purpose, all ranks together.
     retrieval_fraction : float
         Of the KV heads.
-    full_kv_bytes_per_token : int
-        Keys and values of all heads.
+    token_bytes : int
+        Of a token's keys and values in all heads.
     """
 
     world_size: int
@@ -55,57 +54,42 @@ class Savings:
     kv_bytes_per_rank: int
     bytes_sent: dict[str, int]
     retrieval_fraction: float
-    full_kv_bytes_per_token: int
+    token_bytes: int
 
     @classmethod
     def between(
-        cls,
-        before: Mapping[str, Any],
-        after: Mapping[str, Any],
-        *,
-        tokens: int,
-        prompt_tokens: int,
-        full_kv_bytes_per_token: int,
+        cls, before: Mapping[str, Any], after: Mapping[str, Any], **counted: int
     ) -> Savings:
         """Subtract the engine's counters (``GET /stats``) before a request from those after it.
 
         The peak of KV bytes is the highest since the start: the request must be the largest yet.
         """
+        sent = {p: n - before["bytes_sent"][p] for p, n in after["bytes_sent"].items()}
         return cls(
             world_size=after["world_size"],
-            tokens=tokens,
-            prompt_tokens=prompt_tokens,
             kv_bytes_per_rank=max(after["peak_kv_bytes_per_rank"]),
-            bytes_sent={
-                purpose: sent - before["bytes_sent"][purpose]
-                for purpose, sent in after["bytes_sent"].items()
-            },
+            bytes_sent={purpose: n for purpose, n in sent.items() if n},
             retrieval_fraction=after["retrieval_fraction"],
-            full_kv_bytes_per_token=full_kv_bytes_per_token,
+            **counted,
         )
 
     @property
-    def full_on_one_rank(self) -> int:
-        """Bytes of full attention's keys and values, all on one rank."""
-        return self.tokens * self.full_kv_bytes_per_token
-
-    @property
     def full_per_rank(self) -> float:
-        """The same, sharded over the ranks."""
-        return self.full_on_one_rank / self.world_size
+        """Bytes of full attention's keys and values, sharded over the ranks."""
+        return self.tokens * self.token_bytes / self.world_size
 
     @property
     def full_ring_bytes(self) -> float:
         """Bytes of a ring of all heads over the same prefill chunks: each head sends the same."""
-        return self.bytes_sent["ring"] / self.retrieval_fraction
+        return self.bytes_sent.get("ring", 0) / self.retrieval_fraction
 
     @property
     def window_tokens(self) -> float:
         """Tokens that each rank holds of the streaming heads, their window above all."""
         streaming = self.kv_bytes_per_rank - self.retrieval_fraction * self.full_per_rank
-        return streaming / ((1 - self.retrieval_fraction) * self.full_kv_bytes_per_token)
+        return streaming / ((1 - self.retrieval_fraction) * self.token_bytes)
 
-    def table(self) -> RenderableType:
+    def tables(self) -> RenderableType:
         """Both comparisons, to print."""
         parts: list[RenderableType] = [self._memory()]
         if self.retrieval_fraction < 1 and self.kv_bytes_per_rank >= self.full_per_rank:
@@ -118,31 +102,27 @@ class Savings:
         return Group(*parts, *([self._traffic()] if self.world_size > 1 else []))
 
     def _memory(self) -> Table:
+        kept, share = self.kv_bytes_per_rank, self.full_per_rank
         table = _table("keys and values", "MB", "razor / it")
-        kept = self.kv_bytes_per_rank
         table.add_row("razor, most on one rank (measured)", _mb(kept), "")
-        rows: dict[str, float] = {
-            f"full attention, a rank's share of {self.world_size}": self.full_per_rank,
-            "full attention, all on one rank": self.full_on_one_rank,
-        }
-        for name, full in list(rows.items())[self.world_size == 1 :]:
-            table.add_row(name, _mb(full), f"{kept / full:.2f}")
+        if self.world_size > 1:
+            name = f"full attention, a rank's share of {self.world_size}"
+            table.add_row(name, _mb(share), f"{kept / share:.2f}")
+        alone = share * self.world_size
+        table.add_row("full attention, all on one rank", _mb(alone), f"{kept / alone:.2f}")
         return table
 
     def _traffic(self) -> Table:
-        table = _table("sent between ranks", "MB", "bytes / prompt token")
-        sent = {purpose: n for purpose, n in self.bytes_sent.items() if n}
-        total = sum(sent.values())
-        for purpose, n in sent.items():
-            self._add_traffic(table, purpose, n)
-        table.add_section()
-        self._add_traffic(table, "razor, all (measured)", total)
+        rows: dict[str, float] = {**self.bytes_sent}
+        rows["razor, all (measured)"] = sum(self.bytes_sent.values())
         if self.retrieval_fraction:
-            self._add_traffic(table, "full attention, its ring alone", self.full_ring_bytes)
+            rows["full attention, its ring alone"] = self.full_ring_bytes
+        table = _table("sent between ranks", "MB", "bytes / prompt token")
+        for number, (name, sent) in enumerate(rows.items()):
+            if number == len(self.bytes_sent):
+                table.add_section()
+            table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}")
         return table
-
-    def _add_traffic(self, table: Table, name: str, sent: float) -> None:
-        table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}")
 
 
 def _table(*headings: str) -> Table:

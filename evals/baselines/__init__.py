@@ -1,6 +1,6 @@
 """Other ways to keep fewer keys and values, by the library kvpress, beside ours.
 
-`presses` says which there are and how a method of an evaluation names them, `budget` how much they
-may keep, `model` runs one on transformers' own model, in the process of `worker`; `client` is that
-process as a job's items see it, with the methods of `razor_dist.LLM` that they call.
+`presses` lists them by their names in our evaluations, with their settings; `model` runs one on
+transformers' own model, in a process of its own, and says how much it may keep; `client` starts
+that process and has the methods of `razor_dist.LLM` that a job's items call.
 """

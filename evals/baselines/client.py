@@ -25,7 +25,7 @@ from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 
-_WORKER = "razor_dist.evals.baselines.worker"
+_WORKER = "razor_dist.evals.baselines.model"
 # Seconds that the process gets to end by itself.
 _GOODBYE = 5.0
 
@@ -33,8 +33,8 @@ _GOODBYE = 5.0
 class PressLLM:
     """Reads one text at a time, keeps what its press keeps, and answers greedily.
 
-    A process of its own, because kvpress replaces transformers' attention functions, and because
-    attention weights of a long text (H2O) may be more than there is memory.
+    It is a process of its own because kvpress replaces transformers' attention functions, and
+    because attention weights of a long text (H2O) may need more memory than there is.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class PressLLM:
     pids : list of int
         The process.
     with_question : bool
-        Whether a question belongs to what is read: see `Press`.
+        A question belongs to what is read: see `Press`.
 
     Raises
     ------
@@ -88,8 +88,6 @@ class PressLLM:
             self.close()
             raise
 
-    # ------------------------------------------------------------------ as of LLM
-
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """See `LLM`."""
         return self._tokenizer
@@ -110,10 +108,7 @@ class PressLLM:
                 self._call("forget")
 
     def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams,
-        prefix: int | None = None,
+        self, prompts: Any, sampling_params: SamplingParams, prefix: int | None = None
     ) -> list[RequestOutput]:
         """Answer prompts of token ids that continue what was read, or one that is a whole.
 
@@ -143,7 +138,7 @@ class PressLLM:
 
     @property
     def failed(self) -> bool:
-        """Whether the process is gone: every call will fail."""
+        """True once the process is gone: every call will fail."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -158,8 +153,6 @@ class PressLLM:
             self._process.kill()
             self._process.wait()
         self._connection.close()
-
-    # --------------------------------------------------------------------- inside
 
     def _answer(self, ids: list[int], max_tokens: int) -> RequestOutput:
         began = time.perf_counter()

@@ -1,18 +1,99 @@
-"""transformers' own model with a press of kvpress: reads a text, keeps a part of it, answers."""
+"""transformers' own model with a press of kvpress: reads a text, keeps a part of it, answers.
+
+``python -m razor_dist.evals.baselines.model DESCRIPTOR`` is the process that it lives in; the
+number is a socket's, over which come a `BaselineConfig` and then calls: a method's name and its
+arguments. Each is answered, the configuration too, with ``("done", result)`` or
+``("failed", error)``. The process ends when the other end is closed. Both ends are ours and of one
+release, so objects travel by pickle.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.engine.device import torch_device
-from razor_dist.evals.baselines.budget import Budget, compression_ratio
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.evals.stock import load_stock
+from razor_dist.heads.head_map import default_head_map
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
+from razor_dist.plan.deployment import Deployment
+from razor_dist.plan.dry_run import DryRun
+
+log = logging.getLogger(__name__)
+
+
+class Budget:
+    """Bytes and tokens that one method may keep of a text.
+
+    Razor's bytes are not estimated: the engine's own caches are made (on torch's meta device) and
+    asked what a sequence takes of them, so that the number is the one that an engine of one rank
+    reports after it has read the text.
+
+    Parameters
+    ----------
+    config : BaselineConfig
+    kind : {"cpu", "cuda"}
+        Where the model computes, which decides the dtype.
+
+    Raises
+    ------
+    HeadMapError
+        If razor decides the budget and there is no head map.
+    """
+
+    def __init__(self, config: BaselineConfig, kind: str) -> None:
+        if config.kv_budget is None and config.head_map is None:
+            default_head_map(config.model)  # or refuses: the planner would assume one
+        self._config = config
+        self._deployment = Deployment.of(config, "cuda" if kind == "cuda" else "cpu")
+        self._dry_run = DryRun(self._deployment)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's keys and values in all heads."""
+        return self._deployment.full_kv_bytes
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that may be kept of a text of so many tokens."""
+        if self._config.kv_budget is not None:
+            return int(self._config.kv_budget * tokens * self.token_bytes)
+        longest = self._config.max_model_len or self._deployment.shape.max_positions
+        kept = self._dry_run.caches(longest, tokens)
+        return kept["sequence_retrieval_kv"] + kept["sequence_streaming_cache"]
+
+    def tokens(self, read: int) -> int:
+        """Tokens of ``read`` that every head may keep, if all keep the same number.
+
+        Raises
+        ------
+        ConfigError
+            If that is none.
+        """
+        kept = min(read, self.nbytes(read) // self.token_bytes)
+        if kept < 1:
+            budget = self._config.kv_budget
+            who = "razor's budget" if budget is None else f"kv_budget {budget}"
+            raise ConfigError(f"{who} leaves nothing of {read} tokens; raise kv_budget")
+        return kept
+
+
+def compression_ratio(read: int, kept: int) -> float:
+    """kvpress's setting for which ``kept`` of ``read`` tokens remain.
+
+    It rounds ``read·(1 − ratio)`` down, and PyramidKV spreads that mean over the layers and rounds
+    each: a quarter of a token more makes the former exact and leaves the latter within half a token
+    per layer.
+    """
+    return 0.0 if kept >= read else 1 - (kept + 0.25) / read
 
 
 class PressedModel:
@@ -127,3 +208,38 @@ class PressedModel:
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self._device)
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the other end is closed."""
+    config = connection.recv()
+    torch.set_num_threads(config.threads_per_rank(1))
+    made: list[PressedModel] = []
+    if not _answer(connection, lambda: made.append(PressedModel(config))):
+        return
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        _answer(connection, getattr(made[0], name), *arguments)
+
+
+def _answer(connection: Connection, call: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        result = call(*arguments)
+    except RazorError as error:
+        connection.send(("failed", error))
+    except Exception as error:
+        log.exception("%s failed", getattr(call, "__name__", "loading"))
+        # As text: an exception of another library may not survive the way.
+        connection.send(("failed", RuntimeError(f"{type(error).__name__}: {error}")))
+    else:
+        connection.send(("done", result))
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    serve(Connection(int(sys.argv[1])))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field
 
 from razor_dist.config.errors import ConfigError, ModelError
-from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
+from razor_dist.config.schema import JobConfig
+from razor_dist.jobs.config import ExternalEngineConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.baselines.client import PressLLM
@@ -35,8 +36,7 @@ class Press(NamedTuple):
     attention : str
         The attention of transformers that it needs: ``eager`` is the one that returns its weights.
     with_question : bool
-        Whether it is shown the question before it drops anything, where that is asked after the
-        document.
+        It is shown the question before it drops anything, where that is asked after the document.
     """
 
     name: str
@@ -112,7 +112,7 @@ class ComparingConfig(JobConfig):
 
 
 def check_presses(methods: Collection[str], model: str, model_type: str) -> None:
-    """See to it that the presses among ``methods`` can run, before anything else does.
+    """Check that the presses among ``methods`` can run, before anything else does.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def check_presses(methods: Collection[str], model: str, model_type: str) -> None
 
 
 def check_installed(methods: Collection[str]) -> None:
-    """See to it that what the presses among ``methods`` need is there.
+    """Check that what the presses among ``methods`` need is installed.
 
     Raises
     ------

@@ -76,7 +76,7 @@ class RulerConfig(ComparingConfig):
                     if name in self.task_names
                     else f"{data} is for task {name}, which is not among the tasks"
                 )
-        if min(self.token_lengths) < 1:
+        if self.token_lengths[0] < 1:
             raise ConfigError(f"lengths must be at least 1 each, got {list(self.token_lengths)}")
         if "attention" in self.model_fields_set:
             raise ConfigError("attention is what methods differ in: set it for each of methods")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -46,7 +45,6 @@ class RulerTask:
 
     Attributes
     ----------
-    config : RulerConfig
     haystack : tuple of str
         Name and fingerprint of the prose.
     data : dict
@@ -109,6 +107,10 @@ class RulerTask:
 
     def items(self) -> Sequence[Item]:
         """Each sample, for each method."""
+        config = self.config
+        every = itertools.product(
+            config.method_settings, config.task_names, config.token_lengths, range(config.samples)
+        )
         return [
             Item(
                 f"{method}/{task}/{length}/{number}",
@@ -116,10 +118,7 @@ class RulerTask:
                 method,
                 {"task": task, "length": length, "number": number},
             )
-            for method in self.config.method_settings
-            for task in self.config.task_names
-            for length in self.config.token_lengths
-            for number in range(self.config.samples)
+            for method, task, length, number in every
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
@@ -132,18 +131,21 @@ class RulerTask:
         ModelError
             If the model has no tokenizer.
         """
-        config = self.config
-        task, length, number = (item.data[key] for key in ("task", "length", "number"))
-        encoder = PromptEncoder(_needed(llm.get_tokenizer()))
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None:
+            raise ModelError(
+                "the model has no tokenizer, which RULER's texts need: put its tokenizer.json and "
+                "tokenizer_config.json into its folder"
+            )
+        encode = partial(prompt_ids, PromptEncoder(tokenizer))
+        task: str = item.data["task"]
         sample = make_sample(
-            task,
-            length,
-            number,
-            config.seed,
-            self._material(),
-            lambda sample: len(prompt_ids(encoder, sample)),
+            **item.data,
+            seed=self.config.seed,
+            material=self._material(),
+            tokens=lambda sample: len(encode(sample)),
         )
-        prompt = prompt_ids(encoder, sample)
+        prompt = encode(sample)
         params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS[task])
         [output] = llm.generate(prompt, params)
         [answer] = output.outputs
@@ -178,15 +180,6 @@ def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
         return encoder.text(f"{sample.text} {sample.cue}")
     chat = encoder.chat_text([{"role": "user", "content": sample.text}])
     return encoder.text(chat + sample.cue, special_tokens=False)
-
-
-def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        raise ModelError(
-            "the model has no tokenizer, which RULER's texts need: put its tokenizer.json and "
-            "tokenizer_config.json into its folder"
-        )
-    return tokenizer
 
 
 @lru_cache(maxsize=1)

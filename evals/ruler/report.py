@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -43,64 +44,55 @@ def report(
     the mean over tasks, as the paper's, and the last column the mean over lengths. An average that
     lacks a cell is not given.
     """
-    scores: dict[tuple[str, str, int], list[float]] = {}
+    scores: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for record in records:
         if record["status"] == "done":
             result = record["result"]
             place = result["method"], result["task"], result["length"]
-            scores.setdefault(place, []).append(result["score"])
+            scores[place].append(100 * result["score"])
     lengths, tasks, samples = task["lengths"], task["tasks"], task["samples"]
     asked = len(task["methods"]) * len(tasks) * len(lengths) * samples
     failed = [record for record in records if record["status"] == "failed"]
-    lines = [
+    parts = [
         f"# RULER: {task['model']}",
-        "",
         f"{samples} samples of each task and length, seed {task['seed']}, prose: "
         f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent.",
     ]
     if failed:
-        lines += ["", f"{len(failed)} of {asked} samples failed and count in no cell: see below."]
+        parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
     if missing := asked - len(records):
-        lines += ["", f"{missing} of {asked} samples have not been asked yet."]
+        parts.append(f"{missing} of {asked} samples have not been asked yet.")
     if presses := [method for method in task["methods"] if "press" in engines.get(method, {})]:
         part = engines[presses[0]]["kv_budget"]
         budget = "as many bytes as razor on one rank" if part is None else f"{part:g} of all"
-        lines += [
-            "",
+        parts.append(
             f"{', '.join(presses)}: kvpress {KVPRESS}. Every head reads in full; then {budget} is "
-            "kept. The question is a part of what is read: they know it when they drop the rest.",
-        ]
+            "kept. The question is a part of what is read: they know it when they drop the rest."
+        )
+    head = ["task", *map(str, lengths), "average"]
     for method in task["methods"]:
-        rows: dict[str, list[float | None]] = {
-            name: [_percent(scores.get((method, name, length))) for length in lengths]
-            for name in tasks
-        }
+        rows = {name: [_mean(scores[method, name, n]) for n in lengths] for name in tasks}
         rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
-        head = ["task", *map(str, lengths), "average"]
         body = [[name, *map(_shown, [*cells, _mean(cells)])] for name, cells in rows.items()]
-        lines += ["", f"## {method}", "", markdown([head, *body])]
-    return "\n".join([*lines, *_failures(failed)])
+        parts += [f"## {method}", markdown([head, *body])]
+    return "\n\n".join([*parts, *_failures(failed)])
 
 
 def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which samples failed, and why; those of one reason together."""
-    if not failed:
-        return []
-    reasons: dict[str, list[str]] = {}
+    """The samples that failed, those of one reason together."""
+    reasons: dict[str, list[str]] = defaultdict(list)
     for record in failed:
         error = record["error"]
         why = " ".join(f"{error['type']}: {error['message']}".split())
-        reasons.setdefault(why, []).append(f"`{record['id']}`")
-    return ["", "## Failed", "", *(f"- {', '.join(ids)}: {why}" for why, ids in reasons.items())]
-
-
-def _percent(scores: Sequence[float] | None) -> float | None:
-    return 100 * fmean(scores) if scores else None
+        reasons[why].append(f"`{record['id']}`")
+    lines = [f"- {', '.join(ids)}: {why}" for why, ids in reasons.items()]
+    return ["## Failed", "\n".join(lines)] if lines else []
 
 
 def _mean(cells: Sequence[float | None]) -> float | None:
+    """The mean, or None if there are no cells or one lacks its number."""
     known = [cell for cell in cells if cell is not None]
-    return fmean(known) if len(known) == len(cells) else None
+    return fmean(known) if known and len(known) == len(cells) else None
 
 
 def _shown(cell: float | None) -> str:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from razor_dist.evals import demo
 from razor_dist.evals.savings import Savings, full_kv_bytes
-from razor_dist.evals.serving import ServingError
 from razor_dist.models.registry import resolve_model
 
 PARAGRAPHS = [f"Paragraph {i} says\nnothing  of note." for i in range(3000)]
@@ -60,15 +59,14 @@ def savings(peak: list[int]) -> Savings:
         counters(1100, peak),
         tokens=12,
         prompt_tokens=10,
-        full_kv_bytes_per_token=1000,
+        token_bytes=1000,
     )
 
 
 def test_savings_are_the_difference_between_two_readings() -> None:
     saved = savings([3000, 5000])
     assert saved.kv_bytes_per_rank == 5000
-    assert saved.bytes_sent == {"ring": 1000, "halo": 0}
-    assert saved.full_on_one_rank == 12_000
+    assert saved.bytes_sent == {"ring": 1000}
     assert saved.full_per_rank == 6000
     assert saved.full_ring_bytes == 4000, "a quarter of the heads sent 1000"
 
@@ -81,16 +79,16 @@ def printed(shown: object) -> str:
 
 
 def test_a_loss_is_said_with_where_the_saving_begins() -> None:
-    assert "from about" not in printed(savings([5000, 0]).table())
+    assert "from about" not in printed(savings([5000, 0]).tables())
     # 1500 of 7000 bytes are the retrieval heads'; a token of the others takes 750.
-    page = printed(savings([7000, 0]).table())
+    page = printed(savings([7000, 0]).tables())
     assert "window whole, 7 tokens; a share of full attention's is 6." in page
     assert "2 ranks keep less than full attention from about 15 tokens on." in page
 
 
 def test_one_rank_sends_nothing() -> None:
-    alone = replace(savings([7000]), world_size=1, bytes_sent={"ring": 0, "halo": 0})
-    page = printed(alone.table())
+    alone = replace(savings([7000]), world_size=1, bytes_sent={})
+    page = printed(alone.tables())
     assert "sent between" not in page and "share of 1" not in page
 
 
@@ -111,7 +109,7 @@ def test_other_flags_go_to_the_server_and_prevail(monkeypatch: pytest.MonkeyPatc
 
     def no_server(*flags: str) -> None:
         given.extend(flags)
-        raise ServingError("none here")
+        raise demo.ServingError("none here")
 
     monkeypatch.setattr(demo, "server", no_server)
     monkeypatch.setattr(sys, "argv", ["demo", "--world-size", "3", "--window-ratio", "7"])

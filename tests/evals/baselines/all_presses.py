@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from razor_dist.evals.baselines.budget import Budget
-from razor_dist.evals.baselines.model import PressedModel
+from razor_dist.evals.baselines.model import Budget, PressedModel
 from razor_dist.evals.baselines.presses import BaselineConfig
 from tests.evals.baselines.text import MORE, NEW_TOKENS, TEXT
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from razor_dist import LLM, cli
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.evals.baselines import presses
-from razor_dist.evals.baselines.budget import Budget, compression_ratio
+from razor_dist.evals.baselines.model import Budget, compression_ratio
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES, BaselineConfig, check_installed
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import Question, Reading, Spot, with_questions
