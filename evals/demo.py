@@ -55,16 +55,7 @@ class ServingError(Exception):
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """An answer that came over HTTP.
-
-    Attributes
-    ----------
-    text : str
-    prompt_tokens, completion_tokens : int
-        As the server counts them.
-    first_token_seconds, total_seconds : float
-        Since the request was sent.
-    """
+    """An answer over HTTP: tokens as the server counts them, seconds since it was asked."""
 
     text: str
     prompt_tokens: int
@@ -113,26 +104,8 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
 def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     """Start the server, ask, report; the server has ended when this returns.
 
-    Parameters
-    ----------
-    world_size : int
-        Number of ranks.
-    serve_flags : sequence of str
-        Of ``razor-dist serve``, stronger than `SETTINGS`.
-    console : Console
-        Shows what is being done and what came of it.
-
-    Returns
-    -------
-    int
-        0 if the answer holds the hidden number, else 1.
-
-    Raises
-    ------
-    ModelError
-        If the embedded model is not installed.
-    ServingError
-        If the server cannot be started or refuses the request.
+    ``serve_flags`` are of ``razor-dist serve`` and stronger than `SETTINGS`. Returns 0 if the
+    answer holds the hidden number, else 1.
     """
     from tokenizers import Tokenizer
 
@@ -183,17 +156,10 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
 def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]) -> str:
     """Join paragraphs of about `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them.
 
-    Parameters
-    ----------
-    paragraphs : sequence of str
-        Prose, more than enough of it.
-    count_tokens : callable
-        Tokens of a text.
-
     Raises
     ------
     ValueError
-        If there is too little prose.
+        If the paragraphs have too few tokens.
     """
     chosen: list[str] = []
     tokens = count_tokens(SENTENCE)
@@ -295,15 +261,6 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
 
 def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
     """Ask one question; the answer is printed as it comes.
-
-    Parameters
-    ----------
-    client : httpx.Client
-        Of the server.
-    content : str
-        The user's message.
-    console : Console
-        Shows the prompt's progress, then the answer.
 
     Raises
     ------

@@ -22,12 +22,7 @@ _TOPIC = "specialnames"
 
 
 def write_sample(folder: Path) -> list[Path]:
-    """Write the documents.
-
-    Parameters
-    ----------
-    folder : Path
-        Made if missing.
+    """Write the documents into a folder, which is made if missing.
 
     Raises
     ------

@@ -36,13 +36,7 @@ class Budget:
 
     Razor's bytes are not estimated: the engine's own caches are made (on torch's meta device) and
     asked what a sequence takes of them, so that the number is the one that an engine of one rank
-    reports after it has read the text.
-
-    Parameters
-    ----------
-    config : BaselineConfig
-    kind : {"cpu", "cuda"}
-        Where the model computes, which decides the dtype.
+    reports after it has read the text. ``kind``, "cpu" or "cuda", decides the dtype.
 
     Raises
     ------
@@ -105,10 +99,7 @@ class PressedModel:
     Importing kvpress replaces transformers' attention functions for the whole process, so this
     belongs into one of its own.
 
-    Parameters
-    ----------
-    config : BaselineConfig
-        Of a model that `check_presses` lets pass.
+    The model must be one that `check_presses` lets pass.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
@@ -162,16 +153,7 @@ class PressedModel:
         The tokens go one at a time: layers may have kept different numbers (PyramidKV), for which
         transformers' one mask would be wrong.
 
-        Parameters
-        ----------
-        ids : list of int
-            At least one.
-        max_tokens : int
-
-        Returns
-        -------
-        list of int
-            The last may be one that ends a text.
+        ``ids`` has at least one token; the last that is returned may be one that ends a text.
         """
         before = [(layer.keys, layer.values) for layer in self._cache.layers]
         generated: list[int] = []

@@ -29,14 +29,9 @@ _IMPORTS = ("cachetools", "datasets", "fire", "requests")
 class Press(NamedTuple):
     """A method of kvpress.
 
-    Attributes
-    ----------
-    name : str
-        Its class there.
-    attention : str
-        The attention of transformers that it needs: ``eager`` is the one that returns its weights.
-    with_question : bool
-        It is shown the question before it drops anything, where that is asked after the document.
+    `name` is its class there, `attention` the one of transformers that it needs: ``eager`` returns
+    its weights. `with_question`: it is shown the question before it drops anything, where that is
+    asked after the document.
     """
 
     name: str
@@ -141,6 +136,7 @@ def check_installed(methods: Collection[str]) -> None:
     needing = [method for method in methods if method in PRESSES]
     if not needing:
         return
+    command = f"install the extra baselines: {INSTALL}"
     try:
         found = version("kvpress")
     except PackageNotFoundError:
@@ -148,11 +144,10 @@ def check_installed(methods: Collection[str]) -> None:
     if found != KVPRESS:
         raise ConfigError(
             f"the method {needing[0]} is kvpress's, of which release {KVPRESS} is needed and "
-            f"{found} installed; install the extra baselines: {INSTALL}"
+            f"{found} installed; {command}"
         )
     missing = [name for name in _IMPORTS if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the method {needing[0]} is kvpress's, which needs {', '.join(missing)}; install the "
-            f"extra baselines: {INSTALL}"
+            f"the method {needing[0]} is kvpress's, which needs {', '.join(missing)}; {command}"
         )

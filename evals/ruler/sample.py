@@ -50,17 +50,10 @@ class Units:
 
 
 def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
-    """The longest sample of at most ``room`` tokens.
+    """The longest sample of at most ``room`` tokens, as ``tokens`` counts them in its prompt.
 
     The search takes tokens to grow with the units. Where they do not quite, the sample is a little
     shorter than it might be; it is never longer.
-
-    Parameters
-    ----------
-    units : Units
-    tokens : callable
-        Tokens of a sample's prompt.
-    room : int
 
     Raises
     ------

@@ -62,11 +62,7 @@ class RulerNeedles:
     def units(self, draw: random.Random, essay: Sequence[str]) -> Units:
         """The task's sample, a unit being a sentence (or a line of noise, or another needle).
 
-        Parameters
-        ----------
-        draw : random.Random
-        essay : sequence of str
-            Sentences of prose, begun anew where they end.
+        ``essay`` are sentences of prose, begun anew where they end.
         """
         keys = _word_pairs(draw) if self.keys == "words" else _uuids(draw)
         values = _numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else _uuids(draw)
@@ -218,13 +214,8 @@ def common_words(draw: random.Random, length: int) -> Units:
     """A numbered list in which ten words are more frequent than all others.
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
-    do not suffice, all words, the common ones too, are pairs of them.
-
-    Parameters
-    ----------
-    draw : random.Random
-    length : int
-        Of the prompt and the answer: decides how often the words occur.
+    do not suffice, all words, the common ones too, are pairs of them. ``length``, of the prompt and
+    the answer, decides the number of times that the words occur.
     """
     short = length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)

@@ -53,15 +53,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 class QAQuestion:
     """A question of a data set.
 
-    Attributes
-    ----------
-    text : str
-    answers : tuple of str
-        Any of them is right.
-    documents : tuple of int
-        Which of the set's documents it came with.
-    nearest : tuple of int
-        Others that are put beside them before any else: the same article's paragraphs.
+    Any of `answers` is right. `documents` are the indices of those that it came with, `nearest` of
+    others that are put beside them before any else: the same article's paragraphs.
     """
 
     text: str
@@ -171,15 +164,7 @@ def _read(path: Path, form: str, read: Any) -> QAData:
 
 @dataclass(frozen=True)
 class Material:
-    """What the tasks are made of beside words and numbers.
-
-    Attributes
-    ----------
-    essay : sequence of str
-        Sentences of prose.
-    questions : dict
-        The data of `QUESTION_TASKS`, of those that are run.
-    """
+    """Sentences of prose, and the data of those of `QUESTION_TASKS` that are run."""
 
     essay: Sequence[str]
     questions: dict[str, QAData]
@@ -193,17 +178,12 @@ def make_sample(
     material: Material,
     tokens: Callable[[Sample], int],
 ) -> Sample:
-    """A task's sample number ``number`` at a length.
+    """Make a task's sample of a number; the same number and seed give the same sample.
 
     Parameters
     ----------
-    task : str
-        One of `TASKS`.
     length : int
         Tokens of the prompt and of the longest answer together.
-    number, seed : int
-        The same ones give the same sample.
-    material : Material
     tokens : callable
         Tokens of a sample's prompt.
 
@@ -236,15 +216,10 @@ def _units(task: str, length: int, draw: random.Random, material: Material) -> U
 
 
 def score(task: str, answer: str, wanted: Sequence[str]) -> float:
-    """The part of the wanted strings that an answer contains, or whether it contains any.
+    """The part, from 0 to 1, of the wanted strings that an answer contains; or 1 if it has any.
 
     RULER's ``string_match_all``, and for `QUESTION_TASKS` its ``string_match_part``: case does not
     count, control characters are line breaks, and a string may stand anywhere in the answer.
-
-    Returns
-    -------
-    float
-        From 0 to 1.
     """
     said = _UNPRINTABLE.sub("\n", answer).lower()
     found = [text.lower() in said for text in wanted]

@@ -43,16 +43,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
 def config_folder(name: str) -> Path:
     """Find a model's ``config.json``, by the rules of `resolve_model`, without its weights.
 
-    Parameters
-    ----------
-    name : str
-        As for `resolve_model`; a folder needs no more than that file, and of a hub repository no
-        other is fetched.
-
-    Returns
-    -------
-    Path
-        A local folder.
+    A folder needs no more than that file, and of a hub repository no other is fetched.
 
     Raises
     ------
@@ -63,13 +54,7 @@ def config_folder(name: str) -> Path:
 
 
 def display_name(name: str) -> str:
-    """What to call a model in files and messages: a folder's last part (``.`` has one too).
-
-    Parameters
-    ----------
-    name : str
-        As `resolve_model` and `config_folder` took it.
-    """
+    """A model's name in files and messages: a folder's last part, also of ``.``."""
     path = Path(name).expanduser()
     return path.resolve().name if name != smollm2.NAME and path.is_dir() else name
 
