@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from razor_dist.config.errors import RazorError
-from razor_dist.documents.haystack import reference_paragraphs
+from razor_dist.documents.corpus import reference_paragraphs
 from razor_dist.evals.savings import Savings, full_kv_bytes
 
 MODEL = "smollm2"

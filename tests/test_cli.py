@@ -67,9 +67,12 @@ HEADS_OPTIONS = {
 
 
 GRID_OPTIONS = {"--lengths", "--depths", "--needles", "--haystack", "--seed", "--prefill", "--out"}
-ENGINE_OPTIONS = """
-    --block --config --device --dtype --kv-dtype --model --sink-tokens --threads
-    --trust-remote-code --chunked-prefill-size --window-max --window-min --window-ratio
+MODEL_OPTIONS = """
+    --chunked-prefill-size --config --device --dtype --kv-dtype --model --threads
+    --trust-remote-code
+"""
+ENGINE_OPTIONS = f"""
+    {MODEL_OPTIONS} --block --sink-tokens --window-max --window-min --window-ratio
 """
 NEEDLE_OPTIONS = """
     --attempts --block --cluster-timeout --collective-timeout --compensation --config
@@ -86,6 +89,7 @@ NEEDLE_OPTIONS = """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
+    "grid": {*GRID_OPTIONS - {"--prefill"}, *MODEL_OPTIONS.split(), "--methods"},
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {
         *("--out", "--config", "--tasks", "--lengths", "--samples", "--methods", "--haystack"),

@@ -2,15 +2,81 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.documents.haystack import Haystack
-from razor_dist.evals.grid import Prompter
-from razor_dist.evals.hidden_words import hide_words
-from razor_dist.evals.needle.presets import Fact, Layout, Preset
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.evals.needle.facts import Fact
+from razor_dist.evals.needle.haystack import Haystack, hide_words
+from razor_dist.evals.needle.presets import Layout, Preset
+from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
+
+_MARK = "<<document>>"
+
+
+class Prompter:
+    """Splits a prompt where its document ends.
+
+    A model with a chat template is asked in a user's message. One without is a base model: it gets
+    document and question as they are, and the answer's beginning, as RULER does.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase or None
+
+    Raises
+    ------
+    ModelError
+        If there is no tokenizer: documents are texts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is None:
+            raise ModelError(
+                "the model has no tokenizer, so it can be asked for no needles: put its "
+                "tokenizer.json and tokenizer_config.json into its folder"
+            )
+        self.tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer)
+        self.is_chat = bool(getattr(tokenizer, "chat_template", None))
+
+    @classmethod
+    def of_model(cls, folder: Path, *, trust_remote_code: bool = False) -> Self:
+        """Return the prompter of the model in a folder."""
+        return cls(load_tokenizer(folder, trust_remote_code=trust_remote_code))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; nothing is put before or after them."""
+        return self._encoder.text(text, special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer."""
+        text: Any = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(text)
+
+    def around(
+        self, before: str, after: str, cue: str = "", *, chat: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids before and after a document.
+
+        Parameters
+        ----------
+        before, after : str
+            What stands there in the user's message.
+        cue : str
+            The answer's beginning, for a base model.
+        chat : bool
+            False asks a model with a chat template as if it had none.
+        """
+        if not (self.is_chat and chat):
+            # As one text, the special tokens that begin it included.
+            return self._encoder.text(before), self.encode(after + cue)
+        text = self._encoder.chat_text([{"role": "user", "content": before + _MARK + after}])
+        head, _, tail = text.partition(_MARK)
+        return self.encode(head), self.encode(tail)
 
 
 class Spot(NamedTuple):
@@ -36,7 +102,7 @@ class Reading(NamedTuple):
 
 
 def share_out(depths: Sequence[float], needles: int, *, together: bool) -> list[list[Spot]]:
-    """The spots of each document, so that every depth has each of its needles in one of them.
+    """Share needles out to documents, so that every depth has each of its needles in one of them.
 
     Parameters
     ----------
@@ -62,9 +128,11 @@ def readings(
     haystack: Haystack | None,
     length: int,
     spots: Sequence[Spot],
-    seed: str,
+    seed: int,
+    *,
+    document_alone: bool = False,
 ) -> list[Reading]:
-    """One document with its questions.
+    """Make one document with its questions.
 
     Asked after the document, all questions continue one prefix. Where a question stands before or
     in the document, each has a prefix of its own.
@@ -80,8 +148,10 @@ def readings(
     length : int
         Tokens of the longest prompt with its answer: the document fills what the rest leaves.
     spots : sequence of Spot
-    seed : str
+    seed : int
         Equal seeds give equal documents.
+    document_alone : bool
+        ``length`` is the document's, whatever stands around it.
 
     Raises
     ------
@@ -90,10 +160,9 @@ def readings(
     """
     layout = preset.layouts[query]
     depths = [spot.depth for spot in spots]
-    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
     if haystack is None:
-        return [_of_words(preset, layout, prompter, length, spots, number)]
-    facts = preset.draw(depths, number)
+        return [_of_words(preset, layout, prompter, length, spots, seed)]
+    facts = preset.draw(depths, seed)
     frames = [
         prompter.around(
             layout.fill("before", fact),
@@ -103,7 +172,9 @@ def readings(
         )
         for fact in facts
     ]
-    room = length - preset.answer_tokens - max(len(head) + len(tail) for head, tail in frames)
+    room = length
+    if not document_alone:
+        room -= preset.answer_tokens + max(len(head) + len(tail) for head, tail in frames)
     questions = [
         Question(spot, fact.answer, tail)
         for spot, fact, (_, tail) in zip(spots, facts, frames, strict=True)
@@ -111,7 +182,7 @@ def readings(
 
     def document(asked: Fact | None) -> list[int]:
         hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
-        return haystack.hide(room, list(zip(hidden, depths, strict=True)), number)[0]
+        return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)[0]
 
     if query == "after":
         return [Reading(frames[0][0] + document(None), questions)]
@@ -122,7 +193,7 @@ def readings(
 
 
 def with_questions(made: Sequence[Reading]) -> list[Reading]:
-    """The same, each question read together with its document up to the question's last token.
+    """Read each question together with its document, up to the question's last token.
 
     For methods that are shown the question before they drop anything: each is a reading of its own.
     """
@@ -141,17 +212,17 @@ def _of_words(
     spots: Sequence[Spot],
     seed: int,
 ) -> Reading:
-    """A document of the needle model."""
+    """Make a document for the needle model."""
     # Every question is the same two words long: "remember" and the key.
     tail = len(prompter.encode(layout.after.format(question="remember me")))
     try:
-        made = hide_words(length - preset.answer_tokens - tail, [s.depth for s in spots], seed)
-    except ValueError as error:
+        text, facts = hide_words(
+            length - preset.answer_tokens - tail, [s.depth for s in spots], seed
+        )
+    except ConfigError as error:
         raise ConfigError(f"a prompt of {length} tokens is too short: {error}") from None
     questions = [
-        Question(
-            spot, hidden.answer, prompter.encode(layout.after.format(question=hidden.question))
-        )
-        for spot, hidden in zip(spots, made.hidden, strict=True)
+        Question(spot, fact.answer, prompter.encode(layout.fill("after", fact)))
+        for spot, fact in zip(spots, facts, strict=True)
     ]
-    return Reading(prompter.around(made.text, "", chat=False)[0], questions)
+    return Reading(prompter.around(text, "", chat=False)[0], questions)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from numpy.typing import NDArray
 
 Scores = Sequence[Sequence[float | None]]
 """``[depths][lengths]``; None where nothing was asked."""
@@ -21,10 +24,15 @@ class Panel(NamedTuple):
     lengths: Sequence[int]
     depths: Sequence[float]
     values: Scores
+    unfinished: frozenset[tuple[int, int]] = frozenset()
+    """Rows and columns of the cells of which some questions have no answer yet."""
 
 
 def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = False) -> None:
-    """Draw panels side by side, with one scale of colours.
+    """Draw panels side by side, with one scale of colours that colour-blind eyes can read.
+
+    A cell holds its number, or a question mark where not everything was asked yet; the last row
+    and column are the means of what was asked.
 
     Parameters
     ----------
@@ -37,20 +45,18 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     difference : bool
         The scale goes from −1 to 1 instead of from 0 to 1.
     """
-    columns = min(3, len(panels))
+    columns = min(2 if max(len(panel.lengths) for panel in panels) > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns + 1, 3.4 * rows + 0.4), dpi=150)
+    width = 2.2 + 0.5 * max(len(panel.lengths) for panel in panels)
+    height = 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
+    figure = Figure(figsize=(width * columns + 1, height * rows + 0.4), dpi=150)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    colours, low = ("RdBu_r", -1.0) if difference else ("RdYlGn", 0.0)
+    colours, low = ("PuOr", -1.0) if difference else ("cividis", 0.0)
     image = None
     for axis, panel in zip(axes, panels, strict=False):
-        values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-        image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
-        axis.set_facecolor("0.85")  # where nothing was asked
-        axis.set_title(panel.title, fontsize=10)
-        _ticks(axis, panel)
+        image = _panel(axis, panel, colours, low)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     assert image is not None
@@ -59,23 +65,46 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _ticks(axis: Axes, panel: Panel) -> None:
-    across = _some(len(panel.lengths), 8)
-    down = _some(len(panel.depths), 11)
-    lengths = [short_length(panel.lengths[index]) for index in across]
-    axis.set_xticks(across, lengths, rotation=45, fontsize=8)
-    depths = [f"{panel.depths[index]:g}" for index in down]
-    axis.set_yticks(down, depths, fontsize=8)
+def _panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
+    cells = np.array([[np.nan if v is None else v for v in row] for row in panel.values])
+    across, down = len(panel.lengths), len(panel.depths)
+    values = np.full((down + 1, across + 1), np.nan)
+    values[:down, :across] = cells
+    for index in range(across):
+        values[down, index] = _mean(cells[:, index])
+    for index in range(down):
+        values[index, across] = _mean(cells[index])
+    values[down, across] = _mean(cells)
+    image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
+    axis.set_facecolor("0.85")  # where nothing was asked
+    for (row, column), value in np.ndenumerate(values):
+        unasked = np.isnan(value)
+        missing = unasked or (row, column) in panel.unfinished
+        text = "" if unasked else f"{value:.2f}"
+        colour = "w" if not unasked and sum(image.cmap(image.norm(value))[:3]) < 1.5 else "k"
+        shown = f"{text}?" if missing and row < down and column < across else text
+        axis.text(column, row, shown, ha="center", va="center", fontsize=7, color=colour)
+    # Borders between cells, and a wider one before the means.
+    axis.set_xticks(np.arange(across) + 0.5, minor=True)
+    axis.set_yticks(np.arange(down) + 0.5, minor=True)
+    axis.grid(which="minor", color="w", linewidth=0.8)
+    axis.tick_params(which="minor", length=0)
+    axis.axvline(across - 0.5, color="w", linewidth=3)
+    axis.axhline(down - 0.5, color="w", linewidth=3)
+    lengths = [*map(short_length, panel.lengths), "mean"]
+    axis.set_xticks(range(across + 1), lengths, rotation=45, fontsize=8)
+    axis.set_yticks(range(down + 1), [*(f"{d:g}" for d in panel.depths), "mean"], fontsize=8)
+    axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel("tokens", fontsize=9)
     axis.set_ylabel("depth of the needle, %", fontsize=9)
+    return image
 
 
-def _some(count: int, most: int) -> list[int]:
-    """Indices to label, the last among them."""
-    step = -(-count // most)
-    return list(range(count - 1, -1, -step))[::-1]
+def _mean(cells: NDArray[np.float64]) -> float:
+    known = cells[~np.isnan(cells)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 def short_length(tokens: int) -> str:
-    """``8K`` for 8192, ``1000`` for 1000."""
+    """Return ``8K`` for 8192, ``1000`` for 1000."""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

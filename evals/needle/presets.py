@@ -1,8 +1,7 @@
-"""What the needle test hides, how it asks, and how it scores an answer.
+"""Presets of the needle test: what it hides, how it asks, and how it scores an answer.
 
-A *fact* is a sentence to hide with its question and answer. A *layout* says what stands around the
-document and in it, for each place that the question may have: after the document, before it, or in
-its middle, at the needle (DuoAttention, appendix A.12).
+A *layout* says what stands around the document and in it, for each place that the question may
+have: after the document, before it, or in its middle, at the needle (DuoAttention, appendix A.12).
 """
 
 from __future__ import annotations
@@ -11,33 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from razor_dist.documents.haystack import Needle, draw_needles
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A sentence to hide and to ask for.
-
-    Attributes
-    ----------
-    sentence, question, answer : str
-    subject : str
-        What the question is about, for layouts that word it in their own way.
-    depth : float
-        Percent of the document before it.
-    """
-
-    sentence: str
-    question: str
-    answer: str
-    subject: str
-    depth: float
-
-    @classmethod
-    def of_needle(cls, needle: Needle) -> Fact:
-        """A number needle."""
-        sentence, question = needle.sentence, needle.question
-        return cls(sentence, question, needle.number, needle.subject, needle.depth)
+from razor_dist.evals.needle.facts import (
+    Fact,
+    exact_number,
+    number_facts,
+    same_words,
+    word_overlap,
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,7 @@ class Preset:
     lengths, depths : int
         How many of each, if the user does not say.
     haystack : str
-        See `razor_dist.documents.haystack.haystack_paragraphs`; empty for documents of the preset's
+        See `razor_dist.documents.corpus.haystack_paragraphs`; empty for documents of the preset's
         own.
     """
 
@@ -106,31 +85,6 @@ class Preset:
     haystack: str = "auto"
 
 
-# ------------------------------------------------------------------------ scores
-
-
-def exact_number(answer: str, expected: str) -> float:
-    """1 if the number is in the answer, 0 otherwise."""
-    return float(Needle("", expected, 0).found_in(answer))
-
-
-def word_overlap(answer: str, expected: str) -> float:
-    """DuoAttention's score (appendix A.11): distinct words in both, of the words expected.
-
-    Expected words count as often as they occur, so that an answer to the letter scores less than 1
-    where a word repeats: 11/12 for the paper's needle, which says "a" twice.
-    """
-    wanted = expected.split()
-    return len(set(answer.split()) & set(wanted)) / len(wanted)
-
-
-def same_words(answer: str, expected: str) -> float:
-    """1 if the answer is what was expected, word for word, 0 otherwise."""
-    return float(answer.split() == expected.split())
-
-
-# ----------------------------------------------------------------------- presets
-
 _SANDWICH = "eat a sandwich and sit in Dolores Park on a sunny day."
 _BEST_THING = "the best thing to do in San Francisco"
 
@@ -142,10 +96,6 @@ def _sandwich(beginning: str, question: str) -> Callable[[Sequence[float], int],
         return [Fact(sentence, question, _SANDWICH, _BEST_THING, depth) for depth in depths]
 
     return draw
-
-
-def _numbers(depths: Sequence[float], seed: int) -> list[Fact]:
-    return [Fact.of_needle(needle) for needle in draw_needles(depths, seed)]
 
 
 def _words(depths: Sequence[float], seed: int) -> list[Fact]:
@@ -164,7 +114,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "number": Preset(
             source="a six-digit number, worded as RULER words it",
-            draw=_numbers,
+            draw=number_facts,
             layouts={
                 "after": Layout("", "\n\n{question}", cue=_NUMBER_CUE),
                 "before": Layout(

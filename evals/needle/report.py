@@ -19,11 +19,10 @@ from pathlib import Path
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
-from razor_dist.evals.grid import FULL
 from razor_dist.evals.markdown import markdown
 from razor_dist.evals.needle.heatmaps import Panel, draw, short_length
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.results import MethodSummary, NeedleRun
+from razor_dist.evals.needle.results import FULL, MethodSummary, NeedleRun, median_of
 from razor_dist.evals.run_notes import write_json
 
 SUMMARY, REPORT = "summary.json", "report.md"
@@ -94,7 +93,7 @@ def _page(run: NeedleRun, pictures: Sequence[str]) -> str:
         + (", the needles of all depths in one document" if own["share_depths"] else ""),
     ]
     parts = ["# Needle test", "\n".join(asked), _scores([run])]
-    parts += [*_shown(pictures), *_engines(run), *_presses(run), *_wrong(run)]
+    parts += [*_shown(pictures), *_costs_of(run), *_engines(run), *_presses(run), *_wrong(run)]
     if run.failed:
         lines = [f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items()]
         parts += ["## Failed", "\n".join(lines)]
@@ -140,6 +139,42 @@ def _costs(found: MethodSummary) -> list[str]:
         "-" if found.kv_bytes is None else f"{found.kv_bytes / 2**20:.2f}",
         "-" if found.prefill_seconds is None else f"{found.prefill_seconds:.1f}",
     ]
+
+
+def _costs_of(run: NeedleRun) -> list[str]:
+    """Tabulate time, memory and bytes between ranks, medians of the documents of each length."""
+    sent = ("prefill_bytes", "answer_bytes")
+    found = [
+        (method, length, results)
+        for method in run.methods
+        for length in run.lengths
+        if (results := [r for r in run.results_at(method, length) if sent[0] in r])
+    ]
+    if not found:
+        return []
+    purposes = [
+        (key, purpose)
+        for key in sent
+        for purpose in found[0][2][0][key]
+        if any(median_of(results, key, purpose) for _, _, results in found)
+    ]
+    head = ["method", "tokens", "prefill, s", "its CPU s", "answers, s", "their CPU s"]
+    head += ["RSS per rank at most, MB", "KV per rank, MB"]
+    head += [f"{key.removesuffix('_bytes')}: {purpose}, MB" for key, purpose in purposes]
+    times = ("prefill_seconds", "prefill_cpu_seconds", "answer_seconds", "answer_cpu_seconds")
+    rows = []
+    for method, length, results in found:
+        seconds = [f"{median_of(results, 'timing', key):.1f}" for key in times]
+        memory = [median_of(results, "timing", "rss_bytes"), median_of(results, "kv_bytes")]
+        moved = [median_of(results, *keys) for keys in purposes]
+        megabytes = [f"{nbytes / 1e6:.2f}" for nbytes in (*memory, *moved)]
+        rows.append([method, short_length(length), *seconds, *megabytes])
+    note = (
+        "Medians of the documents of a length. CPU seconds and bytes sent are of all ranks "
+        "together. RSS is the highest since the engine's start, which reads its longest documents "
+        "first."
+    )
+    return ["## Costs", markdown([head, *rows], "numbers"), note]
 
 
 def _mean(score: float | None) -> str:
@@ -209,6 +244,7 @@ def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
                 run.lengths,
                 run.depths,
                 run.differences(method) if difference else run.scores(method),
+                run.unfinished(*([FULL] if difference else []), method),
             )
             for run in runs
             for method in run.answered

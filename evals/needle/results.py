@@ -1,17 +1,19 @@
-"""What a needle test's folder holds, as cells and means."""
+"""Results of needle tests as cells and means."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.grid import FULL
 from razor_dist.jobs.results import read_job
 
+FULL = "full"
+"""The name of the method that others are measured against."""
 KIND = "needle"
 """What the settings of a needle test call it."""
 
@@ -74,7 +76,77 @@ class MethodSummary:
     prefill_seconds: float | None
 
 
-class NeedleRun:
+class NeedleResults:
+    """Answers of several methods to the same questions.
+
+    Parameters
+    ----------
+    results : sequence of mapping
+        What `NeedleTask.run` and `GridTask.run` return.
+    failed : mapping of str to str, optional
+        Items without a result, and why.
+
+    Attributes
+    ----------
+    cells : list of Cell
+    """
+
+    def __init__(
+        self, results: Sequence[Mapping[str, Any]], failed: Mapping[str, str] | None = None
+    ) -> None:
+        self.results, self.failed = results, failed or {}
+        self.cells = [
+            Cell(result["method"], result["length"], repeat=result["repeat"], **cell)
+            for result in results
+            for cell in result["cells"]
+        ]
+
+    def found(self, method: str, length: int | None = None) -> str:
+        """Count the answers with a score of 1, of all, such as 9/10; a hyphen if there is none."""
+        own = [
+            cell.score == 1
+            for cell in self.cells
+            if cell.method == method and length in (None, cell.length)
+        ]
+        return f"{sum(own)}/{len(own)}" if own else "-"
+
+    def summary(self, method: str) -> MethodSummary:
+        """Return the means and medians of a method."""
+        own = [cell for cell in self.cells if cell.method == method]
+        full = {_place(cell): cell.score for cell in self.cells if cell.method == FULL}
+        lengths = sorted({cell.length for cell in own})
+        longest = self.results_at(method, lengths[-1]) if lengths else []
+        return MethodSummary(
+            score=statistics.fmean(cell.score for cell in own) if own else None,
+            cells=len(own),
+            by_length={
+                length: statistics.fmean(cell.score for cell in own if cell.length == length)
+                for length in lengths
+            },
+            lost=sum(cell.score < full.get(_place(cell), cell.score) for cell in own),
+            gained=sum(cell.score > full.get(_place(cell), cell.score) for cell in own),
+            failed=sum(id.partition("/")[0] == method for id in self.failed),
+            kv_bytes=median_of(longest, "kv_bytes"),
+            prefill_seconds=median_of(longest, "timing", "prefill_seconds"),
+        )
+
+    def results_at(self, method: str, length: int) -> list[Mapping[str, Any]]:
+        """Return the results of a method's documents of a length."""
+        return [r for r in self.results if (r["method"], r["length"]) == (method, length)]
+
+
+def median_of(results: Sequence[Mapping[str, Any]], *keys: str) -> Any:
+    """Return the median of a number that results hold under keys; None if none holds it."""
+    values: list[Any] = []
+    for found in results:
+        for key in keys:
+            found = found.get(key, {})
+        if found != {}:
+            values.append(found)
+    return statistics.median(values) if values else None
+
+
+class NeedleRun(NeedleResults):
     """A folder of a needle test, read; it may not be finished.
 
     Parameters
@@ -87,9 +159,6 @@ class NeedleRun:
         The task's: `NeedleTask.settings`.
     engines : dict
         Settings of each method's engine.
-    cells : list of Cell
-    failed : dict of str to str
-        Items without a result, and why.
 
     Raises
     ------
@@ -104,26 +173,21 @@ class NeedleRun:
         if self.settings.get("kind") != KIND:
             raise ConfigError(f"{folder} holds results of another job than the needle test")
         self.engines: dict[str, dict[str, Any]] = job.settings["engines"]
-        self._results = [r["result"] for r in job.records if r["status"] == "done"]
-        self.failed = {
+        failed = {
             r["id"]: f"{r['error']['type']}: {r['error']['message']}"
             for r in job.records
             if r["status"] == "failed"
         }
-        self.cells = [
-            Cell(result["method"], result["length"], repeat=result["repeat"], **cell)
-            for result in self._results
-            for cell in result["cells"]
-        ]
+        super().__init__([r["result"] for r in job.records if r["status"] == "done"], failed)
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The folder's name."""
         return self.folder.resolve().name
 
     @property
     def methods(self) -> list[str]:
-        """All that were asked for; one that has failed throughout is among them."""
+        """All that were asked for; a method that has failed throughout is among them."""
         return list(self.settings["methods"])
 
     @property
@@ -149,53 +213,45 @@ class NeedleRun:
         return len(own["lengths"]) * len(own["depths"]) * own["needles"] * own["repeats"]
 
     def scores(self, method: str) -> list[list[float | None]]:
-        """``[depths][lengths]``: mean scores, None where nothing was asked."""
-        found: dict[tuple[float, int], list[float]] = {}
-        for cell in self.cells:
-            if cell.method == method:
-                found.setdefault((cell.depth, cell.length), []).append(cell.score)
+        """Return ``[depths][lengths]``: mean scores, None where nothing was asked."""
+        found = self._by_place(method)
         return [
             [
-                statistics.fmean(found[depth, length]) if (depth, length) in found else None
+                statistics.fmean(found[depth, length]) if found[depth, length] else None
                 for length in self.lengths
             ]
             for depth in self.depths
         ]
 
+    def unfinished(self, *methods: str) -> frozenset[tuple[int, int]]:
+        """Return the rows and columns of `scores` where a method lacks some of its answers."""
+        due = self.settings["needles"] * self.settings["repeats"]
+        return frozenset(
+            (row, column)
+            for method in methods
+            for found in [self._by_place(method)]
+            for row, depth in enumerate(self.depths)
+            for column, length in enumerate(self.lengths)
+            if len(found[depth, length]) < due
+        )
+
+    def _by_place(self, method: str) -> defaultdict[tuple[float, int], list[float]]:
+        found: defaultdict[tuple[float, int], list[float]] = defaultdict(list)
+        for cell in self.cells:
+            if cell.method == method:
+                found[cell.depth, cell.length].append(cell.score)
+        return found
+
     def differences(self, method: str) -> list[list[float | None]]:
-        """``[depths][lengths]``: full attention's mean scores less a method's."""
+        """Return ``[depths][lengths]``: full attention's mean scores less a method's."""
         pairs = zip(self.scores(FULL), self.scores(method), strict=True)
         return [
             [None if a is None or b is None else a - b for a, b in zip(full, own, strict=True)]
             for full, own in pairs
         ]
 
-    def summary(self, method: str) -> MethodSummary:
-        """Of all cells of a method."""
-        own = [cell for cell in self.cells if cell.method == method]
-        full = {_place(cell): cell.score for cell in self.cells if cell.method == FULL}
-        lengths = sorted({cell.length for cell in own})
-        longest = [
-            result
-            for result in self._results
-            if lengths and result["method"] == method and result["length"] == lengths[-1]
-        ]
-        return MethodSummary(
-            score=statistics.fmean(cell.score for cell in own) if own else None,
-            cells=len(own),
-            by_length={
-                length: statistics.fmean(cell.score for cell in own if cell.length == length)
-                for length in lengths
-            },
-            lost=sum(cell.score < full.get(_place(cell), cell.score) for cell in own),
-            gained=sum(cell.score > full.get(_place(cell), cell.score) for cell in own),
-            failed=sum(id.partition("/")[0] == method for id in self.failed),
-            kv_bytes=_median_of(longest, lambda result: result["kv_bytes"]),
-            prefill_seconds=_median_of(longest, lambda result: result["timing"]["prefill_seconds"]),
-        )
-
     def as_json(self) -> dict[str, Any]:
-        """The summary of all methods, and the mean score of every place."""
+        """Return the summary of all methods, and the mean score of every place."""
         return {
             "settings": self.settings,
             "expected_cells": self.expected_cells,
@@ -209,9 +265,3 @@ class NeedleRun:
 
 def _place(cell: Cell) -> tuple[int, float, int, int]:
     return cell.length, cell.depth, cell.repeat, cell.needle
-
-
-def _median_of(
-    results: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], Any]
-) -> Any:
-    return statistics.median([value(result) for result in results]) if results else None

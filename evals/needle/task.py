@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import Haystack, fingerprint, haystack_paragraphs, open_haystack
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, check_presses
-from razor_dist.evals.grid import Prompter
 from razor_dist.evals.needle.config import NeedleConfig
-from razor_dist.evals.needle.documents import Spot, readings, share_out, with_questions
+from razor_dist.evals.needle.documents import (
+    Prompter,
+    Reading,
+    Spot,
+    readings,
+    share_out,
+    with_questions,
+)
+from razor_dist.evals.needle.haystack import Haystack, open_haystack
+from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
 from razor_dist.evals.needle.tokenizer import needle_vocabulary
 from razor_dist.heads.head_map import HeadMap
@@ -143,68 +153,133 @@ class NeedleTask:
         preset = self.config.settings
         tokenizer = llm.get_tokenizer()
         prompter = Prompter(tokenizer)
+        seed = f"{self.config.seed}:{length}:{repeat}:{document}"
         made = readings(
             preset,
             self.config.query,
             prompter,
-            self._haystack(tokenizer),
+            self._haystack(prompter),
             length,
             self._documents[document],
-            f"{self.config.seed}:{length}:{repeat}:{document}",
+            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]),
         )
         if item.engine in PRESSES and PRESSES[item.engine].with_question:
             made = with_questions(made)
-        # Greedy, so that the answer is the prompt's and the settings' alone.
-        params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
-        cells, kv_bytes = [], 0
-        prefilled = answered = 0.0
-        for reading in made:
-            began = time.perf_counter()
-            with llm.prefill(reading.prefix) as prefix:
-                read = time.perf_counter()
-                kv_bytes = max(kv_bytes, *llm.stats()["kv_bytes_per_rank"])
-                prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
-                outputs = llm.generate(prompts, params, prefix=prefix)
-            prefilled += read - began
-            answered += time.perf_counter() - read
-            for question, output in zip(reading.questions, outputs, strict=True):
-                answer = output.outputs[0].text
-                cells.append(
-                    {
-                        "depth": question.spot.depth,
-                        "needle": question.spot.needle,
-                        "expected": question.expected,
-                        "answer": answer,
-                        "score": preset.score(answer, question.expected),
-                    }
-                )
-        return {
-            "method": item.engine,
-            "length": length,
-            "repeat": repeat,
-            "cells": cells,
-            # Of the rank that holds most, when the document was read.
-            "kv_bytes": kv_bytes,
-            "timing": {
-                "prefill_seconds": round(prefilled, 3),
-                "answer_seconds": round(answered, 3),
-            },
-        }
+        about = {"method": item.engine, "length": length, "repeat": repeat}
+        return about | ask(llm, preset, made)
 
-    def _haystack(self, tokenizer: PreTrainedTokenizerBase | None) -> Haystack | None:
-        if self.haystack is None:
-            return None
-        assert tokenizer is not None, "Prompter refuses a model without one"
-        name, text = self.haystack
-        found = _opened(name, tokenizer)
-        if found.fingerprint != text:
-            raise ConfigError(f"the haystack {name} is another text on this node than on the first")
-        return found
+    def _haystack(self, prompter: Prompter) -> Haystack | None:
+        return None if self.haystack is None else same_haystack(*self.haystack, prompter.tokenizer)
+
+
+def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
+    """Read each prefix once, ask its questions, and score the answers.
+
+    Parameters
+    ----------
+    llm : LLM
+        Or what has its methods ``prefill``, ``generate`` and ``stats``.
+    preset : Preset
+    made : sequence of Reading
+
+    Returns
+    -------
+    dict
+        ``cells``, one for each question; ``kv_bytes`` of the rank that holds most, once the
+        document is read; ``prefill_bytes`` and ``answer_bytes``, which all ranks sent, by purpose;
+        ``timing``: seconds, CPU seconds of all ranks, and the highest resident memory of a rank
+        since its start. An external engine reports neither bytes sent, nor CPU, nor memory.
+    """
+    # Greedy, so that the answer is the prompt's and the settings' alone.
+    params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
+    cells, kv_bytes = [], 0
+    prefill, answer = Cost(), Cost()
+    for reading in made:
+        before = Meter.read(llm)
+        with llm.prefill(reading.prefix) as prefix:
+            read = Meter.read(llm)
+            kv_bytes = max(kv_bytes, *read.stats["kv_bytes_per_rank"])
+            prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
+            outputs = llm.generate(prompts, params, prefix=prefix)
+            answered = Meter.read(llm)
+        prefill.add(before, read)
+        answer.add(read, answered)
+        for question, output in zip(reading.questions, outputs, strict=True):
+            text = output.outputs[0].text
+            cells.append(
+                {
+                    "depth": question.spot.depth,
+                    "needle": question.spot.needle,
+                    "expected": question.expected,
+                    "answer": text,
+                    "score": preset.score(text, question.expected),
+                }
+            )
+    result: dict[str, Any] = {"cells": cells, "kv_bytes": kv_bytes}
+    timing: dict[str, Any] = {
+        "prefill_seconds": round(prefill.seconds, 3),
+        "answer_seconds": round(answer.seconds, 3),
+    }
+    if "bytes_sent" in answered.stats:
+        result |= {"prefill_bytes": dict(prefill.sent), "answer_bytes": dict(answer.sent)}
+        timing |= {
+            "prefill_cpu_seconds": round(prefill.cpu_seconds, 3),
+            "answer_cpu_seconds": round(answer.cpu_seconds, 3),
+            "rss_bytes": max(answered.stats["peak_rss_per_rank"]),
+        }
+    return result | {"timing": timing}
+
+
+class Meter(NamedTuple):
+    """A moment and the engine's counters then."""
+
+    at: float
+    stats: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, llm: LLM) -> Meter:
+        """Read an engine's counters."""
+        stats = llm.stats()
+        return cls(time.perf_counter(), stats)
+
+
+@dataclass
+class Cost:
+    """Seconds, CPU seconds of all ranks, and bytes that they sent by purpose."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def add(self, begin: Meter, end: Meter) -> None:
+        """Add what was spent between two moments."""
+        self.seconds += end.at - begin.at
+        cpu_us = (sum(meter.stats.get("cpu_us_per_rank", ())) for meter in (end, begin))
+        self.cpu_seconds += 1e-6 * (next(cpu_us) - next(cpu_us))
+        self.sent.update(end.stats.get("bytes_sent", {}))
+        self.sent.subtract(begin.stats.get("bytes_sent", {}))
+
+
+def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
+    """Open a haystack, if its text is the one that a job was begun with.
+
+    Raises
+    ------
+    ConfigError
+        If it is another.
+    """
+    found = _opened(name, tokenizer)
+    if found.fingerprint != text:
+        raise ConfigError(
+            f"the text of the haystack {name} differs from that which the job was begun with; give "
+            "a folder that all nodes share"
+        )
+    return found
 
 
 @lru_cache(maxsize=1)
 def _opened(name: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-    """A haystack as tokens: seconds of work that the next item need not repeat."""
+    """Open a haystack as tokens: seconds of work that the next item need not repeat."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

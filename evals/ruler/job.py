@@ -12,7 +12,7 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import check_presses
 from razor_dist.evals.ruler.config import RulerConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from razor_dist.documents.haystack import NOISE
+from razor_dist.documents.corpus import NOISE
 from razor_dist.evals.ruler.sample import Sample, Units
 
 # Evenly spaced places from prose's beginning to its end, of which needles take some.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from razor_dist.commands.eval_needle import needle
-from razor_dist.commands.eval_report import report
-from razor_dist.commands.eval_ruler import ruler
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -20,8 +19,10 @@ from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.ruler.config import RulerConfig
 
 if TYPE_CHECKING:
-    from razor_dist.evals.ablations import Ablations
-    from razor_dist.evals.head_budgets import HeadMapComparison
+    from razor_dist.evals.needle.grid import GridSettings
+    from razor_dist.evals.needle.replay import Method
+    from razor_dist.evals.needle.results import NeedleResults
+    from razor_dist.heads.head_map import HeadMap
 
 eval = typer.Typer(
     help="Measure what is found in long documents.",
@@ -29,32 +30,17 @@ eval = typer.Typer(
     rich_markup_mode=None,
 )
 
-
-eval.command("needle")(with_config_flags(NeedleConfig, leave_out=frozenset({"attention"}))(needle))
-eval.command("report")(report)
-
-# Attention is what the methods differ in.
-eval.command("ruler")(with_config_flags(RulerConfig, leave_out=frozenset({"attention"}))(ruler))
-
-# What a method or the grid decides by itself, and what one rank has no use for.
-_LEFT_OUT = frozenset(EngineConfig.model_fields) - {
-    "model",
-    "device",
-    "dtype",
-    "kv_dtype",
-    "chunked_prefill_size",
-    "window_min",
-    "window_ratio",
-    "window_max",
-    "sink_tokens",
-    "block",
-    "compensation",
-    "threads",
-    "trust_remote_code",
-}
+# Attention is what methods differ in.
+_ATTENTION = frozenset({"attention"})
+_WINDOW = {"window_min", "window_ratio", "window_max", "sink_tokens", "block"}
+_MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threads"}
+# A grid runs on one rank, and its methods decide the rest by themselves.
+_NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code"}
+_NOT_ABLATIONS = _NOT_GRID - _WINDOW
+_NOT_HEADS = _NOT_ABLATIONS - {"compensation"}
 
 Out: TypeAlias = Annotated[
-    Path, typer.Option(help="Folder for results, tables and picture; what is there is kept.")
+    Path, typer.Option(help="Folder for results and report; what is there is not run again.")
 ]
 Prefill: TypeAlias = Annotated[
     Literal["exact", "local", "both"],
@@ -75,8 +61,105 @@ Haystack: TypeAlias = Annotated[
 GridSeed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of the documents.")]
 
 
+@eval.command("needle")
+@with_config_flags(NeedleConfig, leave_out=_ATTENTION)
+def needle(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
+    """Hide sentences in long documents and see which methods find them."""
+    config = load_config(NeedleConfig, flags, os.environ, config_file)
+    from razor_dist.evals.needle.report import write_report
+    from razor_dist.evals.needle.task import NeedleTask
+
+    _run_job(NeedleTask.plan(config), config, out, write_report)
+
+
+@eval.command("ruler")
+@with_config_flags(RulerConfig, leave_out=_ATTENTION)
+def ruler(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
+    """Ask RULER's questions about long texts, and see how each method answers them."""
+    config = load_config(RulerConfig, flags, os.environ, config_file)
+    from razor_dist.evals.ruler.report import write_report
+    from razor_dist.evals.ruler.job import RulerTask
+
+    _run_job(RulerTask.plan(config), config, out, write_report)
+
+
+def _run_job(task: Any, config: NeedleConfig | RulerConfig, out: Path, write_report: Any) -> None:
+    """Run what the folder lacks, write its report and show it."""
+    from razor_dist.evals.run_notes import note_run
+    from razor_dist.jobs.job import run_job
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    summary = run_job(task, config, out, on_open=partial(note_run, config=config))
+    typer.echo(write_report(summary.folder))
+    typer.echo(f"wrote {summary.folder}")
+    if summary.failed:
+        typer.echo(f"{summary.failed} items failed; --retry-failed tries them again", err=True)
+        raise typer.Exit(1)
+
+
+@eval.command("report")
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the comparison of several needle tests.")
+    ] = None,
+) -> None:
+    """Rebuild the report of each folder, and compare needle tests if there are several."""
+    from razor_dist.evals.needle.report import compare
+    from razor_dist.evals.needle.report import write_report as write_needle
+    from razor_dist.evals.needle.results import KIND as NEEDLE
+    from razor_dist.evals.ruler.report import write_report as write_ruler
+    from razor_dist.evals.ruler.job import KIND as RULER
+    from razor_dist.jobs.results import read_job
+
+    if (len(folders) > 1) != (out is not None):
+        raise ConfigError(
+            "give --out, a folder for the comparison of several runs"
+            if out is None
+            else "--out is for the comparison of several runs; a single one is its own folder's"
+        )
+    writers = {NEEDLE: write_needle, RULER: write_ruler}
+    kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}
+    for folder, kind in kinds.items():
+        if kind not in writers:
+            raise ConfigError(f"{folder} holds results of another job than eval needle or ruler")
+        if out is not None and kind != NEEDLE:
+            raise ConfigError(
+                f"{folder} holds results of RULER, and only needle tests are compared; "
+                "give such a folder by itself"
+            )
+    pages = [writers[kinds[folder]](folder) for folder in folders]
+    typer.echo(pages[0] if out is None else compare(folders, out))
+
+
+@eval.command("grid")
+@with_config_flags(EngineConfig, leave_out=_NOT_GRID)
+def grid(
+    config_file: str | None,
+    flags: dict[str, Any],
+    out: Out,
+    methods: Annotated[
+        str, typer.Option(help="Settings of the embedded model to try, by name; or all.")
+    ] = "all",
+    lengths: Lengths = "1500,2500,4000,5000,7000",
+    depths: Depths = "0,25,50,75,100",
+    needles: Needles = 2,
+    haystack: Haystack = "essays",
+    seed: GridSeed = 0,
+) -> None:
+    """Ask the embedded model for one number at 50 places, with several windows and head maps."""
+    config = load_config(EngineConfig, flags, os.environ, config_file)
+    from razor_dist.evals.needle.grid import METHODS, named_method
+    from razor_dist.evals.needle.studies import score_table
+
+    names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
+    settings = _grid(lengths, depths, needles, haystack, seed)
+    results = _run_grid(config, settings, list(map(named_method, names)), (), out)
+    _write(score_table(names, results), out / "report.md")
+
+
 @eval.command("heads")
-@with_config_flags(EngineConfig, leave_out=_LEFT_OUT)
+@with_config_flags(EngineConfig, leave_out=_NOT_HEADS)
 def heads(
     config_file: str | None,
     flags: dict[str, Any],
@@ -95,16 +178,17 @@ def heads(
     """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
     config = load_config(EngineConfig, flags, os.environ, config_file)
     budgets = _numbers("percents", percents, float)
-    from razor_dist.evals.head_budgets import PREFILLS, HeadMapComparison, read_maps
+    from razor_dist.evals.needle.studies import HeadMapComparison, read_maps
 
-    modes = PREFILLS if prefill == "both" else (prefill,)
-    contest = HeadMapComparison(read_maps(head_maps), budgets, config, modes)
-    grid = _grid(lengths, depths, needles, haystack, seed)
-    _run(contest, contest.maps, config, grid, out / "heads.json")
+    study = HeadMapComparison(read_maps(head_maps), budgets, config, _prefills(prefill))
+    settings = _grid(lengths, depths, needles, haystack, seed)
+    results = _run_grid(config, settings, study.methods, list(study.maps.values()), out)
+    study.plot(results, out / "heads.png")
+    _write(study.page(results), out / "heads.md", out / "heads.json", study.report(results))
 
 
 @eval.command("ablations")
-@with_config_flags(EngineConfig, leave_out=_LEFT_OUT | {"compensation"})
+@with_config_flags(EngineConfig, leave_out=_NOT_ABLATIONS)
 def ablations(
     config_file: str | None,
     flags: dict[str, Any],
@@ -123,19 +207,22 @@ def ablations(
 ) -> None:
     """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
     config = load_config(EngineConfig, flags, os.environ, config_file)
-    from razor_dist.evals.ablations import Ablations
-    from razor_dist.evals.head_budgets import PREFILLS
+    from razor_dist.evals.needle.studies import Ablations
     from razor_dist.heads.head_map import HeadMap, shipped_head_map
 
     found = HeadMap.load(head_map or shipped_head_map(config.model))
-    modes = PREFILLS if prefill == "both" else (prefill,)
-    study = Ablations(found, config, modes, random_draws)
-    grid = _grid(lengths, depths, needles, haystack, seed)
-    _run(study, {str(head_map or "shipped"): found}, config, grid, out / "ablations.json")
+    study = Ablations(found, config, _prefills(prefill), random_draws)
+    settings = _grid(lengths, depths, needles, haystack, seed)
+    results = _run_grid(config, settings, study.methods, [found], out)
+    _write(study.page(results), out / "ablations.md", out / "ablations.json", study.report(results))
+
+
+def _prefills(prefill: str) -> tuple[str, ...]:
+    return ("exact", "local") if prefill == "both" else (prefill,)
 
 
 def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """The numbers of a list such as 10,25."""
+    """Return the numbers of a list such as 10,25."""
     try:
         found = tuple(kind(word) for word in text.split(","))
     except ValueError:
@@ -145,53 +232,36 @@ def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
     return found
 
 
-def _grid(lengths: str, depths: str, needles: int, haystack: str, seed: int) -> Any:
-    from razor_dist.evals.grid import GridSettings
+def _grid(lengths: str, depths: str, needles: int, haystack: str, seed: int) -> GridSettings:
+    from razor_dist.evals.needle.grid import GridSettings
 
     return GridSettings(
         _numbers("lengths", lengths, int), _numbers("depths", depths, int), needles, haystack, seed
     )
 
 
-def _run(
-    study: HeadMapComparison | Ablations,
-    maps: Mapping[str, Any],
+def _run_grid(
     config: EngineConfig,
-    grid: Any,
-    file: Path,
-) -> None:
-    """Run what the file lacks, and write tables and picture beside it."""
-    from razor_dist.documents.haystack import open_haystack
-    from razor_dist.evals.grid_results import Results
-    from razor_dist.evals.grid_run import GridModel
-    from razor_dist.evals.head_budgets import HeadMapComparison
-    from razor_dist.models.loader import dtype_name
-    from razor_dist.models.registry import display_name
+    settings: GridSettings,
+    methods: Sequence[Method],
+    head_maps: Sequence[HeadMap],
+    out: Path,
+) -> NeedleResults:
+    """Run what the folder lacks, and return the results of these methods and documents."""
+    from razor_dist.evals.needle.grid import GridTask
 
-    model = GridModel(config)
-    for found in maps.values():
-        found.validate(model.shape, model.fingerprint)
-    text = open_haystack(grid.haystack, model.prompter.encode)
-    documents = grid.documents(text)
-    about = {
-        "model": display_name(config.model),
-        "fingerprint": model.fingerprint,
-        "dtype": dtype_name(model.replay.dtype),
-        "kv_dtype": config.kv_dtype,
-        "haystack": text.name,
-        "haystack_fingerprint": text.fingerprint,
-        "seed": grid.seed,
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    results = Results(file, about, order=[method.name for method in study.methods])
-    model.run(study.methods, documents, results, lambda line: typer.echo(line, err=True))
-    cells = model.current(study.methods, documents, results)
-    results.conclude(study.report(cells))
-    page = study.page(cells)
-    written = [file, file.with_suffix(".md")]
-    written[1].write_text(page + "\n")
-    if isinstance(study, HeadMapComparison):
-        written.append(file.with_suffix(".png"))
-        study.plot(cells, written[-1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    return GridTask.plan(config, settings, methods, head_maps).run_in(out)
+
+
+def _write(
+    page: str, path: Path, data_path: Path | None = None, data: Mapping[str, Any] | None = None
+) -> None:
+    """Write a page, and the same as data, and show the page."""
+    from razor_dist.evals.run_notes import write_json
+
+    if data_path is not None:
+        write_json(data_path, data)
+    path.write_text(page + "\n", encoding="utf-8")
     typer.echo(page)
-    typer.echo("wrote " + ", ".join(map(str, written)))
+    typer.echo(f"wrote {path.parent}")

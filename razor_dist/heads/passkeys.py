@@ -217,7 +217,7 @@ def open_passkeys(
     ConfigError
         If the haystack has no text, or the passkeys do not fit.
     """
-    from razor_dist.documents.haystack import folder_paragraphs, reference_paragraphs
+    from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs
     from razor_dist.frontend.prompts import load_tokenizer
 
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)

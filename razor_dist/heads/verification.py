@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Verification:
-    """Needles found with full attention and with a head map (`razor_dist.evals.verify`).
+    """Needles found with full attention and with a head map (`razor_dist.evals.needle.verify`).
 
     Attributes
     ----------

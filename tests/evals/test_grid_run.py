@@ -11,13 +11,23 @@ import torch
 
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import open_haystack
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.grid import FULL_METHOD, GridSettings, Method, Prompter
-from razor_dist.evals.grid_results import Results
-from razor_dist.evals.grid_run import GridModel, kept_layers, prefill, run_core
+from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, grid_reading, place_seed
+from razor_dist.evals.needle.haystack import open_haystack
+from razor_dist.evals.needle.replay import (
+    FULL_METHOD,
+    Method,
+    ReplayConfig,
+    ReplayModel,
+    kept_layers,
+    prefill,
+    run_core,
+)
+from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.heads.decision import Flags
+from razor_dist.jobs.results import read_job
 from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer, write_letters
 
@@ -26,10 +36,10 @@ HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> GridModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ReplayModel:
     folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
     write_letters(folder)
-    return GridModel(EngineConfig(model=str(folder), threads=1, chunked_prefill_size=128))
+    return ReplayModel(EngineConfig(model=str(folder), threads=1, chunked_prefill_size=128))
 
 
 def _decode(core: EngineCore, question: list[int]) -> list[int]:
@@ -52,7 +62,7 @@ def _exact(retrieval: Flags | None, **settings: object) -> Method:
     ids=["razor", "no compensation", "streaming"],
 )
 def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
-    model: GridModel, method: Method
+    model: ReplayModel, method: Method
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     document = torch.randint(4, 99, (333,), generator=generator).tolist()
@@ -72,7 +82,7 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     for a, b in at:
         torch.testing.assert_close(other.pages.k[:, a:b], one.pages.k[:, a:b])
         torch.testing.assert_close(other.pages.v[:, a:b], one.pages.v[:, a:b])
-    (cache,), (other_cache,) = one.streaming, other.local
+    (cache,), (other_cache,) = one.streaming, other.streaming
     (slot,), (other_slot,) = sequence.streaming, copy.streaming
     assert slot.start == other_slot.start > cache.policy.sinks
     for begin, end in ((0, cache.policy.sinks), (slot.start, 333)):
@@ -89,9 +99,11 @@ def test_a_replayed_document_leaves_the_caches_of_exact_prefill(
     assert _decode(replayed.core, question) == _decode(own.core, question)
 
 
-def test_what_is_there_is_not_run_again(model: GridModel, tmp_path: Path) -> None:
-    haystack = open_haystack("reference", model.prompter.encode)
-    documents = GridSettings((300, 400), (50,), 1).documents(haystack)
+def test_what_is_there_is_not_run_again(
+    model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReplayConfig, "open", lambda config: model)
+    grid = GridSettings((300, 400), (50,), 1, "reference")
     local = Method("local", {"prefill": "local", **WINDOW}, HEADS)
     methods = [
         FULL_METHOD,
@@ -104,37 +116,37 @@ def test_what_is_there_is_not_run_again(model: GridModel, tmp_path: Path) -> Non
         lambda _, __, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
 
-    def run(methods: Sequence[Method]) -> list[str]:
-        said: list[str] = []
-        results = Results(tmp_path / "grid.json", {"seed": 0})
-        model.run(methods, documents, results, said.append)
-        return said
+    def run(methods: Sequence[Method]) -> NeedleResults:
+        return GridTask.plan(model.config, grid, methods).run_in(tmp_path)
 
-    assert len(run(methods)) == 8
-    question = len(model.prompts(next(iter(documents.values())))[1])
+    assert len(run(methods).cells) == 8
+    haystack = open_haystack("reference", model.prompter.encode)
+    reading = grid_reading(model.prompter, haystack, grid.places[0], grid.seed)
+    question = len(reading.questions[0].ids)
     chunks = [tokens for tokens in read if tokens > 1 and tokens != question]
     assert sum(chunks) == 2 * (300 + 400)  # once for all that share a prefill, once for local
     read.clear()
-    assert run(methods) == [] and read == []
+    assert len(run(methods).cells) == 8 and read == []
     # Another decision under the same name is another experiment; the old result is not shown.
     changed = replace(methods[1], retrieval=methods[2].retrieval)
-    results = Results(tmp_path / "grid.json", {"seed": 0})
-    assert {c.method for c in model.current([changed, local], documents, results)} == {"local"}
-    assert [line.split()[0] for line in run([changed, local])] == ["exact", "exact"]
+    again = run([changed, local])
+    assert len(again.cells) == 4 and sum(tokens > 1 for tokens in read) > 0
+    assert len(read_job(tmp_path).records) == 10
     hook.remove()
 
 
-def test_prompts_with_and_without_a_chat_template(model: GridModel) -> None:
+def test_prompts_with_and_without_a_chat_template(model: ReplayModel) -> None:
     chat, plain = Prompter(smollm2_tokenizer()), model.prompter
     assert chat.is_chat and not plain.is_chat
     haystack = open_haystack("reference", plain.encode)
-    ((_, document),) = GridSettings((300,), (50,), 1).documents(haystack).items()
-    (needle,) = document.needles
-    assert plain.document(document) == document.ids
-    assert plain.question(needle) == plain.encode(
-        f"\n\n{needle.question} Answer: The {needle.subject} is"
+    fact = PRESET.draw([50], place_seed((300, 50, 0), 0))[0]
+    reading = grid_reading(plain, haystack, (300, 50, 0), 0)
+    assert len(reading.prefix) == 300
+    assert reading.questions[0].ids == plain.encode(
+        f"\n\n{fact.question} Answer: The {fact.subject} is"
     )
-    text = chat.decode(chat.question(needle))
-    assert text.startswith(f"\n\n{needle.question}") and text.rstrip().endswith("assistant")
+    haystack = open_haystack("reference", chat.encode)
+    text = chat.decode(grid_reading(chat, haystack, (300, 50, 0), 0).questions[0].ids)
+    assert text.startswith(f"\n\n{fact.question}") and text.rstrip().endswith("assistant")
     with pytest.raises(ModelError, match="has no tokenizer"):
         Prompter(None)

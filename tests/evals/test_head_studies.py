@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,11 +13,10 @@ from PIL import Image
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.ablations import Ablations
-from razor_dist.evals.grid import FULL
-from razor_dist.evals.grid_results import Cell
-from razor_dist.evals.head_budgets import HeadMapComparison, read_maps
+from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.evals.needle.studies import Ablations, HeadMapComparison, read_maps
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.jobs.results import read_job
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.tiny_models import make_tiny
@@ -54,28 +54,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _cell(method: str, right: bool, length: int = 2500, depth: int = 50) -> Cell:
-    return Cell(method, length, depth, 0, "123456", "", right, 2**20, 1.0, "")
+def _result(method: str, score: int, length: int = 2500) -> dict[str, Any]:
+    cell = {"depth": 50, "needle": 0, "expected": "123456", "answer": "", "score": score}
+    about = {"method": method, "length": length, "repeat": 0, "kv_bytes": 2**20}
+    return {**about, "cells": [cell], "timing": {"prefill_seconds": 1.0}}
 
 
-def test_a_contest_counts_finds_and_overlaps() -> None:
+def test_a_comparison_counts_finds_and_overlaps() -> None:
     razor = HeadMap.load(shipped_head_map("smollm2"))
-    contest = HeadMapComparison({"razor": razor, "again": razor}, [25, 10], SMALL, ["exact"])
-    names = [method.name for method in contest.methods]
+    comparison = HeadMapComparison({"razor": razor, "again": razor}, [25, 10], SMALL, ["exact"])
+    names = [method.name for method in comparison.methods]
     assert names[:3] == [FULL, "streaming, exact", "razor 10 %, exact"] and len(names) == 6
-    kept = {m.name: sum(map(sum, m.retrieval)) for m in contest.methods if m.retrieval}
+    kept = {m.name: sum(map(sum, m.retrieval)) for m in comparison.methods if m.retrieval}
     assert set(kept.values()) == {9, 23}
-    cells = [
-        _cell(FULL, True),
-        _cell(FULL, False, 5000),
-        _cell("razor 10 %, exact", False),
-        _cell("razor 10 %, exact", True, 5000),
-    ]
-    page = contest.page(cells)
+    results = NeedleResults(
+        [
+            _result(FULL, 1),
+            _result(FULL, 0, 5000),
+            _result("razor 10 %, exact", 0),
+            _result("razor 10 %, exact", 1, 5000),
+        ]
+    )
+    page = comparison.page(results)
     assert "| full | 90 of 90 | 1/1 | 0/1 | 1/2 | 0 | 0 | 1 |" in page
     assert "| razor, 10 % | 9 of 90 | 0/1 | 1/1 | 1/2 | 1 | 1 | 1 |" in page
     assert "| 25 % | razor, again | 23 | 5.9 | 1.00 |" in page
-    report = contest.report(cells)
+    report = comparison.report(results)
     assert report["scores"]["razor 10 %, exact"]["lost"] == 1
     assert [len(chosen["kv_heads"]) for chosen in report["chosen"]] == [9, 23, 9, 23]
     json.dumps(report)
@@ -109,12 +113,14 @@ def test_the_ablations_of_the_paper() -> None:
     assert len(methods) == 1 + 2 * (1 + len(variants))
     assert methods["14 % + 1 %, no compensation, local"].settings["compensation"] is False
     assert methods["14 % induction + 1 % echo, exact"].settings["prefill"] == "exact"
-    cells = [
-        _cell(FULL, True),
-        _cell("random heads, draw 1, exact", False),
-        _cell("random heads, draw 2, exact", True),
-    ]
-    page = study.page(cells).splitlines()
+    results = NeedleResults(
+        [
+            _result(FULL, 1),
+            _result("random heads, draw 1, exact", 0),
+            _result("random heads, draw 2, exact", 1),
+        ]
+    )
+    page = study.page(results).splitlines()
     assert page[2] == "| all (full attention) |  | 90 | 1/1 | 0 | 0 | 1/1 | 0 | 0 |"
     assert "| random heads, mean | Table 1 | 22 | 0.5/1 | 0.5 | 0.0 | - | - | - |" in page
     with pytest.raises(HeadMapError, match="no induction and echo scores"):
@@ -133,25 +139,26 @@ def test_the_commands_write_results_tables_and_a_picture(
     shared = ["--model", str(tiny), "--window-min", "32", "--block", "16", "--threads", "1"]
     command = ["eval", "heads", *maps, "--out", str(tmp_path), "--percents", "25,50"]
     assert cli.main([*command, *shared, *GRID]) == 0
-    out, err = capfd.readouterr()
-    assert err.count(" 400 50% ") == 1 + 2 * (1 + 4)
+    out = capfd.readouterr().out
     assert "| onthefly, 25 % | 2 of 8 | " in out
-    stored = json.loads((tmp_path / "heads.json").read_text())
-    assert len(stored["cells"]) == 11 and stored["haystack"] == "reference"
     assert (tmp_path / "heads.md").read_text().strip() in out
+    scores = json.loads((tmp_path / "heads.json").read_text())["scores"]
+    assert len(scores) == 11 and all(score["cells"] == 1 for score in scores.values())
     with Image.open(tmp_path / "heads.png") as image:
         assert image.width > image.height > 400
+    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4)
+    stored = (tmp_path / "results.jsonl").read_bytes()
     assert cli.main([*command, *shared, *GRID]) == 0
-    assert " 400 50% " not in capfd.readouterr().err
+    assert (tmp_path / "results.jsonl").read_bytes() == stored
 
+    # In the same folder, whose full attention and streaming need not be asked again.
     command = ["eval", "ablations", "--head-map", maps[0], "--out", str(tmp_path)]
     command += ["--prefill", "exact", "--random-draws", "1"]
     assert cli.main([*command, *shared, *GRID]) == 0
-    out, err = capfd.readouterr()
-    assert err.count(" 400 50% ") == 1 + 1 + 7
-    assert out.count("Table 4") == 4
+    assert capfd.readouterr().out.count("Table 4") == 4
+    assert len(read_job(tmp_path).records) == 1 + 2 * (1 + 4) + 7
     assert cli.main([*command, *shared, *GRID, "--seed", "1"]) == 2
-    assert "holds results with seed 0, not 1" in capfd.readouterr().err
+    assert "task.seed is 0 there and 1 here" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,24 @@
-"""The needle grid: documents, scoring, the results file."""
+"""The needle grid: its documents, its methods, and the committed results."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import Haystack, Needle, draw_needle, open_haystack
-from razor_dist.evals.grid import make_document
-from razor_dist.evals.grid_results import Cell, Results, table
-from razor_dist.evals.needle_grid import DEPTHS, LENGTHS, METHODS, NEEDLES, method
+from razor_dist.evals.needle.facts import Fact, exact_number, number_facts
+from razor_dist.evals.needle.grid import METHODS, Place, named_method, place_seed
+from razor_dist.evals.needle.haystack import Haystack, open_haystack
+from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.needle.studies import score_table
+
+LENGTHS = (1500, 2500, 4000, 5000, 7000)
+DEPTHS = (0, 25, 50, 75, 100)
+COMMITTED = Path(__file__).parents[2] / "docs/benchmarks/needle_grid.json"
 
 
 def encode(text: str) -> list[int]:
@@ -30,40 +35,43 @@ def haystack() -> Haystack:
     return open_haystack("reference", encode)
 
 
+def hidden(haystack: Haystack, place: Place, seed: int = 0) -> tuple[list[int], int, Fact]:
+    """The document at a place, where its needle begins, and the needle."""
+    length, depth, _ = place
+    own = place_seed(place, seed)
+    [fact] = number_facts([depth], own)
+    ids, [position] = haystack.hide(length, [(fact.sentence, depth)], own)
+    return ids, position, fact
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_document_has_its_length_and_its_needle(
     haystack: Haystack, length: int, depth: int
 ) -> None:
-    document = make_document(haystack, (length, depth, 0), seed=0)
-    assert len(document.ids) == length
-    (needle,), (position,) = document.needles, document.positions
-    assert needle.depth == depth
-    text = decode(document.ids)
-    assert text.count(needle.number) == 1
-    assert text.startswith(f" {needle.sentence}", position)
+    ids, position, fact = hidden(haystack, (length, depth, 0))
+    assert len(ids) == length
+    text = decode(ids)
+    assert text.count(fact.answer) == 1
+    assert text.startswith(f" {fact.sentence}", position)
     # A sentence end is never further off than half the longest sentence.
     assert abs(position / length - depth / 100) < 500 / length
-
-
-def test_extreme_depths_are_the_ends(haystack: Haystack) -> None:
-    first, last = (make_document(haystack, (2500, depth, 0), seed=0) for depth in (0, 100))
-    assert first.positions == (0,)
-    assert decode(last.ids).endswith(last.needles[0].sentence)
+    assert depth > 0 or position == 0
+    assert depth < 100 or text.endswith(fact.sentence)
 
 
 def test_needles_of_one_depth_are_neighbours(haystack: Haystack) -> None:
-    first, second = draw_needle(50, 1), draw_needle(50, 2)
-    document = haystack.document(2500, [first, second], 0)
-    assert f" {first.sentence} {second.sentence}" in decode(document.ids)
+    first, second = number_facts([50, 50], 1)
+    ids, _ = haystack.hide(2500, [(first.sentence, 50), (second.sentence, 50)], 0)
+    assert f" {first.sentence} {second.sentence}" in decode(ids)
 
 
 def test_documents_repeat_for_a_seed_and_differ_between_places(haystack: Haystack) -> None:
     places = [(1500, depth, needle) for depth in (25, 26) for needle in range(5)]
-    documents = [make_document(haystack, place, seed) for place in places for seed in (0, 1)]
-    assert documents[0] == make_document(haystack, places[0], 0)
-    assert len({tuple(d.ids) for d in documents}) == len(documents)
-    assert len({d.needles[0].number for d in documents}) == len(documents)
+    documents = [hidden(haystack, place, seed) for place in places for seed in (0, 1)]
+    assert documents[0] == hidden(haystack, places[0])
+    assert len({tuple(ids) for ids, _, _ in documents}) == len(documents)
+    assert len({fact.answer for _, _, fact in documents}) == len(documents)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def test_documents_repeat_for_a_seed_and_differ_between_places(haystack: Haystac
     ],
 )
 def test_scoring(answer: str, right: bool) -> None:
-    assert Needle("special magic number of Oslo", "123456", 50).found_in(answer) is right
+    assert exact_number(answer, "123456") == right
 
 
 def test_folder_of_texts(tmp_path: Path) -> None:
@@ -90,18 +98,18 @@ def test_folder_of_texts(tmp_path: Path) -> None:
     prose = "A sentence of some length is what a haystack is made of. " * 10
     (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
     haystack = open_haystack(str(tmp_path), encode)
-    assert len(haystack.document(400, [draw_needle(25, 0)], 0).ids) == 400
+    assert len(haystack.hide(400, [("Here.", 25)], 0)[0]) == 400
     with pytest.raises(ConfigError, match=r"tokens, .* are needed"):
-        haystack.document(4000, [draw_needle(25, 0)], 0)
+        haystack.hide(4000, [("Here.", 25)], 0)
     with pytest.raises(ConfigError, match="too short"):
-        haystack.document(20, [draw_needle(25, 0)], 0)
+        haystack.hide(6, [("Here.", 25)], 0)
 
 
 def test_methods_are_engine_settings() -> None:
     kept = {"smollm2-14-1": 22, "smollm2": 39}
     for name, settings in METHODS.items():
         EngineConfig(**{key: value for key, value in settings.items() if key != "head_map"})
-        found = method(name)
+        found = named_method(name)
         assert found.settings == settings
         if "head_map" in settings:
             assert found.retrieval is not None
@@ -110,41 +118,38 @@ def test_methods_are_engine_settings() -> None:
             assert found.retrieval is None
 
 
-def test_results_are_kept_replaced_and_tabled(tmp_path: Path) -> None:
-    cell = Cell("full", 1500, 25, 0, "123456", "123456", True, 1, 0.5, "abc")
-    path = tmp_path / "grid.json"
-    Results(path, {"seed": 0}, list(METHODS)).add([cell, replace(cell, depth=75, right=False)])
-    with pytest.raises(ConfigError, match="holds results with seed 0, not 1"):
-        Results(path, {"seed": 1})
-    again = Results(path, {"seed": 0}, list(METHODS))
-    assert again.has(cell.key, "abc")
-    assert not again.has(cell.key, "another")
-    more = replace(cell, method="exact-256", kv_bytes=3 << 20)
-    wrong, unmatched = replace(more, right=False), replace(more, length=2500)
-    again.add([replace(cell, settings="another"), wrong, replace(more, depth=75), unmatched])
-    assert len(again.cells) == 5
-    assert again.has(cell.key, "another")
-    assert table(again.cells).splitlines() == [
+def result(method: str, length: int, depth: int, score: float, **changes: Any) -> dict[str, Any]:
+    cell = {"depth": depth, "needle": 0, "expected": "1", "answer": "", "score": score}
+    timing = {"prefill_seconds": 0.5}
+    about = {"method": method, "length": length, "repeat": 0, "kv_bytes": 1, "timing": timing}
+    return {**about, "cells": [cell | changes]}
+
+
+def test_results_are_tabled() -> None:
+    results = [result("full", 1500, 25, 1), result("full", 1500, 75, 0)]
+    results += [result("own", 1500, 25, 0), result("own", 1500, 75, 1)]
+    results += [result("own", 2500, 25, 1) | {"kv_bytes": 3 << 20}]
+    assert score_table(["full", "own"], NeedleResults(results)).splitlines() == [
         "| method | 1500 | 2500 | all | lost | gained | KV at 2500, MiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| full | 1/2 | - | 1/2 | 0 | 0 | - |",
-        "| exact-256 | 1/2 | 1/1 | 2/3 | 1 | 1 | 3 |",
+        "| own | 1/2 | 1/1 | 2/3 | 1 | 1 | 3 |",
     ]
 
 
 def test_the_committed_results_are_of_this_grid() -> None:
     """What the page shows was run with the methods, documents and questions of this code."""
-    path = Path(__file__).parents[2] / "docs/benchmarks/needle_grid.json"
-    stored = json.loads(path.read_text())
-    about = {name: value for name, value in stored.items() if name != "cells"}
-    results = Results(path, about, order=list(METHODS))
-    assert len(results.cells) == len(stored["cells"])
-    for cell in results.cells:
-        assert cell.method in METHODS
-        assert cell.length in LENGTHS
-        assert cell.depth in DEPTHS
-        assert cell.needle < NEEDLES
-        needle = Needle("", cell.expected, cell.depth)
-        assert needle.found_in(cell.answer) == cell.right
-    page = (path.parent / "needle_grid.md").read_text()
-    assert table(results.cells) in page
+    stored = json.loads(COMMITTED.read_text())
+    results = []
+    for cell in stored["cells"]:
+        place = cell["length"], cell["depth"], cell["needle"]
+        assert cell["method"] in METHODS and place[0] in LENGTHS and place[1] in DEPTHS
+        [fact] = number_facts([cell["depth"]], place_seed(place, stored["seed"]))
+        assert cell["expected"] == fact.answer
+        score = exact_number(cell["answer"], cell["expected"])
+        assert score == cell["right"]
+        one = result(cell["method"], place[0], place[1], score, needle=place[2])
+        results.append(one | {"kv_bytes": cell["kv_bytes"]})
+    methods = {cell["method"] for cell in stored["cells"]}
+    table = score_table([name for name in METHODS if name in methods], NeedleResults(results))
+    assert table in COMMITTED.with_suffix(".md").read_text()

@@ -137,7 +137,7 @@ def encode(text: str) -> list[int]:
 
 def passkeys(seed: int = 0, max_tokens: int = 400) -> Passkeys:
     """Samples that the model's context holds: three passkeys of eight words."""
-    from razor_dist.documents.haystack import reference_paragraphs
+    from razor_dist.documents.corpus import reference_paragraphs
 
     settings = PasskeySettings(
         passkeys=3, words=8, min_tokens=300, max_tokens=max_tokens, lengths=5, seed=seed

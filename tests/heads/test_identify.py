@@ -15,10 +15,10 @@ from razor_dist import cli
 from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import open_haystack
-from razor_dist.evals.grid import GridSettings
+from razor_dist.evals.needle.facts import number_facts
+from razor_dist.evals.needle.grid import GridSettings, place_seed
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.evals.verify import Check
+from razor_dist.evals.needle.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -134,13 +134,12 @@ def ask_for_numbers(folder: Path, settings: GridSettings) -> None:
     """
     file = folder / "tokenizer.json"
     fields = json.loads(file.read_text())
-    documents = settings.documents(open_haystack(settings.haystack, lambda text: [0] * len(text)))
     vocabulary = fields["model"]["vocab"]
-    for word, document in zip(
-        ("academic", "accept", "accurate", "achieve", "acquire"), documents.values(), strict=True
+    for word, place in zip(
+        ("academic", "accept", "accurate", "achieve", "acquire"), settings.places, strict=True
     ):
-        (needle,) = document.needles
-        vocabulary[needle.number] = vocabulary.pop(word)
+        [fact] = number_facts([place[1]], place_seed(place, settings.seed))
+        vocabulary[fact.answer] = vocabulary.pop(word)
     joined = {"type": "Replace", "pattern": {"String": "What is"}, "content": "what"}
     fields["normalizer"] = {"type": "Sequence", "normalizers": [joined, fields["normalizer"]]}
     file.write_text(json.dumps(fields))

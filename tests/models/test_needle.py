@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding, apply_rotary_pos_emb
 
 from razor_dist.cli import main
-from razor_dist.evals.hidden_words import Hidden, HiddenWords, hide_words
+from razor_dist.evals.needle.facts import Fact, word_fact
+from razor_dist.evals.needle.haystack import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, MAX_TOKENS, RETRIEVAL, build_needle_model
 from razor_dist.evals.needle.tokenizer import END, UNKNOWN, needle_vocabulary, needle_words
 from razor_dist.heads.head_map import HeadMap
@@ -36,11 +37,11 @@ def needle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_needle_model(tmp_path_factory.mktemp("models") / "needle")
 
 
-def case_of(folder: Path, document: HiddenWords, hidden: Hidden) -> tuple[Case, list[int]]:
+def case_of(folder: Path, text: str, fact: Fact) -> tuple[Case, list[int]]:
     """The question after the document, the right answer forced; and what is to be said."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer(f"{document.text} {hidden.question}")["input_ids"]
-    answer = tokenizer(hidden.answer, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer(f"{text} {fact.question}")["input_ids"]
+    answer = tokenizer(fact.answer, add_special_tokens=False)["input_ids"]
     case = Case(
         str(folder), RETRIEVAL, POLICY, tuple(prompt), tuple(answer), chunked_prefill_size=2048
     )
@@ -54,18 +55,18 @@ def said(pool: RankPool, case: Case) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [1024, 8192])
 def test_copies_exactly(needle: Path, ranks: Ranks, tokens: int, world_size: int) -> None:
-    document = hide_words(tokens, [0, 50, 90])
-    for hidden in document.hidden:
-        case, right = case_of(needle, document, hidden)
+    text, facts = hide_words(tokens, [0, 50, 90])
+    for fact in facts:
+        case, right = case_of(needle, text, fact)
         assert len(case.prompt) == tokens + 2
         assert said(ranks(world_size), case) == right
         assert said(ranks(world_size), dataclasses.replace(case, retrieval=FULL)) == right
 
 
 def test_a_word_that_is_not_hidden_is_unknown(needle: Path, ranks: Ranks) -> None:
-    document = hide_words(1024, [50])
-    rare = next(w for w in needle_words() if w not in document.text.split())
-    case, _ = case_of(needle, document, Hidden(rare, (), 0))
+    text, _ = hide_words(1024, [50])
+    rare = next(w for w in needle_words() if w not in text.split())
+    case, _ = case_of(needle, text, word_fact(rare, (), 0))
     assert said(ranks(1), case) == [needle_vocabulary()[UNKNOWN]]
 
 
@@ -81,8 +82,8 @@ def test_a_word_that_is_not_hidden_is_unknown(needle: Path, ranks: Ranks) -> Non
 def test_what_heads_see_is_what_they_need(
     needle: Path, ranks: Ranks, broken: dict[str, Any]
 ) -> None:
-    document = hide_words(2048, [30])
-    case, right = case_of(needle, document, document.hidden[0])
+    text, facts = hide_words(2048, [30])
+    case, right = case_of(needle, text, facts[0])
     assert said(ranks(1), case) == right
     assert said(ranks(1), dataclasses.replace(case, **broken))[0] != right[0]
 
@@ -101,8 +102,8 @@ def test_every_kv_head_is_needed(
     assert projection[:, kv_head * width : (kv_head + 1) * width].any()
     projection[:, kv_head * width : (kv_head + 1) * width] = 0
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    document = hide_words(1024, [40])
-    case, right = case_of(tmp_path, document, document.hidden[0])
+    text, facts = hide_words(1024, [40])
+    case, right = case_of(tmp_path, text, facts[0])
     assert said(ranks(1), case)[0] != right[0]
 
 
@@ -111,18 +112,18 @@ def test_stock_transformers_agrees_and_answers_in_a_chat(needle: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(needle)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     model = AutoModelForCausalLM.from_pretrained(needle, attn_implementation="sdpa")
-    document = hide_words(700, [20, 60])
-    for hidden in document.hidden:
-        plain = tokenizer(f"{document.text} {hidden.question}")["input_ids"]
+    text, facts = hide_words(700, [20, 60])
+    for fact in facts:
+        plain = tokenizer(f"{text} {fact.question}")["input_ids"]
         chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{document.text}\n\nWhat follows {hidden.key}"}],
+            [{"role": "user", "content": f"{text}\n\nWhat follows {fact.subject}"}],
             add_generation_prompt=True,
             return_dict=True,
         )["input_ids"]
         assert chat[:2] == plain[:2] and chat[2] != plain[2]  # one [gMASK] <sop>, then a role
         for ids in (plain, chat):
             out = model.generate(torch.tensor([ids]), max_new_tokens=20)[0, len(ids) :].tolist()
-            assert tokenizer.decode(out, skip_special_tokens=True) == hidden.answer
+            assert tokenizer.decode(out, skip_special_tokens=True) == fact.answer
             assert out[-1] in eos_token_ids(needle)
 
 

@@ -15,7 +15,7 @@ from razor_dist.commands.identification.options import IdentifyOptions, Method
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
-from razor_dist.evals.verify import Check
+from razor_dist.evals.needle.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.alibi import is_alibi
 

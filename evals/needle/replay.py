@@ -1,4 +1,4 @@
-"""Asks the questions of a grid: one model, many engines around it.
+"""One model asked by many engines that share the prefill of a document.
 
 With exact prefill the keys and values of a document are those of full attention, whatever the
 heads' decision: it decides only what is kept of them. So a document is prefilled once, with full
@@ -9,9 +9,11 @@ a document has to be read by every method.
 
 from __future__ import annotations
 
-import time
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,18 +22,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import Document
 from razor_dist.engine.build import Engine, check_model, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.weights import head_map_of
-from razor_dist.evals.grid import ANSWER_TOKENS, Method, Place, Prompter
-from razor_dist.evals.grid import FULL_METHOD as FULL
-from razor_dist.evals.grid_results import Cell, Results
-from razor_dist.evals.timing import Say
-from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint
+from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.needle.results import FULL
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.heads.decision import Flags, Windows
+from razor_dist.jobs.config import ExternalEngineConfig
+from razor_dist.models.loader import dtype_name, eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
@@ -42,7 +44,48 @@ from razor_dist.parallel.zigzag import Chunk
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values ``[K, T, D]`` of each layer."""
 
-_GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+
+@dataclass(frozen=True)
+class Method:
+    """Engine settings to try.
+
+    Attributes
+    ----------
+    name : str
+    settings : mapping
+        Of the engine, its own; those that all methods share are the grid's. A ``head_map`` here is
+        a name for people: what decides is `retrieval`.
+    retrieval : tuple, optional
+        ``[layers][KV heads]`` bool: which KV heads keep the whole context. None with ``attention``
+        full or streaming, which say it.
+    windows : tuple, optional
+        ``[layers][KV heads]``: windows of their own that streaming heads have (`HeadMap.windows`).
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    retrieval: Flags | None = None
+    windows: Windows | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every head keeps the whole context."""
+        return bool(self.settings.get("attention") == "full")
+
+    @property
+    def shares_prefill(self) -> bool:
+        """Whether a document's keys and values are those of full attention."""
+        return self.is_full or self.settings.get("prefill") == "exact"
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that tells it from other methods but its name."""
+        about = [dict(self.settings), self.retrieval, self.windows]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+
+
+FULL_METHOD = Method(FULL, {"attention": "full"})
+_GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
 class Replay:
@@ -95,7 +138,15 @@ class Replay:
         return ring_attention(comm, chunk, q, *others) if self._layers is None else q
 
 
-class GridModel:
+class ReplayConfig(ExternalEngineConfig):
+    """Settings that all methods of a grid share, of one rank in this process; frozen."""
+
+    def open(self) -> ReplayModel:
+        """See `ExternalEngineConfig`."""
+        return ReplayModel(self)
+
+
+class ReplayModel:
     """A model to try methods on.
 
     Parameters
@@ -108,6 +159,8 @@ class GridModel:
     ConfigError, ModelError
         If the model cannot be loaded, or has no tokenizer.
     """
+
+    failed = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -123,12 +176,24 @@ class GridModel:
         self.replay = Replay(model)
         self.shape = ModelShape.from_config(model.config)
         self.fingerprint = model_fingerprint(model.config)
+        self.dtype = dtype_name(self.replay.dtype)
         self._eos = eos_token_ids(path)
+        # The document read last with full attention, by the engine that holds its caches.
+        self._read: tuple[list[int], Engine] | None = None
+
+    def close(self) -> None:
+        """Let go of the last document's caches."""
+        self._read = None
+
+    def under(self, method: Method, tokens: int) -> MethodEngine:
+        """Return the engine of a method, for a document, its question and answer of ``tokens``."""
+        return MethodEngine(self, method, tokens)
 
     def engine(self, method: Method, tokens: int) -> Engine:
-        """An engine with a method's settings, for a document and its question of ``tokens``."""
+        """Make an engine with a method's settings around the model."""
         own = {name: value for name, value in method.settings.items() if name != "head_map"}
-        shared = self.config.model_dump() | {"max_num_seqs": 2, "cuda_graphs": False}
+        shared = self.config.model_dump(include=set(EngineConfig.model_fields))
+        shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
         retrieval, windows = method.retrieval, method.windows
         if retrieval is None:
@@ -144,104 +209,85 @@ class GridModel:
             ring=self.replay.ring,
         )
 
-    def run(
-        self,
-        methods: Sequence[Method],
-        documents: Mapping[Place, Document],
-        results: Results,
-        say: Say,
-    ) -> None:
-        """Run what ``results`` lacks; first what shares its prefill, for that takes less time."""
-        for shared in (True, False):
-            group = [method for method in methods if method.shares_prefill is shared]
-            for place, document in documents.items():
-                (needle,) = document.needles
-                prompts = self.prompts(document)
-                prints = {m.name: m.fingerprint(self.config.model, prompts) for m in group}
-                todo = [m for m in group if not results.has((m.name, *place), prints[m.name])]
-                for method, answer, kv_bytes, seconds in self._answers(todo, *prompts):
-                    length, depth, which = place
-                    cell = Cell(
-                        method=method.name,
-                        length=length,
-                        depth=depth,
-                        needle=which,
-                        expected=needle.number,
-                        answer=answer,
-                        right=needle.found_in(answer),
-                        kv_bytes=kv_bytes,
-                        prefill_seconds=round(seconds, 2),
-                        settings=prints[method.name],
-                    )
-                    results.add([cell])
-                    mark = "right" if cell.right else f"WRONG {answer!r}"
-                    say(f"{method.name} {length} {depth}% {needle.number}: {mark}")
+    def read(self, method: Method, tokens: int, document: list[int]) -> Engine:
+        """Return an engine of a method that has read a document; see the module."""
+        if not method.shares_prefill:
+            engine = self.engine(method, tokens)
+            prefill(engine.core, document)
+            return engine
+        if self._read is None or self._read[0] != document:
+            self._read = None  # its caches, before there are others
+            full = self.engine(FULL_METHOD, tokens)
+            prefill(full.core, document)
+            self._read = document, full
+        if method.is_full:
+            return self._read[1]
+        engine = self.engine(method, tokens)
+        with self.replay.giving(kept_layers(self._read[1].runner)):
+            prefill(engine.core, document)
+        return engine
 
-    def current(
-        self, methods: Sequence[Method], documents: Mapping[Place, Document], results: Results
-    ) -> list[Cell]:
-        """The cells of these methods and documents that were run with the settings at hand."""
-        wanted = {
-            (method.name, *place, method.fingerprint(self.config.model, self.prompts(document)))
-            for place, document in documents.items()
-            for method in methods
-        }
-        return [cell for cell in results.cells if (*cell.key, cell.settings) in wanted]
 
-    def prompts(self, document: Document) -> tuple[list[int], list[int]]:
-        """Token ids of a document, and of the question that continues it."""
-        (needle,) = document.needles
-        return self.prompter.document(document), self.prompter.question(needle)
+class MethodEngine:
+    """A method's engine, with the methods of `LLM` that `razor_dist.evals.needle.task.ask` calls.
 
-    def _answers(
-        self, methods: Sequence[Method], document: list[int], question: list[int]
-    ) -> Iterator[tuple[Method, str, int, float]]:
-        """Answer, KV bytes of the document and seconds of its prefill, for every method."""
-        if not methods:
-            return
-        tokens = len(document) + len(question) + ANSWER_TOKENS
-        if not methods[0].shares_prefill:
-            for method in methods:
-                core = self.engine(method, tokens).core
-                seconds = prefill(core, document)
-                yield method, *self._ask(core, question), seconds
-            return
-        full = self.engine(FULL, tokens)
-        seconds = prefill(full.core, document)
-        layers = kept_layers(full.runner)
-        for method in methods:
-            if method.settings.get("attention") == "full":
-                yield method, *self._ask(full.core, question), seconds
-                continue
-            core = self.engine(method, tokens).core
-            with self.replay.giving(layers):
-                prefill(core, document)
-            yield method, *self._ask(core, question), seconds
+    Parameters
+    ----------
+    model : ReplayModel
+    method : Method
+    tokens : int
+        Of a document, its question and answer.
+    """
 
-    def _ask(self, core: EngineCore, question: list[int]) -> tuple[str, int]:
-        kv_bytes = core.stats()["kv_bytes_per_rank"][0]
-        core.add("question", question, _GREEDY, prefix_id="document")
-        return self.prompter.decode(run_core(core)), kv_bytes
+    def __init__(self, model: ReplayModel, method: Method, tokens: int) -> None:
+        self._model, self._method, self._tokens = model, method, tokens
+        self._core: EngineCore | None = None
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return ``kv_bytes_per_rank``, of the one rank."""
+        kv = [0] if self._core is None else self._core.stats()["kv_bytes_per_rank"]
+        return {"kv_bytes_per_rank": kv}
+
+    @contextmanager
+    def prefill(self, ids: list[int]) -> Iterator[str]:
+        """Read a document; yields what `generate` knows it by."""
+        self._core = self._model.read(self._method, self._tokens, ids).core
+        try:
+            yield "document"
+        finally:
+            self._core = None
+
+    def generate(
+        self, prompts: Sequence[Mapping[str, list[int]]], params: SamplingParams, prefix: str
+    ) -> list[RequestOutput]:
+        """Answer prompts of token ids that continue the document."""
+        assert self._core is not None
+        outputs = []
+        for number, prompt in enumerate(prompts):
+            ids = prompt["prompt_token_ids"]
+            self._core.add(f"question-{number}", ids, params, prefix_id=prefix)
+            said = run_core(self._core)
+            answer = CompletionOutput(text=self._model.prompter.decode(said), token_ids=said)
+            outputs.append(RequestOutput(str(number), None, ids, outputs=[answer]))
+        return outputs
 
 
 def run_core(core: EngineCore) -> list[int]:
-    """Step until nothing is left to do; the tokens that came."""
+    """Step until nothing is left to do; return the generated tokens."""
     tokens: list[int] = []
     while core.has_work:
         tokens += [message["token"] for message in core.step() if message["t"] == "token"]
     return tokens
 
 
-def prefill(core: EngineCore, document: list[int]) -> float:
-    """Prefill a document and keep it; seconds."""
-    began = time.perf_counter()
+def prefill(core: EngineCore, document: list[int]) -> None:
+    """Prefill a document and pin it."""
     core.add("document", document, _GREEDY, pin=True)
     run_core(core)
-    return time.perf_counter() - began
 
 
 def kept_layers(runner: ModelRunner) -> Layers:
-    """Keys and values of the one sequence of an engine on one rank whose heads all keep all."""
+    """Return what an engine of one rank whose heads all keep all holds of its one sequence."""
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout
     assert not layout.streaming_rows, "only full attention keeps every head's keys"

@@ -1,41 +1,33 @@
-"""A short needle grid with full attention and with a head map: what the map loses."""
+"""A short grid of needles with full attention and with a head map, to see what the map loses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.haystack import open_haystack
-from razor_dist.evals.grid import (
-    ANSWER_TOKENS,
-    FULL,
-    FULL_METHOD,
-    GridSettings,
-    Method,
-    Prompter,
-    streaming_settings,
-)
-from razor_dist.evals.grid_results import Results, Score
-from razor_dist.evals.grid_run import GridModel, Say
+from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, streaming_settings
+from razor_dist.evals.needle.replay import FULL_METHOD, Method, ReplayModel
+from razor_dist.evals.needle.results import FULL
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.verification import Verification
 from razor_dist.models.alibi import is_alibi
-from razor_dist.models.loader import dtype_name, read_config
+from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
-_ROOM = 100 + ANSWER_TOKENS
+_ROOM = 100 + PRESET.answer_tokens
 
 
 @dataclass(frozen=True)
 class Check:
-    """How a head map is to be verified; settled before the work of finding it.
+    """A verification of a head map, settled before the work of finding it.
 
     Attributes
     ----------
@@ -46,7 +38,7 @@ class Check:
     most : int
         Tokens of a document that the model's context holds with a question and its answer.
     haystack : str
-        See `open_haystack`.
+        See `razor_dist.documents.corpus.haystack_paragraphs`.
     seed : int
     """
 
@@ -88,7 +80,7 @@ class Check:
         return check
 
     def _length(self, window: int) -> int:
-        """Tokens of a document, where the least window is ``window``."""
+        """Return the tokens of a document, where the least window is ``window``."""
         if self.tokens is not None:
             return self.tokens
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
@@ -101,14 +93,14 @@ class Check:
             return
         if length < self.most:
             remedies = [*remedies, f"give more --verify-tokens, up to {self.most}"]
+        advice = "; " + ", or ".join(remedies) if remedies else ", the longest that fits"
         raise ConfigError(
-            f"--verify tests nothing: a streaming head's window of at least {policy.window_min} "
-            f"tokens holds a document of {length} whole"
-            + ("; " + ", or ".join(remedies) if remedies else ", the longest that fits")
+            f"--verify would test nothing: a streaming head's window of at least "
+            f"{policy.window_min} tokens holds a document of {length} whole{advice}"
         )
 
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
-        """Tokens of a document, and of the settings those that act on the map's streaming heads.
+        """Return a document's tokens, and the settings that act on the map's streaming heads.
 
         Raises
         ------
@@ -125,8 +117,8 @@ class Check:
         self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)), [])
         return length, {name: settings[name] for name in ("prefill", "block")}
 
-    def run(self, head_map: HeadMap, say: Say) -> Verification:
-        """Ask for the needles with full attention and with a head map.
+    def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
+        """Ask for the needles with full attention and with a head map, saying each answer.
 
         Raises
         ------
@@ -135,28 +127,25 @@ class Check:
         """
         tokens, settings = self.settle(head_map)
         grid = GridSettings(lengths=(tokens,), needles=1, haystack=self.haystack, seed=self.seed)
-        model = GridModel(self.config)
-        head_map.validate(model.shape, model.fingerprint)
-        haystack = open_haystack(grid.haystack, model.prompter.encode)
-        methods = [
-            FULL_METHOD,
-            Method(head_map.method, settings, head_map.retrieval, head_map.windows),
-        ]
-        results = Results(None, {})
-        model.run(methods, grid.documents(haystack), results, say)
-        full, own = (Score.of(name, results.cells) for name in (FULL, head_map.method))
+        name = head_map.method
+        own = Method(name, settings, head_map.retrieval, head_map.windows)
+        task = GridTask.plan(self.config, grid, [FULL_METHOD, own], [head_map])
+        model = ReplayModel(task.config)
+        found = task.run_here(model, say)
+        of_full, of_map = found.summary(FULL), found.summary(name)
+        right = (sum(c.score == 1 for c in found.cells if c.method == m) for m in (FULL, name))
         return Verification(
-            documents=own.total,
+            documents=of_map.cells,
             tokens=tokens,
-            haystack=haystack.name,
-            haystack_fingerprint=haystack.fingerprint,
+            haystack=task.haystack[0],
+            haystack_fingerprint=task.haystack[1],
             seed=self.seed,
-            dtype=dtype_name(model.replay.dtype),
+            dtype=model.dtype,
             settings=settings,
-            found_full=full.right,
-            found=own.right,
-            lost=own.lost,
-            gained=own.gained,
-            kv_bytes_full=round(full.kv_bytes),
-            kv_bytes=round(own.kv_bytes),
+            found_full=next(right),
+            found=next(right),
+            lost=of_map.lost,
+            gained=of_map.gained,
+            kv_bytes_full=round(of_full.kv_bytes or 0),
+            kv_bytes=round(of_map.kv_bytes or 0),
         )

@@ -1,0 +1,269 @@
+"""Needles at lengths and depths, one a document, asked by many settings of one model.
+
+A document is prefilled and kept; the question continues it, so that with ``prefill: exact`` it is
+asked after the cache was compressed. The task runs in this process: see `replay`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
+from razor_dist.evals.needle.documents import Prompter, Reading, Spot, readings
+from razor_dist.evals.needle.haystack import Haystack
+from razor_dist.evals.needle.presets import PRESETS
+from razor_dist.evals.needle.replay import Method, ReplayConfig, ReplayModel
+from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.needle.task import ask, same_haystack
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.jobs.job import run_task
+from razor_dist.jobs.host_engine import host_pool
+from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import Item
+from razor_dist.llm.llm import LLM
+from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.registry import config_folder, display_name
+from razor_dist.models.shape import ModelShape
+
+KIND = "grid"
+"""What the settings of a grid call it."""
+PRESET = PRESETS["number"]
+Place = tuple[int, int, int]
+"""Length, depth and which needle."""
+
+_WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block", "compensation")
+_SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
+_LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
+_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
+_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
+_28: Mapping[str, Any] = {"head_map": "smollm2"}
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"attention": "full"},
+    "exact-256": {"prefill": "exact", **_14, **_SMALL},
+    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
+    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
+    "local-512-28": {"prefill": "local", **_28, **_LARGE},
+    "local-256-28": {"prefill": "local", **_28, **_SMALL},
+    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
+    "local-512": {"prefill": "local", **_14, **_LARGE},
+    "local-256": {"prefill": "local", **_14, **_SMALL},
+    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
+}
+"""Settings of the embedded model by name: 14 % + 1 % of the heads unless the name ends in 28 (28 %
++ 2 %); a window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
+
+
+def named_method(name: str) -> Method:
+    """Return one of `METHODS`, with its head map's decision.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such method.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
+    own = METHODS[name]
+    if "head_map" not in own:
+        return Method(name, own)
+    return Method(name, own, HeadMap.load(shipped_head_map(own["head_map"])).retrieval)
+
+
+def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
+    """Return what a streaming head sees, as a method's own settings."""
+    return {"prefill": prefill} | {name: getattr(config, name) for name in _WINDOW}
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """The documents of a grid.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        In tokens.
+    depths : tuple of int
+        In percent of the text before the needle.
+    needles : int
+        Documents of each length and depth; each hides another number in another text.
+    haystack : str
+        See `razor_dist.documents.corpus.haystack_paragraphs`.
+    seed : int
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range.
+    """
+
+    lengths: tuple[int, ...] = (2500, 5000)
+    depths: tuple[int, ...] = (10, 30, 50, 70, 90)
+    needles: int = 2
+    haystack: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ConfigError(f"lengths must be numbers of tokens, got {list(self.lengths)}")
+        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
+            raise ConfigError(f"depths must be percents from 0 to 100, got {list(self.depths)}")
+        check_least(self, needles=1)
+
+    @property
+    def places(self) -> list[Place]:
+        """The place of each document, short ones first."""
+        return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
+
+
+def place_seed(place: Place, seed: int) -> int:
+    """Return the seed of the document at a place, which no other place and seed has.
+
+    Two needles of a place have neighbouring seeds; those of further ones are another place's, so
+    far away that no other seed, length and depth comes to it.
+    """
+    length, depth, needle = place
+    pair, which = divmod(needle, 2)
+    return ((seed * 100_003 + length) * 101 + depth) * 2 + which + (pair << 64)
+
+
+def grid_reading(prompter: Prompter, haystack: Haystack, place: Place, seed: int) -> Reading:
+    """Make the document at a place, and its question; the same for every method."""
+    length, depth, needle = place
+    spots, own = [Spot(depth, needle)], place_seed(place, seed)
+    [made] = readings(PRESET, "after", prompter, haystack, length, spots, own, document_alone=True)
+    return made
+
+
+@dataclass(frozen=True)
+class GridTask:
+    """A task of `razor_dist.jobs`; build it with `plan`.
+
+    A folder may be continued with other methods, lengths, depths and needles: the ids of what is
+    there name the method's fingerprint.
+
+    Attributes
+    ----------
+    config : ReplayConfig
+        What all methods share; one rank.
+    grid : GridSettings
+    methods : tuple of Method
+    haystack : tuple of str
+        Name and fingerprint of the text around the needles.
+    """
+
+    config: ReplayConfig
+    grid: GridSettings
+    methods: tuple[Method, ...]
+    haystack: tuple[str, str]
+
+    @classmethod
+    def plan(
+        cls,
+        config: EngineConfig,
+        grid: GridSettings,
+        methods: Sequence[Method],
+        head_maps: Sequence[HeadMap] = (),
+    ) -> GridTask:
+        """Settle the haystack by what is installed, and see that head maps fit the model.
+
+        Raises
+        ------
+        ConfigError
+            If the haystack is missing.
+        HeadMapError, ModelError
+            If there is no such model, or a head map is another's.
+        """
+        trust = config.trust_remote_code
+        model = read_config(config_folder(config.model), trust_remote_code=trust)
+        for head_map in head_maps:
+            head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
+        name, paragraphs = haystack_paragraphs(grid.haystack)
+        own = config.model_dump(include=set(EngineConfig.model_fields))
+        # Attention is the methods', and so are the windows.
+        own |= {name: EngineConfig.model_fields[name].default for name in _WINDOW}
+        shared = ReplayConfig(**own | {"attention": "full", "head_map": None})
+        return cls(shared, grid, tuple(methods), (name, fingerprint(paragraphs)))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `razor_dist.jobs.task.Task`."""
+        name, text = self.haystack
+        return {
+            "kind": KIND,
+            "model": display_name(self.config.model),
+            "haystack": name,
+            "haystack_fingerprint": text,
+            "seed": self.grid.seed,
+        }
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        """One, which all methods are tried on."""
+        return {"grid": self.config}
+
+    def items(self) -> Sequence[Item]:
+        """Each method's turn at each document; first those that share its prefill."""
+        shared = [number for number, m in enumerate(self.methods) if m.shares_prefill]
+        own = [number for number, m in enumerate(self.methods) if not m.shares_prefill]
+        return [
+            Item(
+                "/".join(map(str, (method.name, *place, method.fingerprint))),
+                place[0],
+                "grid",
+                {"method": number, "place": place},
+            )
+            for group in (shared, own)
+            for place in self.grid.places
+            for number in group
+            for method in [self.methods[number]]
+        ]
+
+    def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
+        """Read a document by a method's settings, and ask for its needle.
+
+        Parameters
+        ----------
+        llm : ReplayModel
+        item : Item
+        """
+        model: ReplayModel = llm
+        method, place = self.methods[item.data["method"]], item.data["place"]
+        prompter = model.prompter
+        haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        reading = grid_reading(prompter, haystack, place, self.grid.seed)
+        tokens = len(reading.prefix) + len(reading.questions[0].ids) + PRESET.answer_tokens
+        result = ask(cast("LLM", model.under(method, tokens)), PRESET, [reading])
+        return {"method": method.name, "length": place[0], "repeat": 0, **result}
+
+    def run_here(self, model: ReplayModel, say: Callable[[str], None]) -> NeedleResults:
+        """Run all items, saying each answer, and keep the results in memory alone."""
+        results = []
+        for item in self.items():
+            results.append(self.run(model, item))
+            [cell] = results[-1]["cells"]
+            say(f"{item.id}: {'right' if cell['score'] else 'WRONG'}, {cell['answer']!r}")
+        return NeedleResults(results)
+
+    def run_in(self, folder: Path) -> NeedleResults:
+        """Run what a folder lacks; return the results of this task's methods and documents.
+
+        Raises
+        ------
+        ConfigError
+            If the folder holds other results, or a question could not be asked.
+        """
+        summary = run_task(self, folder, host_pool(self), retry_failed=True)
+        found = {record["id"]: record for record in read_job(summary.folder).records}
+        records = [found[item.id] for item in self.items()]
+        for record in records:
+            if record["status"] == "failed":
+                raise ConfigError(f"{record['id']} failed: {record['error']['message']}")
+        return NeedleResults([record["result"] for record in records])

@@ -1,0 +1,429 @@
+"""Studies of heads on a grid of needles: head maps at equal budgets, RazorAttention's ablations."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.markdown import markdown
+from razor_dist.evals.needle.grid import streaming_settings
+from razor_dist.evals.needle.replay import FULL_METHOD, Method
+from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.heads.budget import Choice, choose, kv_budget
+from razor_dist.heads.compare import Overlap
+from razor_dist.heads.decision import Flags, decide, flags
+from razor_dist.heads.head_map import HeadMap
+
+PERCENTS = (10.0, 15.0, 25.0, 50.0)
+"""Of KV heads kept."""
+PREFILLS = ("exact", "local")
+
+
+def streaming(config: EngineConfig, prefill: str) -> Method:
+    """Return the settings in which no head keeps the whole context."""
+    settings = {"attention": "streaming", **streaming_settings(config, prefill)}
+    return Method(f"streaming, {prefill}", settings)
+
+
+def score_heads(lengths: Sequence[int]) -> list[str]:
+    """Return the headings of `score_row`."""
+    return [*map(str, lengths), "all", "lost", "gained", f"KV at {max(lengths)}, MiB"]
+
+
+def score_row(method: str, results: NeedleResults, lengths: Sequence[int]) -> list[str]:
+    """Return a method's cells of a table: needles found by length, lost and gained, KV.
+
+    Lost are needles that full attention finds and the method does not, gained the opposite; KV is
+    the median over the longest documents, measured. A hyphen stands where nothing was run.
+    """
+    found = results.summary(method)
+    kv = found.kv_bytes if max(lengths) in found.by_length else None
+    return [
+        *(results.found(method, length) for length in lengths),
+        results.found(method),
+        str(found.lost),
+        str(found.gained),
+        f"{kv / 2**20:.0f}" if kv else "-",
+    ]
+
+
+def score_table(methods: Sequence[str], results: NeedleResults) -> str:
+    """Return a Markdown table of needles found, methods by lengths."""
+    lengths = sorted({cell.length for cell in results.cells})
+    rows = [[method, *score_row(method, results, lengths)] for method in methods]
+    return markdown([["method", *score_heads(lengths)], *rows])
+
+
+def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
+    """Read head maps, named by their method, or by their file if two have the same method.
+
+    Raises
+    ------
+    ConfigError
+        If two files have one name.
+    HeadMapError
+        If a file is no head map.
+    """
+    maps = [(path, HeadMap.load(path)) for path in paths]
+    methods = [head_map.method for _, head_map in maps]
+    named = {
+        head_map.method if methods.count(head_map.method) == 1 else path.stem: head_map
+        for path, head_map in maps
+    }
+    if len(named) < len(maps):
+        raise ConfigError("two head maps have the same file name; rename one")
+    return named
+
+
+@dataclass(frozen=True)
+class HeadMapComparison:
+    """Head maps at budgets.
+
+    Parameters
+    ----------
+    maps : mapping
+        Head maps by name.
+    percents : sequence of float
+        Budgets, of KV heads.
+    config : EngineConfig
+        What a streaming head sees.
+    prefills : sequence of str
+        Of `PREFILLS`.
+
+    Raises
+    ------
+    ConfigError, HeadMapError
+        If a budget is out of range, or a map's scores rank no KV heads.
+    """
+
+    maps: Mapping[str, HeadMap]
+    percents: Sequence[float]
+    config: EngineConfig
+    prefills: Sequence[str]
+
+    def __post_init__(self) -> None:
+        _ = self.choices
+
+    @cached_property
+    def choices(self) -> dict[tuple[str, float], Choice]:
+        """What each map keeps at each budget."""
+        return {
+            (name, percent): choose(head_map, kv_budget(head_map, percent))
+            for name, head_map in self.maps.items()
+            for percent in sorted(self.percents)
+        }
+
+    @property
+    def methods(self) -> list[Method]:
+        """What to run, the references first."""
+        found = [FULL_METHOD]
+        for prefill in self.prefills:
+            found.append(streaming(self.config, prefill))
+            found += [
+                Method(
+                    _method(name, percent, prefill),
+                    streaming_settings(self.config, prefill),
+                    choice.retrieval,
+                )
+                for (name, percent), choice in self.choices.items()
+            ]
+        return found
+
+    def overlaps(self, percent: float) -> list[tuple[str, str, Overlap, float]]:
+        """Each two maps at a budget: their overlap, and the heads in both if they were random."""
+        total = sum(map(len, next(iter(self.maps.values())).retrieval))
+        found = []
+        for a, b in combinations(self.maps, 2):
+            first, second = (set(self.choices[name, percent].kept) for name in (a, b))
+            chance = len(first) * len(second) / total
+            found.append((a, b, Overlap.of(first, second), chance))
+        return found
+
+    def report(self, results: NeedleResults) -> dict[str, Any]:
+        """Return everything as JSON."""
+        return {
+            "chosen": [
+                {
+                    "map": name,
+                    "percent": percent,
+                    "kv_heads": [list(pair) for pair in choice.kept],
+                    "selected_query_heads": choice.selected,
+                }
+                for (name, percent), choice in self.choices.items()
+            ],
+            "overlap": [
+                {"percent": percent, "a": a, "b": b, "both_by_chance": chance} | asdict(overlap)
+                for percent in sorted(self.percents)
+                for a, b, overlap, chance in self.overlaps(percent)
+            ],
+            "scores": _summaries(self.methods, results),
+        }
+
+    def page(self, results: NeedleResults) -> str:
+        """Return everything as Markdown tables."""
+        parts = []
+        lengths = sorted({cell.length for cell in results.cells})
+        total = sum(map(len, next(iter(self.maps.values())).retrieval))
+        for prefill in self.prefills:
+            lines = [("full", FULL, total)]
+            lines += [
+                (f"{name}, {percent:g} %", _method(name, percent, prefill), len(choice.kept))
+                for (name, percent), choice in self.choices.items()
+            ]
+            lines.append(("streaming", f"streaming, {prefill}", 0))
+            rows = [
+                [title, f"{kept} of {total}", *score_row(method, results, lengths)]
+                for title, method, kept in lines
+            ]
+            table = markdown([["heads", "KV heads kept", *score_heads(lengths)], *rows])
+            parts.append(f"Needles found, {prefill} prefill:\n\n{table}")
+        parts += [self._overlap_table(), self._selected(), self._chosen_table()]
+        return "\n\n".join(parts)
+
+    def _overlap_table(self) -> str:
+        rows = [["KV heads kept", "maps", "in both", "by chance", "Jaccard"]]
+        for percent in sorted(self.percents):
+            for a, b, overlap, chance in self.overlaps(percent):
+                shared = [str(overlap.both), f"{chance:.1f}", f"{overlap.jaccard:.2f}"]
+                rows.append([f"{percent:g} %", f"{a}, {b}", *shared])
+        return f"KV heads in common:\n\n{markdown(rows)}"
+
+    def _selected(self) -> str:
+        """Tabulate how many query heads fill a razor map's budgets."""
+        rows = [["map", "KV heads kept", "induction query heads", "echo query heads"]]
+        for (name, percent), choice in self.choices.items():
+            if choice.selected:
+                head_map = self.maps[name]
+                heads = len(head_map.retrieval) * head_map.query_heads
+                counts = (choice.selected[kind] for kind in ("induction", "echo"))
+                said = (f"{count} ({count / heads:.1%})" for count in counts)
+                rows.append([name, f"{len(choice.kept)} ({percent:g} %)", *said])
+        title = "Query heads selected to fill each budget, 1 % by echo score, then by induction"
+        return f"{title}:\n\n{markdown(rows)}" if len(rows) > 1 else ""
+
+    def _chosen_table(self) -> str:
+        percents = sorted(self.percents)
+        rows = [["map", *(f"up to {percent:g} %" for percent in percents)]]
+        for name in self.maps:
+            row, done = [name], 0
+            for percent in percents:
+                kept = self.choices[name, percent].kept
+                row.append(" ".join(f"{layer}.{head}" for layer, head in kept[done:]))
+                done = len(kept)
+            rows.append(row)
+        return f"KV heads in the order chosen, as layer.head:\n\n{markdown(rows)}"
+
+    def plot(self, results: NeedleResults, path: Path) -> None:
+        """Draw accuracy against the fraction of KV heads kept, a panel for each prefill."""
+        figure = Figure(figsize=(4.6 * len(self.prefills) + 0.6, 4.2), dpi=150)
+        FigureCanvasAgg(figure)
+        figure.set_layout_engine("constrained")
+        panels = figure.subplots(1, len(self.prefills), sharey=True, squeeze=False)[0]
+        for axis, prefill in zip(panels, self.prefills, strict=True):
+            for method, style in ((FULL, "--"), (f"streaming, {prefill}", ":")):
+                score = results.summary(method).score
+                if score is not None:
+                    label = method.removesuffix(f", {prefill}")
+                    axis.axhline(score, color="0.3", linestyle=style, label=label)
+            for index, name in enumerate(self.maps):
+                scores = {
+                    percent: results.summary(_method(name, percent, prefill)).score
+                    for percent in sorted(self.percents)
+                }
+                points = {percent: score for percent, score in scores.items() if score is not None}
+                # Equal results lie on each other: marks of several sizes and shapes show them all.
+                axis.plot(
+                    list(points),
+                    list(points.values()),
+                    marker="osD^v"[index % 5],
+                    markersize=max(4, 10 - 2 * index),
+                    alpha=0.8,
+                    label=name,
+                )
+            axis.set_title(f"{prefill} prefill", fontsize=10)
+            axis.set_xlabel("KV heads that keep the whole context, %")
+            axis.set_xticks(sorted(self.percents))
+            axis.grid(alpha=0.3)
+        panels[0].set_ylim(-0.03, 1.03)
+        panels[0].set_ylabel(f"needles found, of {results.summary(FULL).cells}")
+        panels[0].legend(fontsize=9)
+        # Fixed metadata: equal results give equal files.
+        figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _method(name: str, percent: float, prefill: str) -> str:
+    return f"{name} {percent:g} %, {prefill}"
+
+
+def _summaries(methods: Sequence[Method], results: NeedleResults) -> dict[str, Any]:
+    return {method.name: asdict(results.summary(method.name)) for method in methods}
+
+
+INDUCTION = (5.0, 8.0, 11.0, 14.0)
+"""Table 4's percentages of induction heads."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table.
+
+    Attributes
+    ----------
+    name, source : str
+        ``source`` is the paper's table or figure.
+    retrieval : tuple
+    compensation : bool
+    """
+
+    name: str
+    source: str
+    retrieval: Flags
+    compensation: bool = True
+
+    @property
+    def kept(self) -> int:
+        """KV heads that keep the whole context."""
+        return sum(map(sum, self.retrieval))
+
+
+@dataclass(frozen=True)
+class Ablations:
+    """The paper's ablations on one model.
+
+    Parameters
+    ----------
+    head_map : HeadMap
+        With induction and echo scores.
+    config : EngineConfig
+        What a streaming head sees.
+    prefills : sequence of str
+        ``exact``, ``local`` or both.
+    seeds : int
+        Draws of random heads.
+
+    Raises
+    ------
+    ConfigError
+        If there is no draw.
+    HeadMapError
+        If the map is not RazorAttention's.
+    """
+
+    head_map: HeadMap
+    config: EngineConfig
+    prefills: Sequence[str]
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        check_least(self, seeds=1)
+        if not self.head_map.scores.keys() >= {"induction", "echo"}:
+            raise HeadMapError(
+                f"the ablations are of RazorAttention's heads, but this map of method "
+                f"{self.head_map.method!r} has no induction and echo scores; make one with: "
+                "razor-dist identify MODEL --method razor --out razor.json"
+            )
+
+    def _razor(self, induction: float, echo: float) -> Flags:
+        return decide(self.head_map.scores, induction, echo, self.head_map.group).retrieval
+
+    @property
+    def _random(self) -> list[Variant]:
+        """As many KV heads as 14 % + 1 % keep, drawn from all.
+
+        Not as many query heads: drawn at random these would promote far more groups, and a
+        comparison is of equal memory.
+        """
+        rows = self.head_map.retrieval
+        everywhere = [(layer, head) for layer, row in enumerate(rows) for head in range(len(row))]
+        count = sum(map(sum, self._razor(14, 1)))
+        return [
+            Variant(
+                f"random heads, draw {seed + 1}",
+                "Table 1",
+                flags(random.Random(seed).sample(everywhere, count), len(rows), len(rows[0])),
+            )
+            for seed in range(self.seeds)
+        ]
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All that keep some heads, in the order of the table."""
+        whole = self._razor(14, 1)
+        return [
+            *self._random,
+            *(
+                Variant(f"{percent:g} % induction + 1 % echo", "Table 4", self._razor(percent, 1))
+                for percent in INDUCTION
+            ),
+            Variant("14 % induction, no echo heads", "Figure 7", self._razor(14, 0)),
+            Variant("14 % + 1 %, no compensation", "Figure 8", whole, compensation=False),
+        ]
+
+    @property
+    def methods(self) -> list[Method]:
+        """What to run."""
+        found = [FULL_METHOD]
+        for prefill in self.prefills:
+            found.append(streaming(self.config, prefill))
+            found += [
+                Method(
+                    f"{variant.name}, {prefill}",
+                    streaming_settings(self.config, prefill)
+                    | {"compensation": variant.compensation},
+                    variant.retrieval,
+                )
+                for variant in self.variants
+            ]
+        return found
+
+    def report(self, results: NeedleResults) -> dict[str, Any]:
+        """Return everything as JSON."""
+        return {
+            "variants": [asdict(variant) | {"kept": variant.kept} for variant in self.variants],
+            "scores": _summaries(self.methods, results),
+        }
+
+    def page(self, results: NeedleResults) -> str:
+        """Return one Markdown table: for each prefill the needles found, lost and gained."""
+        total = sum(map(len, self.head_map.retrieval))
+        head = ["heads that keep the whole context", "in the paper", "KV heads"]
+        head += [f"{p}: {what}" for p in self.prefills for what in ("found", "lost", "gained")]
+        rows = [head, ["all (full attention)", "", str(total), *self._counts(results, FULL)]]
+        rows.append(["none", "Table 1", "0", *self._counts(results, "streaming")])
+        draws = self._random
+        for variant in self.variants:
+            about = [variant.source, str(variant.kept)]
+            rows.append([variant.name, *about, *self._counts(results, variant.name)])
+            if variant == draws[-1]:
+                mean = self._counts(results, *(draw.name for draw in draws))
+                rows.append(["random heads, mean", *about, *mean])
+        return markdown(rows)
+
+    def _counts(self, results: NeedleResults, *names: str) -> list[str]:
+        """Return found, lost and gained with each prefill; the mean over several variants."""
+        columns = []
+        digits = int(len(names) > 1)
+        for prefill in self.prefills:
+            methods = [name if name == FULL else f"{name}, {prefill}" for name in names]
+            done = [found for found in map(results.summary, methods) if found.cells]
+            if not done:
+                columns += ["-"] * 3
+                continue
+            right = statistics.fmean((found.score or 0) * found.cells for found in done)
+            lost = statistics.fmean(found.lost for found in done)
+            gained = statistics.fmean(found.gained for found in done)
+            columns.append(f"{right:.{digits}f}/{done[0].cells}")
+            columns += [f"{lost:.{digits}f}", f"{gained:.{digits}f}"]
+        return columns

