@@ -23,8 +23,8 @@ from razor_dist.evals.needle.replay import Method, ReplayConfig, ReplayModel
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, same_haystack
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.jobs.job import run_task
 from razor_dist.jobs.host_engine import host_pool
+from razor_dist.jobs.job import run_task
 from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
