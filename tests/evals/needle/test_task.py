@@ -24,7 +24,7 @@ from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.run_notes import note_run
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.job import run_task
-from razor_dist.jobs.pool import Engine, EnginePool
+from razor_dist.jobs.pool import EnginePool, JobEngine
 from razor_dist.jobs.results import read_job
 from tests.evals.needle.readers import Reader, readers
 
@@ -148,7 +148,7 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
     def interrupted(task: NeedleTask) -> Iterator[EnginePool]:
         with readers(task, made) as pool:
 
-            def open_engine(name: str, number: int, over: threading.Event) -> Engine:
+            def open_engine(name: str, number: int, over: threading.Event) -> JobEngine:
                 noted = json.loads((tmp_path / "config.json").read_text())
                 assert noted["methods"] == list(methods), "written before any work"
                 if name == "razor":
