@@ -77,8 +77,8 @@ def needle(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
 def ruler(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
     """Ask RULER's questions about long texts, and see how each method answers them."""
     config = load_config(RulerConfig, flags, os.environ, config_file)
-    from razor_dist.evals.ruler.report import write_report
     from razor_dist.evals.ruler.job import RulerTask
+    from razor_dist.evals.ruler.report import write_report
 
     _run_job(RulerTask.plan(config), config, out, write_report)
 
@@ -108,8 +108,8 @@ def report(
     from razor_dist.evals.needle.report import compare
     from razor_dist.evals.needle.report import write_report as write_needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
-    from razor_dist.evals.ruler.report import write_report as write_ruler
     from razor_dist.evals.ruler.job import KIND as RULER
+    from razor_dist.evals.ruler.report import write_report as write_ruler
     from razor_dist.jobs.results import read_job
 
     if (len(folders) > 1) != (out is not None):
