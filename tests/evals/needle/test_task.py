@@ -19,7 +19,7 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.report import compare, write_report
-from razor_dist.evals.needle.results import NeedleRun
+from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.needle.task import NeedleTask
 from razor_dist.evals.run_notes import note_run
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
@@ -215,6 +215,7 @@ def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path
         "world-size": "2",
         "threads": "1",
         "kv-tokens": "1600",
+        "chunked-prefill-size": "256",
         "no-ray": None,
     }
     flags = [
@@ -231,3 +232,18 @@ def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path
     assert razor.kv_bytes is not None and streaming.kv_bytes is not None
     assert razor.kv_bytes > streaming.kv_bytes > 0
     assert (out / "heatmap.png").exists() and not (out / "difference.png").exists()
+    assert "| razor | 1K | " in (out / "report.md").read_text().split("## Costs")[1]
+
+    def of_512_tokens(method: str, *keys: str) -> int:
+        short, long = (median_of(found.results_at(method, n), *keys) for n in (1024, 1536))
+        return int(long - short)
+
+    # Keys and values of one head of dimension 32 in float32, of half of the tokens on each rank.
+    kv, query, partial = 2 * 32 * 4, 32 * 4, (32 + 1) * 4
+    assert of_512_tokens("razor", "kv_bytes") == 512 * kv // 2
+    assert of_512_tokens("streaming", "kv_bytes") == 0
+    # A chunk's own keys and values pass to the other rank, and its group's two queries, whose
+    # partial results come back: the first chunks are over, whose earlier keys travel instead.
+    assert of_512_tokens("razor", "prefill_bytes", "ring") == 512 * (kv + 2 * (query + partial))
+    assert of_512_tokens("streaming", "prefill_bytes", "ring") == 0
+    assert of_512_tokens("razor", "prefill_bytes", "halo") > 0
