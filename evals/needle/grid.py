@@ -19,7 +19,7 @@ from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.needle.documents import Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.haystack import Haystack
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.replay import Method, ReplayConfig, ReplayModel
+from razor_dist.evals.needle.replay import Method, MethodEngine, ReplayConfig, ReplayModel
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, same_haystack
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
@@ -86,17 +86,9 @@ def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
 class GridSettings:
     """The documents of a grid.
 
-    Attributes
-    ----------
-    lengths : tuple of int
-        In tokens.
-    depths : tuple of int
-        In percent of the text before the needle.
-    needles : int
-        Documents of each length and depth; each hides another number in another text.
-    haystack : str
-        See `razor_dist.documents.corpus.haystack_paragraphs`.
-    seed : int
+    Lengths are in tokens, depths in percent of the text before the needle; each of the `needles`
+    documents of a place hides another number in another text of the haystack
+    (`razor_dist.documents.corpus.haystack_paragraphs`).
 
     Raises
     ------
@@ -227,20 +219,14 @@ class GridTask:
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
-        """Read a document by a method's settings, and ask for its needle.
-
-        Parameters
-        ----------
-        llm : ReplayModel
-        item : Item
-        """
+        """Read a document by a method's settings, and ask a `ReplayModel` for its needle."""
         model: ReplayModel = llm
         method, place = self.methods[item.data["method"]], item.data["place"]
         prompter = model.prompter
         haystack = same_haystack(*self.haystack, prompter.tokenizer)
         reading = grid_reading(prompter, haystack, place, self.grid.seed)
         tokens = len(reading.prefix) + len(reading.questions[0].ids) + PRESET.answer_tokens
-        result = ask(cast("LLM", model.under(method, tokens)), PRESET, [reading])
+        result = ask(cast("LLM", MethodEngine(model, method, tokens)), PRESET, [reading])
         return {"method": method.name, "length": place[0], "repeat": 0, **result}
 
     def run_here(self, model: ReplayModel, say: Callable[[str], None]) -> NeedleResults:

@@ -34,16 +34,8 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     A cell holds its number, or a question mark where not everything was asked yet; the last row
     and column are the means of what was asked.
 
-    Parameters
-    ----------
-    panels : sequence of Panel
-        At least one.
-    path : Path
-        A PNG file.
-    label : str
-        Of the scale.
-    difference : bool
-        The scale goes from −1 to 1 instead of from 0 to 1.
+    The picture is a PNG file. The scale, which ``label`` names, goes from 0 to 1, or for a
+    difference from −1 to 1.
     """
     columns = min(2 if max(len(panel.lengths) for panel in panels) > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)

@@ -47,19 +47,11 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """Engine settings to try.
+    """Engine settings to try, beside those that all methods of a grid share.
 
-    Attributes
-    ----------
-    name : str
-    settings : mapping
-        Of the engine, its own; those that all methods share are the grid's. A ``head_map`` here is
-        a name for people: what decides is `retrieval`.
-    retrieval : tuple, optional
-        ``[layers][KV heads]`` bool: which KV heads keep the whole context. None with ``attention``
-        full or streaming, which say it.
-    windows : tuple, optional
-        ``[layers][KV heads]``: windows of their own that streaming heads have (`HeadMap.windows`).
+    A ``head_map`` among them is a name for people: what decides is `retrieval`, which KV heads keep
+    the whole context; None with ``attention`` full or streaming, which say it. `windows` are those
+    of a head map whose streaming heads have windows of their own.
     """
 
     name: str
@@ -89,13 +81,7 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
 class Replay:
-    """A model that can also give keys and values that it computed before.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Loaded with our attention.
-    """
+    """A model, loaded with our attention, that can also give keys and values computed before."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -149,11 +135,6 @@ class ReplayConfig(ExternalEngineConfig):
 class ReplayModel:
     """A model to try methods on.
 
-    Parameters
-    ----------
-    config : EngineConfig
-        What all methods share; one rank.
-
     Raises
     ------
     ConfigError, ModelError
@@ -184,10 +165,6 @@ class ReplayModel:
     def close(self) -> None:
         """Let go of the last document's caches."""
         self._read = None
-
-    def under(self, method: Method, tokens: int) -> MethodEngine:
-        """Return the engine of a method, for a document, its question and answer of ``tokens``."""
-        return MethodEngine(self, method, tokens)
 
     def engine(self, method: Method, tokens: int) -> Engine:
         """Make an engine with a method's settings around the model."""
@@ -231,12 +208,7 @@ class ReplayModel:
 class MethodEngine:
     """A method's engine, with the methods of `LLM` that `razor_dist.evals.needle.task.ask` calls.
 
-    Parameters
-    ----------
-    model : ReplayModel
-    method : Method
-    tokens : int
-        Of a document, its question and answer.
+    ``tokens`` are those of a document, its question and answer.
     """
 
     def __init__(self, model: ReplayModel, method: Method, tokens: int) -> None:

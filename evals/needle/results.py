@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.evals.markdown import markdown
 from razor_dist.jobs.results import read_job
 
 FULL = "full"
@@ -22,17 +23,8 @@ KIND = "needle"
 class Cell:
     """One question and its answer.
 
-    Attributes
-    ----------
-    method : str
-    length : int
-        Tokens of prompt and answer.
-    depth : float
-        Percent of the document before the needle.
-    repeat, needle : int
-    expected, answer : str
-    score : float
-        From 0 to 1.
+    The length is in tokens of prompt and answer, in a grid of the document; the depth in percent of
+    the document before the needle; the score from 0 to 1.
     """
 
     method: str
@@ -47,23 +39,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """A method over its cells.
+    """A method over its cells: mean scores, of all and by length; None if nothing was asked.
 
-    Attributes
-    ----------
-    score : float or None
-        Mean; None if nothing was asked.
-    cells : int
-    by_length : dict of int to float
-        Means.
-    lost, gained : int
-        Answers below full attention's score of the same cell, and above it.
-    failed : int
-        Documents whose questions have no answer.
-    kv_bytes : int or None
-        Median at the longest length that was run, of the rank that holds most.
-    prefill_seconds : float or None
-        The same median, on a machine that may have been busy.
+    Lost and gained are answers below and above full attention's score of the same cell, failed are
+    documents whose questions have no answer. KV of the rank that holds most and seconds of prefill,
+    on a machine that may have been busy, are medians at the longest length that was run.
     """
 
     score: float | None
@@ -110,6 +90,23 @@ class NeedleResults:
         ]
         return f"{sum(own)}/{len(own)}" if own else "-"
 
+    def row(self, method: str, lengths: Sequence[int]) -> list[str]:
+        """Return a method's cells under `score_heads`; a hyphen stands where nothing was asked.
+
+        Lost are needles that full attention finds and the method does not, gained the opposite;
+        KV is the median over the longest documents, measured.
+        """
+        found = self.summary(method)
+        counts = [*(self.found(method, length) for length in lengths), self.found(method)]
+        kv = found.kv_bytes if max(lengths) in found.by_length else None
+        return [*counts, str(found.lost), str(found.gained), f"{kv / 2**20:.0f}" if kv else "-"]
+
+    def table(self, methods: Sequence[str]) -> str:
+        """Return a Markdown table of needles found, methods by lengths."""
+        lengths = sorted({cell.length for cell in self.cells})
+        rows = [[method, *self.row(method, lengths)] for method in methods]
+        return markdown([["method", *score_heads(lengths)], *rows])
+
     def summary(self, method: str) -> MethodSummary:
         """Return the means and medians of a method."""
         own = [cell for cell in self.cells if cell.method == method]
@@ -144,6 +141,11 @@ def median_of(results: Sequence[Mapping[str, Any]], *keys: str) -> Any:
         if found != {}:
             values.append(found)
     return statistics.median(values) if values else None
+
+
+def score_heads(lengths: Sequence[int]) -> list[str]:
+    """Return the headings of `NeedleResults.row`."""
+    return [*map(str, lengths), "all", "lost", "gained", f"KV at {max(lengths)}, MiB"]
 
 
 class NeedleRun(NeedleResults):

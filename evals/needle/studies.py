@@ -20,50 +20,28 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.markdown import markdown
 from razor_dist.evals.needle.grid import streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method
-from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.evals.needle.results import FULL, NeedleResults, score_heads
 from razor_dist.heads.budget import Choice, choose, kv_budget
 from razor_dist.heads.compare import Overlap
 from razor_dist.heads.decision import Flags, decide, flags
 from razor_dist.heads.head_map import HeadMap
 
-PERCENTS = (10.0, 15.0, 25.0, 50.0)
-"""Of KV heads kept."""
-PREFILLS = ("exact", "local")
 
-
-def streaming(config: EngineConfig, prefill: str) -> Method:
-    """Return the settings in which no head keeps the whole context."""
-    settings = {"attention": "streaming", **streaming_settings(config, prefill)}
-    return Method(f"streaming, {prefill}", settings)
-
-
-def score_heads(lengths: Sequence[int]) -> list[str]:
-    """Return the headings of `score_row`."""
-    return [*map(str, lengths), "all", "lost", "gained", f"KV at {max(lengths)}, MiB"]
-
-
-def score_row(method: str, results: NeedleResults, lengths: Sequence[int]) -> list[str]:
-    """Return a method's cells of a table: needles found by length, lost and gained, KV.
-
-    Lost are needles that full attention finds and the method does not, gained the opposite; KV is
-    the median over the longest documents, measured. A hyphen stands where nothing was run.
-    """
-    found = results.summary(method)
-    kv = found.kv_bytes if max(lengths) in found.by_length else None
-    return [
-        *(results.found(method, length) for length in lengths),
-        results.found(method),
-        str(found.lost),
-        str(found.gained),
-        f"{kv / 2**20:.0f}" if kv else "-",
-    ]
-
-
-def score_table(methods: Sequence[str], results: NeedleResults) -> str:
-    """Return a Markdown table of needles found, methods by lengths."""
-    lengths = sorted({cell.length for cell in results.cells})
-    rows = [[method, *score_row(method, results, lengths)] for method in methods]
-    return markdown([["method", *score_heads(lengths)], *rows])
+def _methods(
+    config: EngineConfig,
+    prefills: Sequence[str],
+    own: Mapping[str, tuple[Flags, Mapping[str, Any]]],
+) -> list[Method]:
+    """Return full attention, and for each prefill streaming and the heads and settings by name."""
+    found = [FULL_METHOD]
+    for prefill in prefills:
+        window = streaming_settings(config, prefill)
+        found.append(Method(f"streaming, {prefill}", {"attention": "streaming", **window}))
+        found += [
+            Method(f"{name}, {prefill}", {**window, **settings}, retrieval)
+            for name, (retrieval, settings) in own.items()
+        ]
+    return found
 
 
 def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
@@ -94,13 +72,13 @@ class HeadMapComparison:
     Parameters
     ----------
     maps : mapping
-        Head maps by name.
+        By name.
     percents : sequence of float
         Budgets, of KV heads.
     config : EngineConfig
-        What a streaming head sees.
+        Its window is the streaming heads'.
     prefills : sequence of str
-        Of `PREFILLS`.
+        ``exact``, ``local`` or both.
 
     Raises
     ------
@@ -128,18 +106,11 @@ class HeadMapComparison:
     @property
     def methods(self) -> list[Method]:
         """What to run, the references first."""
-        found = [FULL_METHOD]
-        for prefill in self.prefills:
-            found.append(streaming(self.config, prefill))
-            found += [
-                Method(
-                    _method(name, percent, prefill),
-                    streaming_settings(self.config, prefill),
-                    choice.retrieval,
-                )
-                for (name, percent), choice in self.choices.items()
-            ]
-        return found
+        own: dict[str, tuple[Flags, Mapping[str, Any]]] = {
+            f"{name} {percent:g} %": (choice.retrieval, {})
+            for (name, percent), choice in self.choices.items()
+        }
+        return _methods(self.config, self.prefills, own)
 
     def overlaps(self, percent: float) -> list[tuple[str, str, Overlap, float]]:
         """Each two maps at a budget: their overlap, and the heads in both if they were random."""
@@ -184,7 +155,7 @@ class HeadMapComparison:
             ]
             lines.append(("streaming", f"streaming, {prefill}", 0))
             rows = [
-                [title, f"{kept} of {total}", *score_row(method, results, lengths)]
+                [title, f"{kept} of {total}", *results.row(method, lengths)]
                 for title, method, kept in lines
             ]
             table = markdown([["heads", "KV heads kept", *score_heads(lengths)], *rows])
@@ -373,20 +344,9 @@ class Ablations:
 
     @property
     def methods(self) -> list[Method]:
-        """What to run."""
-        found = [FULL_METHOD]
-        for prefill in self.prefills:
-            found.append(streaming(self.config, prefill))
-            found += [
-                Method(
-                    f"{variant.name}, {prefill}",
-                    streaming_settings(self.config, prefill)
-                    | {"compensation": variant.compensation},
-                    variant.retrieval,
-                )
-                for variant in self.variants
-            ]
-        return found
+        """What to run, the references first."""
+        own = {v.name: (v.retrieval, {"compensation": v.compensation}) for v in self.variants}
+        return _methods(self.config, self.prefills, own)
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
         """Return everything as JSON."""

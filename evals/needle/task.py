@@ -6,9 +6,9 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +36,8 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
+
+Stats = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -192,18 +194,16 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     """
     # Greedy, so that the answer is the prompt's and the settings' alone.
     params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
-    cells, kv_bytes = [], 0
-    prefill, answer = Cost(), Cost()
+    cells: list[dict[str, Any]] = []
+    # Of each reading: before its prefill, between, and after its answers.
+    meters: list[tuple[Stats, Stats, Stats]] = []
     for reading in made:
-        before = Meter.read(llm)
+        begun = _stats(llm)
         with llm.prefill(reading.prefix) as prefix:
-            read = Meter.read(llm)
-            kv_bytes = max(kv_bytes, *read.stats["kv_bytes_per_rank"])
+            read = _stats(llm)
             prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
             outputs = llm.generate(prompts, params, prefix=prefix)
-            answered = Meter.read(llm)
-        prefill.add(before, read)
-        answer.add(read, answered)
+            meters.append((begun, read, _stats(llm)))
         for question, output in zip(reading.questions, outputs, strict=True):
             text = output.outputs[0].text
             cells.append(
@@ -215,49 +215,32 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
                     "score": preset.score(text, question.expected),
                 }
             )
+    kv_bytes = max(max(read["kv_bytes_per_rank"]) for _, read, _ in meters)
     result: dict[str, Any] = {"cells": cells, "kv_bytes": kv_bytes}
-    timing: dict[str, Any] = {
-        "prefill_seconds": round(prefill.seconds, 3),
-        "answer_seconds": round(answer.seconds, 3),
-    }
-    if "bytes_sent" in answered.stats:
-        result |= {"prefill_bytes": dict(prefill.sent), "answer_bytes": dict(answer.sent)}
-        timing |= {
-            "prefill_cpu_seconds": round(prefill.cpu_seconds, 3),
-            "answer_cpu_seconds": round(answer.cpu_seconds, 3),
-            "rss_bytes": max(answered.stats["peak_rss_per_rank"]),
-        }
+    timing: dict[str, Any] = {}
+    for name, first in (("prefill", 0), ("answer", 1)):
+        spent: Counter[str] = Counter()
+        for meter in meters:
+            spent.update(meter[first + 1]["spent"])
+            spent.subtract(meter[first]["spent"])
+        timing |= {f"{name}_{unit}": round(spent.pop(unit), 3) for unit in _UNITS if unit in spent}
+        if spent:
+            result[f"{name}_bytes"] = dict(spent)
+    if "peak_rss_per_rank" in meters[-1][2]:
+        timing["rss_bytes"] = max(meters[-1][2]["peak_rss_per_rank"])
     return result | {"timing": timing}
 
 
-class Meter(NamedTuple):
-    """A moment and the engine's counters then."""
-
-    at: float
-    stats: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, llm: LLM) -> Meter:
-        """Read an engine's counters."""
-        stats = llm.stats()
-        return cls(time.perf_counter(), stats)
+_UNITS = ("seconds", "cpu_seconds")
 
 
-@dataclass
-class Cost:
-    """Seconds, CPU seconds of all ranks, and bytes that they sent by purpose."""
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    sent: Counter[str] = field(default_factory=Counter)
-
-    def add(self, begin: Meter, end: Meter) -> None:
-        """Add what was spent between two moments."""
-        self.seconds += end.at - begin.at
-        cpu_us = (sum(meter.stats.get("cpu_us_per_rank", ())) for meter in (end, begin))
-        self.cpu_seconds += 1e-6 * (next(cpu_us) - next(cpu_us))
-        self.sent.update(end.stats.get("bytes_sent", {}))
-        self.sent.subtract(begin.stats.get("bytes_sent", {}))
+def _stats(llm: LLM) -> Stats:
+    """Return an engine's statistics, with all that counts upwards as ``spent``."""
+    stats = llm.stats()
+    spent = {"seconds": time.perf_counter()} | stats.get("bytes_sent", {})
+    if "cpu_us_per_rank" in stats:
+        spent["cpu_seconds"] = 1e-6 * sum(stats["cpu_us_per_rank"])
+    return {**stats, "spent": spent}
 
 
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:

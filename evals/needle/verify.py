@@ -29,17 +29,9 @@ _ROOM = 100 + PRESET.answer_tokens
 class Check:
     """A verification of a head map, settled before the work of finding it.
 
-    Attributes
-    ----------
-    config : EngineConfig
-        The model, and what a streaming head sees unless its map gives it a window of its own.
-    tokens : int, optional
-        Of a document; by default twice the least window, but at least 2500 and at most `most`.
-    most : int
-        Tokens of a document that the model's context holds with a question and its answer.
-    haystack : str
-        See `razor_dist.documents.corpus.haystack_paragraphs`.
-    seed : int
+    The config gives the model, and what a streaming head sees unless its map gives it a window of
+    its own; ``tokens``, of a document, are by default twice the least window, but at least 2500 and
+    at most `most`, which the model's context holds with a question and its answer.
     """
 
     config: EngineConfig

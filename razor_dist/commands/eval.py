@@ -150,12 +150,11 @@ def grid(
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
     config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.evals.needle.grid import METHODS, named_method
-    from razor_dist.evals.needle.studies import score_table
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     settings = _grid(lengths, depths, needles, haystack, seed)
     results = _run_grid(config, settings, list(map(named_method, names)), (), out)
-    _write(score_table(names, results), out / "report.md")
+    _write(results.table(names), out / "report.md")
 
 
 @eval.command("heads")

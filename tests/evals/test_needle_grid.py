@@ -14,7 +14,6 @@ from razor_dist.evals.needle.facts import Fact, exact_number, number_facts
 from razor_dist.evals.needle.grid import METHODS, Place, named_method, place_seed
 from razor_dist.evals.needle.haystack import Haystack, open_haystack
 from razor_dist.evals.needle.results import NeedleResults
-from razor_dist.evals.needle.studies import score_table
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
 DEPTHS = (0, 25, 50, 75, 100)
@@ -129,7 +128,7 @@ def test_results_are_tabled() -> None:
     results = [result("full", 1500, 25, 1), result("full", 1500, 75, 0)]
     results += [result("own", 1500, 25, 0), result("own", 1500, 75, 1)]
     results += [result("own", 2500, 25, 1) | {"kv_bytes": 3 << 20}]
-    assert score_table(["full", "own"], NeedleResults(results)).splitlines() == [
+    assert NeedleResults(results).table(["full", "own"]).splitlines() == [
         "| method | 1500 | 2500 | all | lost | gained | KV at 2500, MiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| full | 1/2 | - | 1/2 | 0 | 0 | - |",
@@ -151,5 +150,5 @@ def test_the_committed_results_are_of_this_grid() -> None:
         one = result(cell["method"], place[0], place[1], score, needle=place[2])
         results.append(one | {"kv_bytes": cell["kv_bytes"]})
     methods = {cell["method"] for cell in stored["cells"]}
-    table = score_table([name for name in METHODS if name in methods], NeedleResults(results))
+    table = NeedleResults(results).table([name for name in METHODS if name in methods])
     assert table in COMMITTED.with_suffix(".md").read_text()
