@@ -1,6 +1,6 @@
 """Equation 5 and the window's definition, written out query by query: slow and literal.
 
-Deliberately shares no code with the package: the formulas are DESIGN.md's, copied here.
+Deliberately shares no code with the package: the formulas are the paper's, written out again.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFi
 def test_serves_help_shows_the_classs_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Least window of a streaming head, in tokens. [default: (4000)]" in shown
+    assert "Least window of a streaming head, in tokens. [default: 4000]" in shown
     assert "[razor|full|streaming]" in shown
-    assert "[default: (--compensation)]" in shown
+    assert "[default: --compensation]" in shown
 
 
 def test_serve_does_not_import_what_it_does_not_need() -> None:

@@ -141,7 +141,7 @@ def test_flags_are_grouped_and_say_what_they_take() -> None:
     assert [options[n].metavar for n in ("lengths", "window_max", "seed")] == [
         *("SIZE", "SIZE", "INTEGER")
     ]
-    assert options["lengths"].show_default == "1,2"
+    assert options["lengths"].help.endswith("[default: 1,2]")
 
 
 def test_the_class_itself_raises_our_error() -> None:

@@ -117,9 +117,8 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     option = typer.Option(
         None,
         names,
-        help=field.description,
+        help=f"{field.description} [default: {default}]",
         metavar=metavar,
-        show_default=default,
         rich_help_panel=_group(cls, name),
     )
     return _parameter(name, kind, option)

@@ -37,8 +37,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Tokens of the prompt: 1k is 1000, 1K is 1024, 1M is 1048576.",
-            show_default="--max-model-len, else the model's own limit",
+            help="Tokens of the prompt: 1k is 1000, 1K is 1024, 1M is 1048576. [default: "
+            "--max-model-len, else the model's own limit]",
         ),
     ] = None,
     retrieval: Annotated[

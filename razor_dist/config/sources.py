@@ -70,10 +70,13 @@ def load_config(
         If a name is unknown, a value wrong, or the YAML file unreadable.
     """
     given = {name: value for name, value in (cli or {}).items() if value is not None}
+    written: Settings = {}
+    if yaml_path is not None:
+        written = _from_text(cls, read_text(Path(yaml_path), "the file"), str(yaml_path))
     return _build(
         cls,
         dict(implied or {})
-        | (_from_file(cls, Path(yaml_path)) if yaml_path is not None else {})
+        | written
         | _from_env(cls, env or {})
         | _named(cls, given, lambda name: f"--{name.replace('_', '-')}"),
     )
@@ -113,17 +116,18 @@ def _shipped(cls: type[Config], model: Any) -> Settings:
     return _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
 
 
-def _from_file(cls: type[Config], path: Path) -> Settings:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the file {path} (--config): {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the file {path} (--config) is not UTF-8 text") from None
-    return _from_text(cls, text, str(path))
-
-
 def _from_text(cls: type[Config], text: str, source: str) -> Settings:
+    return _named(cls, read_mapping(text, source), lambda _: source)
+
+
+def read_mapping(text: str, source: str) -> dict[str, Any]:
+    """Read a mapping from YAML text; ``source`` names the text in errors.
+
+    Raises
+    ------
+    ConfigError
+        If it is not YAML, not a mapping, or gives a key twice.
+    """
     try:
         values = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -135,7 +139,23 @@ def _from_text(cls: type[Config], text: str, source: str) -> Settings:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{source} must hold a mapping of settings, not {values!r}")
-    return _named(cls, {str(name): value for name, value in values.items()}, lambda _: source)
+    return {str(name): value for name, value in values.items()}
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a file that the user names.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} is not UTF-8 text") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -51,13 +51,18 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingError:
     """Return the first of pydantic's complaints as a sentence without a trace of pydantic."""
     problem = error.errors(include_url=False)[0]
-    name = str(problem["loc"][0])
+    path = [str(part) for part in problem["loc"]]
+    name = path[0]
     if problem["type"] == "extra_forbidden":
-        return SettingError(unknown(name, fields), name)
+        return SettingError(unknown(path[-1], fields), name)
+    if problem["type"] == "missing":
+        return SettingError(f"{'.'.join(path)} is missing", name)
+    # The innermost that is a field: what follows it is an index, or the member of a union.
+    field = next(fields[part] for part in reversed(path) if part in fields)
     value = problem["input"]
     # A number given as text (by a flag or a variable) reads better without its quotes.
     got = value if "than" in problem["type"] else repr(value)
-    return SettingError(f"{name} must be {_wanted(problem, fields[name])}, got {got}", name)
+    return SettingError(f"{name} must be {_wanted(problem, field)}, got {got}", name)
 
 
 def _wanted(problem: Any, field: FieldInfo) -> str:

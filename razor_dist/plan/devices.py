@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.validation import unknown
+from razor_dist.config.sources import read_mapping, read_text
+from razor_dist.config.validation import explain, unknown
 
 _GB = 1e9
 
@@ -107,32 +107,14 @@ def load_device(name: str) -> Device:
     if name in device_names():
         text = (resources.files("razor_dist.configs") / "devices" / f"{name}.yaml").read_text()
         return _parse(text, f"configs/devices/{name}.yaml")
-    path = Path(name).expanduser()
-    if path.suffix not in (".yaml", ".yml"):
+    if Path(name).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{unknown(name, device_names(), 'device')}; or give a YAML file")
-    try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the device file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the device file {path} is not UTF-8 text") from None
+    return _parse(read_text(Path(name), "the device file"), name)
 
 
 def _parse(text: str, source: str) -> Device:
     try:
-        values: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source} must hold a mapping of a device's fields")
-    try:
-        return Device.model_validate(values)
+        return Device(**read_mapping(text, source))
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        field = ".".join(map(str, fault["loc"]))
-        if fault["type"] == "extra_forbidden":
-            known = Efficiency.model_fields if "." in field else Device.model_fields
-            raise ConfigError(
-                f"{source}: {unknown(str(fault['loc'][-1]), known, 'field')}"
-            ) from None
-        raise ConfigError(f"{source}: {field}: {fault['msg'].lower()}") from None
+        fields = Device.model_fields | Efficiency.model_fields
+        raise ConfigError(f"{source}: {explain(error, fields)}") from None

@@ -36,10 +36,10 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory_gb: 1", "kind: field required"),
+        ("memory_gb: 1", "kind is missing"),
         ("- 1", "must hold a mapping"),
         ("a: [", "not valid YAML"),
-        ("memory_gbs: 1", "field required|did you mean 'memory_gb'"),
+        ("memory_gbs: 1", "kind is missing|did you mean 'memory_gb'"),
     ],
 )
 def test_mistakes_in_it_are_named(tmp_path: Path, text: str, message: str) -> None:
