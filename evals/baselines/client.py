@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,16 +35,7 @@ class PressLLM:
     It is a process of its own because kvpress replaces transformers' attention functions, and
     because attention weights of a long text (H2O) may need more memory than there is.
 
-    Parameters
-    ----------
-    config : BaselineConfig
-
-    Attributes
-    ----------
-    pids : list of int
-        The process.
-    with_question : bool
-        A question belongs to what is read: see `Press`.
+    `pids` holds the process's; if `with_question`, a question belongs to what is read: see `Press`.
 
     Raises
     ------
@@ -65,22 +55,17 @@ class PressLLM:
         self._ids = itertools.count()
         self._kept = 0
         self._calling = threading.Lock()
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
+        guard = (sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()))
+        threads = {"OMP_NUM_THREADS": str(config.threads_per_rank(1))}
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), _WORKER),
-                str(theirs.fileno()),
-            ],
+            [*guard, _WORKER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={
-                **without_torchrun(os.environ),
-                "OMP_NUM_THREADS": str(config.threads_per_rank(1)),
-            },
+            env=without_torchrun(os.environ) | threads,
             start_new_session=True,
         )
         theirs.close()
-        self._connection = Connection(ours.detach())
         self.pids = [self._process.pid]
         try:
             self._exchange(config)
