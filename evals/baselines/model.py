@@ -53,7 +53,7 @@ class Budget:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values in all heads."""
+        """Bytes of one token's keys and values in all heads."""
         return self._deployment.full_kv_bytes
 
     def nbytes(self, tokens: int) -> int:

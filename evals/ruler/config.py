@@ -66,7 +66,7 @@ class RulerConfig(ComparingConfig):
         for name in self.task_names:
             if name not in TASKS:
                 raise ConfigError(
-                    f"tasks: there is no task {name!r}; tasks are {', '.join(TASKS)}, and "
+                    f"tasks: unknown task {name!r}; tasks are {', '.join(TASKS)}, and "
                     "synthetic and all by themselves"
                 )
         for name, data in zip(QUESTION_TASKS, ("squad", "hotpotqa"), strict=True):
@@ -117,7 +117,7 @@ class RulerConfig(ComparingConfig):
             if name not in (*_BUILT_IN, *_PRESSES):
                 known = ", ".join((*_BUILT_IN, *_PRESSES))
                 raise ConfigError(
-                    f"methods: there is no method {name!r}; give {known}, or in a "
+                    f"methods: unknown method {name!r}; give {known}, or in a "
                     "YAML file a mapping of names to engine settings"
                 )
         return {

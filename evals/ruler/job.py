@@ -34,7 +34,7 @@ from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
 
 KIND = "ruler"
-"""What ``settings.task.kind`` of a folder of results says."""
+"""``settings.task.kind`` of a folder of RULER's results."""
 # Of the samples and their scores: raised when the same settings would give others.
 _VERSION = 2
 

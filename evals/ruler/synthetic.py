@@ -159,7 +159,7 @@ def _never_twice(make: Callable[[], str]) -> Iterator[str]:
 
 
 def variable_tracking(draw: random.Random) -> Units:
-    """Which variables hold a value, through a chain; a unit is a line of noise.
+    """The variables that hold a value, through a chain; a unit is a line of noise.
 
     One worked example goes before the task.
     """

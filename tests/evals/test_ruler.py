@@ -26,12 +26,12 @@ from tests.tokenizer import write_letters
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": "vt,niah"}, "there is no task 'niah'; tasks are niah_single_1"),
+        ({"tasks": "vt,niah"}, "unknown task 'niah'; tasks are niah_single_1"),
         ({"tasks": "vt,vt"}, "tasks must be a list without repeats"),
         ({"lengths": "4x"}, "lengths is '4x'; give numbers such as 4096,8192 or 4K,8K"),
         ({"lengths": [0]}, "lengths must be at least 1 each"),
         ({"samples": 0}, "samples must be at least 1"),
-        ({"methods": "full,snap"}, "there is no method 'snap'; give full, razor, streaming"),
+        ({"methods": "full,snap"}, "unknown method 'snap'; give full, razor, streaming"),
         ({"methods": {"a": {"windw": 3}}}, "a sets windw, which is not an engine setting"),
         ({"methods": {"a": {"model": "b"}}}, "a sets model, which is the same for all methods"),
         ({"methods": {"a": {"block": 0}}}, "methods: a: block must be"),
