@@ -70,7 +70,7 @@ def _local_folder(name: str) -> Path | None:
         raise ModelError(f"model {name!r} is a file; give the folder that holds config.json")
     if not _HUB_ID.fullmatch(name):
         raise ModelError(
-            f"model {name!r}: no such folder; give a local folder, a hub id such as "
+            f"model {name!r}: there is no such folder; give a local folder, a hub id such as "
             f"org/name, or {smollm2.NAME!r}, the embedded model"
         )
     return None

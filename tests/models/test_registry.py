@@ -36,7 +36,7 @@ either = pytest.mark.parametrize("find", [resolve_model, config_folder])
 @either
 @pytest.mark.parametrize("name", ["./nope", "/nope/model", "nope", "../a/b", "~/nope", "a/b/c"])
 def test_missing_path_asks_no_hub(find: Find, name: str, no_hub: None) -> None:
-    with pytest.raises(ModelError, match=r"no such folder.*'smollm2'"):
+    with pytest.raises(ModelError, match=r"there is no such folder.*'smollm2'"):
         find(name)
 
 
