@@ -50,7 +50,7 @@ _LOADING = timedelta(days=1)
 _LAST_WORDS = 5.0
 
 
-class FrontClosed(OSError):
+class FrontendClosedError(OSError):
     """The frontend has gone; there is nobody left to serve."""
 
 
@@ -86,7 +86,7 @@ class Link:
             with self._sending:
                 self._socket.sendall(encode(message))
         except OSError as error:
-            raise FrontClosed from error
+            raise FrontendClosedError from error
 
     def send_failure(self, error: RazorError) -> None:
         """Tell the frontend why the ranks cannot start; the frontend tells the user.
@@ -99,11 +99,11 @@ class Link:
         """
         try:
             self.send(error_message("", error))
-        except FrontClosed:
-            if self._was_told_to_end():
+        except FrontendClosedError:
+            if self.was_told_to_end():
                 return
             raise FrontendUnreachableError(f"{error} (the frontend has gone)") from error
-        with contextlib.suppress(FrontClosed):
+        with contextlib.suppress(FrontendClosedError):
             # The frontend hangs up when it has read that. Our exit makes torchrun's agent end, and
             # that the frontend, which must know the reason by then.
             self.receive(_LAST_WORDS)
@@ -113,7 +113,7 @@ class Link:
 
         Raises
         ------
-        FrontClosed
+        FrontendClosedError
             If the frontend has closed the connection.
         """
         while select.select([self._socket], [], [], timeout)[0]:
@@ -122,14 +122,14 @@ class Link:
             except ConnectionResetError:  # closed with something of ours unread
                 data = b""
             if not data:
-                raise FrontClosed
+                raise FrontendClosedError
             self._buffer += data
             timeout = 0.0
         return list(self._messages())
 
-    def _was_told_to_end(self) -> bool:
-        """Whether ``shutdown`` is among the last messages of a frontend that has gone."""
-        with contextlib.suppress(FrontClosed):
+    def was_told_to_end(self) -> bool:
+        """Return whether ``shutdown`` is among the last messages of a frontend that has gone."""
+        with contextlib.suppress(FrontendClosedError):
             self.receive(0.0)
         return any(message["t"] == "shutdown" for message in self._messages())
 
@@ -152,7 +152,13 @@ def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
     engine : Engine
     link : Link
     idle_seconds : float
-        How long the ranks may go without hearing from each other.
+        Seconds that the ranks may go without hearing from each other.
+
+    Raises
+    ------
+    FrontendUnreachableError
+        If the frontend goes without saying ``shutdown``. The other ranks are not told to stop:
+        they must fail as this one does, so that torchrun on every node starts all of them again.
     """
     core = engine.core
     try:
@@ -171,8 +177,9 @@ def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
                     link.send(event)
             elif not messages:
                 core.idle()
-    except FrontClosed:
-        log.info("the frontend has gone; ending")
+    except FrontendClosedError:
+        if not link.was_told_to_end():
+            raise FrontendUnreachableError("the frontend has gone") from None
         core.stop()
 
 
@@ -259,7 +266,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     Raises
     ------
     FrontendUnreachableError
-        If rank 0 cannot reach the frontend: nobody but the caller can tell the user.
+        If rank 0 cannot reach the frontend or loses it: only the caller can tell the user.
     RazorError
         If the engine cannot be built on some rank: every rank raises the same. The frontend has
         been told and tells the user, so the ranks need not.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
@@ -36,13 +39,12 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
         return Communicator(None)
     # gloo's default of 30 minutes would hide a stopped rank for as long.
     timeout = timedelta(seconds=config.collective_timeout)
-    dist.init_process_group(
-        "gloo",
-        init_method=os.environ.get("RAZOR_RENDEZVOUS", "env://"),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    where = os.environ.get("RAZOR_RENDEZVOUS", "env://")
+    store, rank, size = next(dist.rendezvous(where, rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    if where == "env://":
+        store = store_of_this_start(store, rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     devices = _everyones(device)
     if backend_of(devices) == "nccl":
         return Communicator(dist.new_group(backend="nccl", timeout=timeout))
@@ -61,6 +63,35 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     if rank == 0:
         log.warning("ranks share a GPU, so what they send goes through the host's memory, slowly")
     return HostLinks(dist.group.WORLD)
+
+
+def store_of_this_start(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.PrefixStore:
+    """Return a view of the store that holds nothing of earlier ranks.
+
+    torchrun's agent keeps one store for all its restarts, and with it the addresses of ranks that
+    have died: a new rank would try to connect to them. ``TORCHELASTIC_RESTART_COUNT`` cannot tell
+    the starts apart, since each node's agent counts its own restarts. So every rank writes a name
+    of its own and the names that it has read, until all ranks have read the same names: a rank of
+    an earlier start has never seen the new ones.
+
+    Raises
+    ------
+    TimeoutError
+        If the ranks do not find each other in time.
+    """
+    names = [f"razor/name/{r}" for r in range(size)]
+    views = [f"razor/view/{r}" for r in range(size)]
+    store.set(names[rank], uuid.uuid4().hex)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        view = hashlib.sha256(b"".join(store.multi_get(names))).digest()
+        store.set(views[rank], view)
+        if set(store.multi_get(views)) == {view}:
+            return dist.PrefixStore(f"razor/{view.hex()}", store)
+        time.sleep(0.02)
+    raise TimeoutError(f"the ranks did not meet within {timeout}")
 
 
 def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:

@@ -1,9 +1,9 @@
 """Serving when torchrun starts the ranks.
 
 Every process is a rank. Rank 0 also starts the frontend, as a process that outlives it: torchrun
-may
-restart the ranks (``--max-restarts``), and the new rank 0 finds the frontend where the old one left
-it. The frontend ends when torchrun's agent does.
+may restart the ranks (``--max-restarts``), and the new rank 0 finds the frontend where the old one
+left it, or starts another if it was killed. The frontend ends when torchrun's agent does; when the
+frontend is killed, the ranks fail, and torchrun restarts them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,9 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     try:
         run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
     except FrontendUnreachableError:
+        # A frontend that was killed has left its folder, and torchrun may not start us again.
+        if socket_path is not None:
+            shutil.rmtree(Path(socket_path).parent, ignore_errors=True)
         raise
     except RazorError:
         if torchrun.rank > 0:

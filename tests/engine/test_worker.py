@@ -18,7 +18,7 @@ from razor_dist.engine.messages import (
     encode,
     exception_of,
 )
-from razor_dist.engine.worker import FrontClosed, Link
+from razor_dist.engine.worker import FrontendClosedError, Link
 from razor_dist.frontend.ranks import FrontendUnreachableError
 
 
@@ -66,7 +66,7 @@ def test_the_front_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
 def test_what_a_lost_front_cannot_tell_is_raised(tmp_path: Path) -> None:
     with linked(tmp_path) as (link, frontend):
         frontend.close()
-        with pytest.raises(FrontClosed):
+        with pytest.raises(FrontendClosedError):
             link.receive(1.0)
         with pytest.raises(FrontendUnreachableError, match=r"at least 1 \(the frontend has gone\)"):
             link.send_failure(ConfigError("world_size must be at least 1"))

@@ -65,16 +65,14 @@ class ServerProcess:
         return self._log.read()
 
     def url(self, line: str = r"^Serving .* on (http://\S+)$", timeout: float = 60.0) -> str:
-        """The server's address, once it has printed the line that tells it."""
+        """The server's address, once it has printed the line that tells it; of several the last."""
 
-        def found() -> re.Match[str] | None:
+        def found() -> list[str]:
             assert self.process.poll() is None, self.log
-            return re.search(line, self.log, re.MULTILINE)
+            return re.findall(line, self.log, re.MULTILINE)
 
         assert wait_until(found, timeout), self.log
-        match = found()
-        assert match is not None
-        return match[1]
+        return found()[-1]
 
     def family(self) -> list[psutil.Process]:
         """The process and all its descendants."""

@@ -242,6 +242,73 @@ def test_another_rank_that_is_stopped_while_idle_is_replaced(arguments: list[str
         assert complete(url).status_code == 200
 
 
+# ------------------------------------------------------------------- torchrun
+
+
+def under_torchrun(server: ServerProcess) -> dict[int, psutil.Process]:
+    """The ranks that torchrun has started, by rank."""
+    children = psutil.Process(server.process.pid).children()
+    environments = {child: child.environ() for child in children}
+    return {int(env["RANK"]): child for child, env in environments.items() if "RANK" in env}
+
+
+def restarts(server: ServerProcess) -> int:
+    return int(under_torchrun(server)[0].environ()["TORCHELASTIC_RESTART_COUNT"])
+
+
+def frontend_of(server: ServerProcess) -> psutil.Process:
+    """The frontend of torchrun's job; it is nobody's child once the rank 0 that made it is dead."""
+    mine = ["--agent", str(server.process.pid)]
+    return next(p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == mine)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return health(url)[0] == 200
+    except httpx.TransportError:
+        return False
+
+
+def stream_until_killed(url: str, victim: psutil.Process) -> str:
+    """Kill a process in the middle of a stream; returns the stream's last event."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+    lines = []
+    fields = {"stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | fields, timeout=60) as stream:
+        for line in stream.iter_lines():
+            lines.append(line)
+            if len(lines) == 6:
+                victim.kill()
+    return next(line for line in reversed(lines) if line.startswith("data: {"))
+
+
+def test_one_death_costs_one_restart_of_torchrun(arguments: list[str]) -> None:
+    """Real ranks: those of a restart must not meet the addresses of the dead."""
+    command = [*SERVE_UNDER_TORCHRUN]
+    command[1:1] = ["--max-restarts", "3", "--monitor-interval", "0.1"]
+    with ServerProcess(*command, *arguments) as server:
+        url = server.url(timeout=120)
+        before = complete(url).json()["choices"][0]["token_ids"]
+        for count, rank in enumerate((1, 0), start=1):
+            last = stream_until_killed(url, under_torchrun(server)[rank])
+            assert "engine_error" in last
+            assert wait_until(lambda: is_healthy(url), 120), server.log
+            assert restarts(server) == count
+            assert complete(url).json()["choices"][0]["token_ids"] == before
+        killed = frontend_of(server)
+        folder = Path(killed.cmdline()[killed.cmdline().index("--socket") + 1]).parent
+        killed.kill()
+        assert wait_until(lambda: server.log.count("Serving tiny on") == 2, 120), server.log
+        url = server.url()
+        assert is_healthy(url)
+        assert restarts(server) == 3
+        assert complete(url).json()["choices"][0]["token_ids"] == before
+        # No restart is left: the job ends, and says by its exit code that it failed.
+        frontend_of(server).kill()
+        assert server.process.wait(60) != 0
+        assert not folder.exists()
+
+
 # ------------------------------------------------------------------ two nodes
 
 
