@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode, encode
-from razor_dist.engine.tokens import unpack
+from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode, encode, unpack
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 49152
@@ -82,7 +81,7 @@ class FakeEngine:
             "attention": self.config["attention"],
             "prefill": self.config["prefill"],
             "retrieval_fraction": 0.15,
-            "kv_bytes_per_rank": 1000,
+            "kv_reserved_bytes_per_rank": 1000,
         }
 
     def handle(self, message: Message) -> None:

@@ -246,12 +246,12 @@ def test_a_dead_engine_is_an_error_and_comes_back() -> None:
 
 def test_a_closed_llm_has_no_ranks() -> None:
     llm = FakeLLM(world_size=2)
-    pids = llm._engine.launcher.pids
+    pids = llm._engine.pids
     llm.close()
     llm.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     dropped = FakeLLM()
-    pids = dropped._engine.launcher.pids
+    pids = dropped._engine.pids
     del dropped
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -282,7 +282,7 @@ def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
     code = (
         "from tests.test_llm import FakeLLM\n"
         "llm = FakeLLM()\n"
-        "print(*llm._engine.launcher.pids, flush=True)\n"
+        "print(*llm._engine.pids, flush=True)\n"
         "{}"
     )
     for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):

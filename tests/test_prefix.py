@@ -244,7 +244,7 @@ def test_a_prefix_is_lost_with_its_ranks_and_closing_releases_it(
     llm = start(2)
     prefix = llm.prefill(DOCUMENT)
     [before] = llm.generate(QUESTIONS[0], GREEDY, prefix=prefix)
-    os.kill(llm._engine.launcher.pids[1], signal.SIGKILL)
+    os.kill(llm._engine.pids[1], signal.SIGKILL)
     with pytest.raises(EngineError):
         llm.generate([[5]] * 50, GREEDY, prefix=prefix)
     with pytest.raises(EngineError, match="lost with its engine; prefill it again"):
@@ -254,7 +254,7 @@ def test_a_prefix_is_lost_with_its_ranks_and_closing_releases_it(
     assert isinstance(again, Prefix)
     [after] = llm.generate(QUESTIONS[0], GREEDY, prefix=again)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
-    pids = llm._engine.launcher.pids
+    pids = llm._engine.pids
     llm.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again.release()

@@ -67,7 +67,7 @@ def summarize(
         template=Style.template if template is None else _read(template),
         max_tokens=max_tokens,
         temperature=temperature,
-        seed=config.seed,
+        seed=config.seed or 0,
     )
     sources, left_out = collect(inputs)
     require_readers(source.kind for source in sources)

@@ -117,8 +117,17 @@ class EngineConfig(BaseModel):
         "Seconds of rank 0's silence after which the ranks are killed and restarted.",
         gt=0,
     )
-    seed: int = setting(
-        "Model", 0, "Seed of the draws of requests that bring none.", ge=0, lt=2**63
+    seed: int | None = setting(
+        "Model",
+        None,
+        "Seed of the draws of requests that bring none; none: another at each start.",
+        ge=0,
+        lt=2**63,
+    )
+    generation_config: Literal["auto", "none"] = setting(
+        "Model",
+        "auto",
+        "Sampling defaults: the model's generation_config.json (auto), or OpenAI's (none).",
     )
 
     def __init__(self, **values: Any) -> None:

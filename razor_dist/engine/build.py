@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -179,7 +180,7 @@ def make_engine(
         max_model_len=max_model_len,
         chunked_prefill_size=chunked_prefill_size,
         eos_token_ids=eos_token_ids,
-        seed=config.seed,
+        seed=config.seed if config.seed is not None else secrets.randbits(62),
     )
     kept = sum(map(sum, retrieval))
     info = {
@@ -191,7 +192,7 @@ def make_engine(
         "attention": config.attention,
         "prefill": config.prefill,
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
-        "kv_bytes_per_rank": runner.reserved_bytes,
+        "kv_reserved_bytes_per_rank": runner.reserved_bytes,
     }
     return Engine(runner, core, info)
 

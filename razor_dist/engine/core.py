@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import EngineError, RequestError
-from razor_dist.engine.messages import Message, error_message
+from razor_dist.engine.messages import Message, Tokens, as_tokens, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner, PromptLogprobs
 from razor_dist.engine.sampler import sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan
-from razor_dist.engine.tokens import Tokens, as_tokens
 from razor_dist.parallel.comm import PURPOSES
 
 # With log-probabilities of the prompt, every position's logits are computed: short chunks keep

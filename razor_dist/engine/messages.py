@@ -4,7 +4,7 @@ The frontend listens on a Unix-domain socket, rank 0 connects. A frame is a 4-by
 followed by one msgpack map whose key ``t`` names the message.
 
 Frontend to engine
-    ``add``       ``id`` str, ``prompt`` (token ids as bytes: `razor_dist.engine.tokens`),
+    ``add``       ``id`` str, ``prompt`` (token ids as bytes: `pack`),
                   ``params`` (`SamplingParams` as a dict); optional: ``pin`` (prefill only and keep
                   the caches until ``abort``; done when ``progress`` has processed all) and
                   ``prefix`` (id of a pinned request that this prompt continues)
@@ -15,7 +15,7 @@ Frontend to engine
 Engine to frontend
     ``alive``     ``pid`` of rank 0; every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
-                  prefill, retrieval_fraction (of KV heads), kv_bytes_per_rank (reserved at start)
+                  prefill, retrieval_fraction (of KV heads), kv_reserved_bytes_per_rank
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
                   ``cached`` (those of a ``prefix``), ``seconds`` since its first chunk began. The
                   first, with ``processed`` = ``cached``, comes when the request is admitted; then
@@ -38,16 +38,30 @@ Engine to frontend
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 
 Message = dict[str, Any]
+# Token ids are four bytes each, also between processes: a million of them as a Python list take
+# about 36 MB, and as many objects to walk through with the interpreter's lock held.
+Tokens = npt.NDArray[np.int32]
 
+# The exit code of a rank that the user's settings or model made end: starting again is no use.
+EXIT_USER_ERROR = 3
+
+_WIRE = np.dtype("<i4")
 _HEADER = struct.Struct(">I")
 HEADER_SIZE = _HEADER.size
+
+
+class FrontendUnreachableError(EngineError):
+    """Rank 0 has no connection to the frontend, which so cannot tell the user of it."""
 
 
 def encode(message: Message) -> bytes:
@@ -82,3 +96,50 @@ def exception_of(message: Message) -> RequestError | EngineError:
     if message["code"] == "engine_error":
         return EngineError(message["message"])
     return RequestError(message["message"], param=message["param"], code=message["code"])
+
+
+def as_tokens(
+    ids: Sequence[int] | npt.NDArray[np.integer], vocab_size: int, param: str = "prompt"
+) -> Tokens:
+    """Token ids as an array, none of them outside the vocabulary.
+
+    Parameters
+    ----------
+    ids : sequence of int, or integer array, ``[n]``
+        Of any size, such as a user's JSON may hold.
+    vocab_size : int
+        Ids are in ``[0, vocab_size)``.
+    param : str
+        The request's field that they came from.
+
+    Returns
+    -------
+    Tokens
+        ``[n]``, int32.
+
+    Raises
+    ------
+    RequestError
+        Naming the first id that is no token's.
+    """
+    found = np.asarray(ids)
+    if found.dtype.kind not in "iu":
+        # Some integer is too large for int64. Python's own compare as they should; numpy would make
+        # floats of some.
+        found = np.asarray(ids, object)
+    if not found.size:
+        return np.empty(0, np.int32)
+    wrong = found[(found < 0) | (found >= vocab_size)]
+    if wrong.size:
+        raise RequestError(f"token id {wrong[0]} in {param} is not in [0, {vocab_size})", param)
+    return found.astype(np.int32, copy=False)
+
+
+def pack(ids: Sequence[int] | Tokens) -> bytes:
+    """Ids of tokens as bytes, for a message between processes."""
+    return np.asarray(ids, _WIRE).tobytes()
+
+
+def unpack(data: bytes) -> Tokens:
+    """Inverse of `pack`; a view of ``data``, not to be written to."""
+    return np.frombuffer(data, _WIRE).astype(np.int32, copy=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from razor_dist.engine.messages import Tokens
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.tokens import Tokens
 from razor_dist.parallel.zigzag import Chunk
 
 

@@ -1,11 +1,17 @@
-"""How the next token is chosen and when a request ends."""
+"""Sampling settings of a request, and the defaults that a model brings."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import ModelError, RequestError
+
+# Values for some of `SamplingParams`' fields, by name.
+SamplingDefaults = Mapping[str, Any]
 
 MAX_LOGPROBS = 20
 # Integers travel to rank 0 in msgpack and to the generators as int64.
@@ -100,6 +106,40 @@ class SamplingParams:
                 _check_int(name, value)
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token)
+
+
+def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
+    """Read the sampling defaults that a model recommends in its ``generation_config.json``.
+
+    As in vLLM, ``do_sample`` is not looked at: a request without a temperature samples with the
+    file's, or with 1.
+
+    Parameters
+    ----------
+    folder : Path
+        The model's.
+    generation_config : "auto" or "none"
+        The setting; "none" reads nothing.
+
+    Raises
+    ------
+    ModelError
+        If the file cannot be read or holds a value that no request may have.
+    """
+    path = folder / "generation_config.json"
+    if generation_config == "none" or not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        names = ("temperature", "top_p", "top_k")
+        found = {name: values[name] for name in names if values.get(name) is not None}
+        SamplingParams(**found)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"the sampling defaults in {path} cannot be used: {error}; mend the file, or set "
+            "--generation-config none"
+        ) from error
+    return found
 
 
 def _check_int(name: str, value: Any) -> None:

@@ -24,18 +24,19 @@ from razor_dist.engine.build import Engine, start
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.messages import (
+    EXIT_USER_ERROR,
     HEADER_SIZE,
+    FrontendUnreachableError,
     Message,
     body_length,
     decode,
     encode,
     error_message,
+    unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, StepPlan
-from razor_dist.engine.tokens import unpack
 from razor_dist.engine.weights import load
-from razor_dist.frontend.ranks import EXIT_USER_ERROR, FrontendUnreachableError
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.process_group import init_distributed
 
@@ -302,7 +303,7 @@ def _engine(config: EngineConfig, local_rank: int) -> Engine:
 
 
 def main() -> None:
-    """Entry point of a rank that `razor_dist.frontend.launcher` starts."""
+    """Entry point of a rank that `razor_dist.frontend.managed_engine` starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-json", type=Path, required=True)
     parser.add_argument("--socket")

@@ -20,13 +20,14 @@ from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.engine.messages import (
     HEADER_SIZE,
     Message,
+    Tokens,
     body_length,
     decode,
     encode,
     exception_of,
+    pack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.tokens import Tokens, pack
 from razor_dist.frontend.request_stream import RequestStream
 
 log = logging.getLogger(__name__)
@@ -275,7 +276,7 @@ class EngineClient:
         self._server = await asyncio.start_unix_server(self._serve, path=self.socket_path)
         self.socket_path.chmod(0o600)
 
-    def shutdown(self, reason: str = "the server is shutting down") -> None:
+    def shutdown(self, reason: str = "the engine was closed") -> None:
         """Tell the ranks to end; every unfinished request fails at once."""
         if self._status.state == "closed":
             return
@@ -374,8 +375,10 @@ class EngineClient:
                 future.set_exception(EngineError(str(error)))
 
     def _set(self, status: Status) -> None:
-        # A failure is raised to whoever waits for the engine, and told there.
-        if status.state not in ("ready", "failed") and status.reason:
+        # A failure is raised to whoever waits for the engine, and logged there.
+        if status.state == "ready":
+            log.info("engine ready")
+        elif status.state not in ("failed", "closed"):
             log.info("engine %s: %s", status.state, status.reason)
         self._status = status
         changed, self._changed = self._changed, asyncio.Event()

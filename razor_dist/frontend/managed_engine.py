@@ -1,19 +1,39 @@
-"""An engine of this host: the client, the ranks, and the private folder of their socket."""
+"""An engine that is kept alive: its ranks are started, watched, and started again."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
 import shutil
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.heartbeat import interval
+from razor_dist.engine.messages import EXIT_USER_ERROR
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.launcher import LocalLauncher
-from razor_dist.frontend.ranks import WORKER, RankGroup, StartRanks
+from razor_dist.frontend.ranks import WORKER, RankExit, RankGroup, Ranks, StartRanks
+
+log = logging.getLogger(__name__)
+
+# Seconds that processes which fail together are given to end, or to say why.
+_GRACE = 3.0
+# Consecutive starts that may fail before the engine is given up, and the seconds before the first
+# new start, doubled by each failed one.
+_MAX_FAILED_STARTS, _BACKOFF = 3, 0.5
+# Seconds that rank 0 gets to import its libraries and connect, however short the frontend's
+# patience is with a silence: cold disks of many ranks take minutes.
+_LEAST_PATIENCE = 120.0
+# Seconds after which a folder that nobody has locked belongs to a process that was killed.
+_ABANDONED = 60.0
 
 
-class LocalEngine:
+class ManagedEngine:
     """Ranks started by this process, and the client that talks to them.
 
     Parameters
@@ -30,9 +50,7 @@ class LocalEngine:
     Attributes
     ----------
     client : EngineClient
-        Takes requests once it is ready.
-    launcher : LocalLauncher
-        Restarts the ranks when one dies.
+        Takes requests once it is ready, and knows what has become of the ranks.
     """
 
     def __init__(
@@ -43,23 +61,172 @@ class LocalEngine:
         worker: str = WORKER,
         start_ranks: StartRanks | None = None,
     ) -> None:
+        remove_abandoned_folders()
         # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
         self._folder = Path(tempfile.mkdtemp(prefix="razor-"))
+        self._lock = lock_folder(self._folder)
         self.client = EngineClient(self._folder / "engine", max_queue=max_queue)
-        self.launcher = LocalLauncher(
-            config,
-            self.client,
-            folder=self._folder,
-            start_ranks=start_ranks or partial(RankGroup.start, module=worker),
-        )
+        self._config = config
+        self._start_ranks = start_ranks or partial(RankGroup.start, module=worker)
+        self._ranks: Ranks | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks by rank; empty between two starts."""
+        return self._ranks.pids if self._ranks else []
 
     async def start(self) -> None:
-        """Listen and start the ranks; returns at once."""
+        """Listen, start the ranks and watch over them in the background; returns at once."""
         await self.client.start()
-        self.launcher.start()
+        self._task = asyncio.create_task(self._supervise(), name="razor-engine")
 
-    async def close(self) -> None:
-        """End the ranks and remove every trace; unfinished requests fail."""
-        await self.launcher.close()
+    async def close(self, patience: float = 2.0, reason: str = "the engine was closed") -> None:
+        """End the ranks and remove every trace; unfinished requests fail.
+
+        Parameters
+        ----------
+        patience : float
+            Seconds until ranks that do not obey ``shutdown`` are terminated, and then killed.
+        reason : str
+            Told to unfinished requests.
+        """
+        self.client.shutdown(reason)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._ranks is not None:
+            await self._ranks.wait(patience)
+            await self._ranks.stop(patience)
+            self._ranks = None
         await self.client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+    async def _supervise(self) -> None:
+        try:
+            await self._keep_running()
+        except Exception as error:
+            log.exception("the ranks cannot be supervised")
+            self.client.failed(f"the ranks cannot be started: {error}")
+
+    async def _keep_running(self) -> None:
+        """Start, watch and start again, until that is no use."""
+        failed_starts = 0
+        while True:
+            self.client.loading()
+            # A rendezvous file is good for one start only.
+            folder = Path(tempfile.mkdtemp(prefix="start-", dir=self._folder))
+            ranks = await self._start_ranks(self._config, folder, self.client.socket_path)
+            self._ranks = ranks
+            reason = await self._watch(ranks)
+            if self.client.status.state in ("failed", "closed"):
+                await ranks.stop()
+                return
+            failed_starts = 0 if self.client.info is not None else failed_starts + 1
+            self.client.lost(reason)
+            log.warning("%s; the other ranks are ended", reason)
+            await ranks.stop()
+            if failed_starts >= _MAX_FAILED_STARTS:
+                self.client.failed(f"{failed_starts} starts failed in a row; the last: {reason}")
+                return
+            await asyncio.sleep(_BACKOFF * 2**failed_starts)
+
+    async def _watch(self, ranks: Ranks) -> str:
+        """Wait until a rank ends, hangs up or falls silent; returns what happened, in words."""
+        death = asyncio.create_task(ranks.first_exit())
+        hangup = asyncio.create_task(self._hangup())
+        stuck = asyncio.create_task(silence(self.client, self._config.heartbeat_timeout))
+        try:
+            await asyncio.wait({death, hangup, stuck}, return_when=asyncio.FIRST_COMPLETED)
+            if stuck.done() and not death.done():
+                ranks.kill()  # a stopped process would not obey anything milder
+                return stuck.result()
+            if not death.done():
+                # A rank 0 that hangs up is about to end, and its exit code tells more.
+                await asyncio.wait({death}, timeout=_GRACE)
+            if not death.done():
+                return self.client.status.reason
+            if death.result().code == EXIT_USER_ERROR:
+                await self._user_error(death.result())
+            return str(death.result())
+        finally:
+            for task in (death, hangup, stuck):
+                task.cancel()
+
+    async def _hangup(self) -> None:
+        while self.client.status.state in ("loading", "ready"):
+            await self.client.wait_change()
+
+    async def _user_error(self, exit: RankExit) -> None:
+        """Give up, with rank 0's message, for which another rank's exit may be too early."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE):
+                while self.client.status.state != "failed":
+                    await self.client.wait_change()
+        if self.client.status.state != "failed":
+            self.client.failed(f"{exit} and rank 0 did not say why")
+
+
+async def silence(client: EngineClient, timeout: float) -> str:
+    """Wait until a connected rank 0 has been silent for too long, or none has connected in time.
+
+    Only time in which this process runs is counted: a frontend that was stopped itself finds, when
+    it goes on, old signs of life that it has not read yet.
+
+    Parameters
+    ----------
+    client : EngineClient
+    timeout : float
+        The setting ``heartbeat_timeout``: seconds of silence that are too long; without a
+        connection, `patience` of it are.
+
+    Returns
+    -------
+    str
+        The event in words.
+    """
+    step, silent, before = interval(timeout), 0.0, (client.connected, client.received)
+    while silent < (timeout if client.connected else patience(timeout)):
+        await asyncio.sleep(step)
+        now = client.connected, client.received
+        silent, before = (silent + step if now == before else 0.0), now
+    if client.connected:
+        return f"rank 0 gave no sign of life for {timeout:g} s"
+    return f"rank 0 did not connect within {patience(timeout):g} s"
+
+
+def patience(timeout: float) -> float:
+    """Return the seconds until rank 0 must have connected: ten ``heartbeat_timeout``, 120 at least.
+
+    It connects before it loads anything, so until then it only imports its libraries.
+    """
+    return max(_LEAST_PATIENCE, 10 * timeout)
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a frontend's folder for as long as the returned descriptor is open in some process.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process holds the lock.
+    """
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def remove_abandoned_folders() -> None:
+    """Remove this user's folders whose frontends were killed: nobody holds their locks any more."""
+    for lock in Path(tempfile.gettempdir()).glob("razor-*/lock"):
+        with contextlib.suppress(OSError):
+            found = lock.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _ABANDONED:
+                os.close(lock_folder(lock.parent))
+                shutil.rmtree(lock.parent, ignore_errors=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ModelError, RequestError
+from razor_dist.engine.messages import Tokens, as_tokens
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.tokens import Tokens, as_tokens
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 CONTEXT_EXCEEDED = "context_length_exceeded"

@@ -12,11 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
 
-# The exit code of a rank that the user's settings or model made end: starting again is no use.
-EXIT_USER_ERROR = 3
 WORKER = "razor_dist.engine.worker"
 # What torchrun sets in its children; our own ranks must not read it as theirs.
 _TORCHRUN = re.compile(
@@ -28,10 +25,6 @@ _TORCHRUN = re.compile(
 def without_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     """An environment without what torchrun sets, which would mislead a child of our own."""
     return {name: value for name, value in env.items() if not _TORCHRUN.fullmatch(name)}
-
-
-class FrontendUnreachableError(EngineError):
-    """Rank 0 has no connection to the frontend, which so cannot tell the user of it."""
 
 
 class RankExit(NamedTuple):

@@ -27,11 +27,10 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.server.answers import Answer, AnswerList
-from razor_dist.server.body import parse_json
+from razor_dist.server.answers import ServedChoice, ServedChoices
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import ChatFormat, CompletionFormat
-from razor_dist.server.request_parsing import Endpoint, Limits, parse_value
+from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -171,7 +170,8 @@ def _answer(
     llm: LLM, endpoint: Endpoint, body: dict[str, Any], model: str, item_id: str
 ) -> dict[str, Any]:
     tokenizer, info = llm.get_tokenizer(), llm.info
-    limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size)
+    defaults = llm.sampling_defaults
+    limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size, defaults)
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
@@ -182,14 +182,14 @@ def _answer(
         for number, (_, p) in enumerate(parsed.prompts)
     ]
     prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
-    answers = AnswerList(
+    answers = ServedChoices(
         [_as_pieces(output, tokenizer) for output in llm.generate(prompts, params)]
     )
     form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
-def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
+def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> ServedChoice:
     """A finished answer as the server's formats take it: all of its text in the last piece."""
     [answer] = output.outputs
     none: list[TokenLogprobs | None] = [None] * len(answer.token_ids)
@@ -206,7 +206,7 @@ def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None)
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
     )
-    return Answer(len(output.prompt_token_ids), pieces)
+    return ServedChoice(len(output.prompt_token_ids), pieces)
 
 
 def output_lines(

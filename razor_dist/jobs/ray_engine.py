@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.managed_engine import LocalEngine as Frontend
+from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
 from razor_dist.jobs.host_engine import HostEngine, settings_of
@@ -65,8 +65,8 @@ class RayLLM(LLM):
         self._start_ranks = partial(ActorRanks.start, group, bundle)
         super().__init__(**settings_of(config))
 
-    async def _start(self) -> Frontend:
-        engine = Frontend(self.config, start_ranks=self._start_ranks)
+    async def _start(self) -> ManagedEngine:
+        engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
         await engine.start()
         return engine
 
@@ -89,7 +89,7 @@ class EngineActor:
             return list(external.pids)
         llm = RayLLM(config, group, bundle)
         self._engine = HostEngine(task, llm)
-        return llm._engine.launcher.pids
+        return llm._engine.pids
 
     def run(self, item: Item) -> Iterator[Update | Mapping[str, Any]]:
         """Yield the updates and, at last, the result: Ray's streams return nothing."""

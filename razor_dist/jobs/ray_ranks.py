@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.ranks import EXIT_USER_ERROR, FrontendUnreachableError, RankExit
+from razor_dist.engine.messages import EXIT_USER_ERROR, FrontendUnreachableError
+from razor_dist.frontend.ranks import RankExit
 from razor_dist.server.logs import set_up_logging
 
 # Seconds that killed actors are waited for. Their successors wait for their room in any case.

@@ -38,7 +38,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
 
 
 def params_for(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
     """Sampling parameters for each of ``count`` prompts.
 
@@ -48,7 +48,7 @@ def params_for(
         If they are neither one nor as many.
     """
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if len(params) != count:
         raise RequestError(
             f"sampling_params must be one or as many as the prompts: {len(params)} for {count}",

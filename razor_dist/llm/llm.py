@@ -13,9 +13,9 @@ from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.sampling_params import SamplingParams, sampling_defaults
 from razor_dist.frontend.client import EngineClient, EngineInfo
-from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
 from razor_dist.frontend.ranks import WORKER
@@ -86,6 +86,8 @@ class LLM:
         )
         trust = self.config.trust_remote_code
         folder = resolve_model(model, trust_remote_code=trust)
+        # By name, where the model recommends others than `SamplingParams` has.
+        self.sampling_defaults = sampling_defaults(folder, self.config.generation_config)
         self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
         self._loop = LoopThread()
@@ -100,12 +102,16 @@ class LLM:
             self.close()
             raise
 
-    async def _start(self) -> LocalEngine:
-        engine = LocalEngine(self.config, worker=self._worker)
+    async def _start(self) -> ManagedEngine:
+        engine = ManagedEngine(self.config, worker=self._worker)
         await engine.start()
         return engine
 
     # ------------------------------------------------------------------- use
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that brings none: those that the model recommends."""
+        return SamplingParams(**self.sampling_defaults)
 
     def generate(
         self,
@@ -338,7 +344,7 @@ class LLM:
         use_tqdm: UseTqdm | None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
-        params = params_for(sampling_params, len(prompts))
+        params = params_for(sampling_params, len(prompts), self.get_default_sampling_params())
         before = 0 if prefix is None else prefix.num_tokens
         checked = self._check([prompt.ids for prompt in prompts], params, before)
         questions = [Question(*both) for both in zip(prompts, checked, strict=True)]
@@ -369,5 +375,5 @@ class LLM:
         ]
 
 
-def _close(loop: LoopThread, engine: LocalEngine) -> None:
+def _close(loop: LoopThread, engine: ManagedEngine) -> None:
     loop.finish(engine.close())

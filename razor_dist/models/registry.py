@@ -40,6 +40,13 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     return _with_weights(folder)
 
 
+def check_local_model(name: str) -> None:
+    """Raise `ModelError` where `resolve_model` can already be seen to, without any work."""
+    folder = None if name == smollm2.NAME else _local_folder(name)
+    if folder is not None:
+        _with_weights(folder)
+
+
 def config_folder(name: str) -> Path:
     """Find a model's ``config.json``, by the rules of `resolve_model`, without its weights.
 

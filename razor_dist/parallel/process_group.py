@@ -86,10 +86,10 @@ def store_of_this_start(
     store.set(names[rank], uuid.uuid4().hex)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        view = hashlib.sha256(b"".join(store.multi_get(names))).digest()
+        view = hashlib.sha256(b"".join(store.multi_get(names))).hexdigest()
         store.set(views[rank], view)
-        if set(store.multi_get(views)) == {view}:
-            return dist.PrefixStore(f"razor/{view.hex()}", store)
+        if set(store.multi_get(views)) == {view.encode()}:
+            return dist.PrefixStore(f"razor/{view}", store)
         time.sleep(0.02)
     raise TimeoutError(f"the ranks did not meet within {timeout}")
 

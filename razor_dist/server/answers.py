@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: submitted together, read as one sequence of events."""
+"""The choices of one HTTP request: submitted together, read as one sequence of events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
 
 
-class Progress(NamedTuple):
-    """How much of a prompt has been read, and how much of that was in the caches before."""
+class PromptProgress(NamedTuple):
+    """Tokens of a prompt that have been read, and those that were in the caches before."""
 
     processed: int
     total: int
@@ -26,16 +26,16 @@ class Progress(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happened to the answer ``index``."""
+class ChoiceEvent:
+    """Something that happened to the choice ``index``."""
 
     index: int
-    what: TextPiece | Progress
+    what: TextPiece | PromptProgress
 
 
 @dataclass
-class Answer:
-    """What has come of one prompt so far."""
+class ServedChoice:
+    """The answer to one prompt so far."""
 
     prompt_tokens: int
     pieces: list[TextPiece] = field(default_factory=list)
@@ -57,32 +57,32 @@ class Answer:
 
 
 @dataclass
-class AnswerList:
+class ServedChoices:
     """The answers to all prompts of one request, in the order of the prompts.
 
     Attributes
     ----------
-    answers : list of Answer
+    choices : list of ServedChoice
     created : int
         Unix time.
     """
 
-    answers: list[Answer]
+    choices: list[ServedChoice]
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens in all prompts."""
-        return sum(answer.prompt_tokens for answer in self.answers)
+        return sum(choice.prompt_tokens for choice in self.choices)
 
     @property
     def completion_tokens(self) -> int:
         """Tokens in all answers so far."""
-        return sum(len(answer.pieces) for answer in self.answers)
+        return sum(len(choice.pieces) for choice in self.choices)
 
 
-class Answers(AnswerList):
-    """Answers that are being generated.
+class LiveChoices(ServedChoices):
+    """Choices that are being generated.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Answers(AnswerList):
     prompts : sequence of Checked
         With their parameters.
     report_progress : bool
-        Whether `events` tells of `Progress`.
+        Whether `events` yields `PromptProgress`.
 
     Raises
     ------
@@ -112,9 +112,9 @@ class Answers(AnswerList):
         report_progress: bool = False,
     ) -> None:
         client.check_room(len(prompts))
-        super().__init__([Answer(len(prompt.tokens)) for prompt in prompts])
+        super().__init__([ServedChoice(len(prompt.tokens)) for prompt in prompts])
         self._report_progress = report_progress
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._unfinished = len(prompts)
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,8 +124,8 @@ class Answers(AnswerList):
             pump = self._pump(index, stream, Assembler(tokenizer, params))
             self._tasks.append(asyncio.create_task(pump))
 
-    async def events(self, heartbeat: float | None = None) -> AsyncIterator[Event | None]:
-        """What happens, as it happens, until every answer is finished.
+    async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
+        """Stream events until every choice is finished.
 
         Parameters
         ----------
@@ -160,12 +160,13 @@ class Answers(AnswerList):
                 async for message in stream:
                     if message["t"] == "progress":
                         if self._report_progress:
-                            progress = Progress(*(message[name] for name in Progress._fields))
-                            self._events.put_nowait(Event(index, progress))
+                            fields = (message[name] for name in PromptProgress._fields)
+                            progress = PromptProgress(*fields)
+                            self._events.put_nowait(ChoiceEvent(index, progress))
                     elif message["t"] == "token":
                         piece = assembler.push(message)
-                        self.answers[index].pieces.append(piece)
-                        self._events.put_nowait(Event(index, piece))
+                        self.choices[index].pieces.append(piece)
+                        self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:
                             break
         except Exception as error:

@@ -10,6 +10,8 @@ from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineBusyError, Status
 
 _STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413}
+# Characters of an error's message and of its param: both may quote what the client has sent.
+_LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
 _TYPE_OF_STATUS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
@@ -22,7 +24,7 @@ class NotReadyError(EngineError):
 
 
 class Failure(NamedTuple):
-    """An error as HTTP tells it."""
+    """An error as an HTTP response."""
 
     status: int
     message: str
@@ -31,7 +33,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """The failure that an exception of a request amounts to."""
+        """Return the failure that stands for an exception."""
         if isinstance(error, RequestError):
             status = _STATUS_OF_CODE.get(error.code or "", 400)
             return cls(status, str(error), error.param, error.code)
@@ -49,9 +51,9 @@ class Failure(NamedTuple):
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {
             "error": {
-                "message": self.message,
+                "message": _shortened(self.message, _LONGEST_MESSAGE),
                 "type": kind,
-                "param": self.param,
+                "param": self.param and _shortened(self.param, _LONGEST_PARAM),
                 "code": self.code,
             }
         }
@@ -60,3 +62,7 @@ class Failure(NamedTuple):
         """The failure as a response."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body(), self.status, headers)
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"

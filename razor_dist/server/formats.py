@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.answers import Answer, AnswerList, Progress
+from razor_dist.server.answers import PromptProgress, ServedChoice, ServedChoices
 from razor_dist.server.logprobs import chat_logprobs, legacy_logprobs
 
 Json = dict[str, Any]
@@ -23,7 +23,7 @@ class Format(ABC):
     ----------
     model : str
         The model's name in the API.
-    answers : AnswerList
+    answers : ServedChoices
         What to tell.
     tokenizer : PreTrainedTokenizerBase or None
         Spells the tokens of log-probabilities.
@@ -34,9 +34,9 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: str, answers: AnswerList, tokenizer: PreTrainedTokenizerBase | None
+        self, model: str, answers: ServedChoices, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        self._answers = answers
+        self._choices = answers
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -46,7 +46,7 @@ class Format(ABC):
 
     def whole(self) -> Json:
         """The response of a request that does not stream, once every answer is finished."""
-        choices = [self._choice(i, answer) for i, answer in enumerate(self._answers.answers)]
+        choices = [self._choice(i, answer) for i, answer in enumerate(self._choices.choices)]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self._usage()}
 
@@ -58,7 +58,7 @@ class Format(ABC):
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
 
-    def progress(self, index: int, progress: Progress) -> Json:
+    def progress(self, index: int, progress: PromptProgress) -> Json:
         """A chunk with llama.cpp's ``prompt_progress``; times are in milliseconds."""
         return self._chunk(
             [self._empty(index)],
@@ -75,7 +75,7 @@ class Format(ABC):
         return self._chunk([], usage=self._usage())
 
     @abstractmethod
-    def _choice(self, index: int, answer: Answer) -> Json: ...
+    def _choice(self, index: int, answer: ServedChoice) -> Json: ...
 
     @abstractmethod
     def _empty(self, index: int) -> Json: ...
@@ -84,7 +84,7 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
     def _usage(self) -> Json:
-        prompt, completion = self._answers.prompt_tokens, self._answers.completion_tokens
+        prompt, completion = self._choices.prompt_tokens, self._choices.completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -117,7 +117,7 @@ class ChatFormat(Format):
             chunks.append(self._chunk([choice]))
         return chunks
 
-    def _choice(self, index: int, answer: Answer) -> Json:
+    def _choice(self, index: int, answer: ServedChoice) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text},
@@ -148,7 +148,7 @@ class CompletionFormat(Format):
         silent = not piece.text and not piece.finish_reason and choice["logprobs"] is None
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
-    def _choice(self, index: int, answer: Answer) -> Json:
+    def _choice(self, index: int, answer: ServedChoice) -> Json:
         return self._made_of(index, answer.pieces, answer.text)
 
     def _empty(self, index: int) -> Json:

@@ -1,4 +1,4 @@
-"""How the server's processes log."""
+"""Logging of the server's and the jobs' processes."""
 
 from __future__ import annotations
 
@@ -10,3 +10,5 @@ def set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # Its lines on starting and ending say nothing that ours do not.
+    logging.getLogger("uvicorn.error").setLevel("WARNING")

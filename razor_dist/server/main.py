@@ -1,4 +1,4 @@
-"""Runs the frontend: HTTP on one side, the engine on the other, until a signal or its end."""
+"""The frontend's process: HTTP on one side, the engine on the other, until a signal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import uvicorn
 
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.frontend.ranks import WORKER
-from razor_dist.models.registry import resolve_model
+from razor_dist.models.registry import check_local_model, resolve_model
 from razor_dist.server.app import build_app
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.processes import in_daemon_thread, process_end
-from razor_dist.server.service import Reader, Service
+from razor_dist.server.service import RequestReader, Service
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
@@ -61,13 +66,14 @@ def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
     set_up_logging(config.log_level)
 
     async def main(listener: socket.socket) -> int:
-        engine = LocalEngine(config, max_queue=config.max_queue, worker=worker)
+        engine = ManagedEngine(config, max_queue=config.max_queue, worker=worker)
         frontend = Frontend(config, engine.client, listener, start=engine.start, agent=agent)
         try:
             return await frontend.run()
         finally:
             await engine.close()
 
+    check_local_model(config.model)
     with bind(config) as listener:
         return asyncio.run(main(listener))
 
@@ -134,7 +140,7 @@ class Frontend:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ends = [asyncio.create_task(stop.wait()), http]
         if self._agent is not None:
-            ends.append(asyncio.create_task(process_end(self._agent)))
+            ends.append(asyncio.create_task(_process_end(self._agent)))
         log.info("listening on %s, loading %s", self._url, self._config.name)
         try:
             if await _unless(ends, self._load()):
@@ -145,7 +151,7 @@ class Frontend:
             return 0
         finally:
             log.info("ending")
-            self._client.shutdown()
+            self._client.shutdown("the server is shutting down")
             if self._service.reader is not None:
                 await self._service.reader.process.aclose()
             self._http.should_exit = True
@@ -159,6 +165,9 @@ class Frontend:
         folder = await in_daemon_thread(
             partial(resolve_model, self._config.model, trust_remote_code=trust)
         )
+        defaults = sampling_defaults(folder, self._config.generation_config)
+        if defaults:
+            log.info("sampling defaults of the model: %s", dict(defaults))
         await self._start()
         tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
         # What has been loaded stays. A full collection would look at all of it again, hundreds of
@@ -166,11 +175,11 @@ class Frontend:
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
-        self._service.reader = Reader(PromptEncoder(tokenizer), process)
+        self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
         await self._client.ready()
 
     async def _tell_failure(self) -> None:
-        """Log it when the engine fails for good; the frontend stays, and /health tells why."""
+        """Log it when the engine fails for good; the frontend stays, and /health says why."""
         while self._client.status.state != "failed":
             await self._client.wait_change()
         log.error("the engine failed: %s", self._client.status.reason)
@@ -181,8 +190,32 @@ class Frontend:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Return the result of a blocking call that must not hold up the end of the process.
+
+    ``asyncio.to_thread`` would: its threads are joined at exit, and a download may take hours.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+async def _process_end(pid: int) -> None:
+    """Return once the process ``pid`` is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        await in_daemon_thread(psutil.Process(pid).wait)
+
+
 async def _unless(ends: list[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> bool:
-    """Whether ``work`` was done before any of ``ends``; it is cancelled if not."""
+    """Return whether ``work`` was done before any of ``ends``; it is cancelled if not."""
     task = asyncio.create_task(work)
     await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():

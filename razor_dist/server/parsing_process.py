@@ -31,9 +31,10 @@ from razor_dist.engine.messages import (
     encode,
     error_message,
     exception_of,
+    pack,
+    unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.tokens import pack, unpack
 from razor_dist.frontend.prompts import Checked, PromptEncoder, load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 

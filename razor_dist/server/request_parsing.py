@@ -7,24 +7,28 @@ for it: in a thread for short bodies, in another process for long ones
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
-from razor_dist.server.body import parse_json
 from razor_dist.server.schema import ChatBody, CompletionBody, parse
 
 Endpoint = Literal["chat", "completions"]
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Limits(NamedTuple):
-    """What requests are checked against."""
+    """The server's and the engine's bounds, and the model's sampling defaults."""
 
     model: str
     max_prompts: int
     max_model_len: int
     vocab_size: int
+    defaults: SamplingDefaults
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def parse_request(
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    """As `parse_request`, for what the body's JSON holds.
+    """As `parse_request`, for a body that is parsed already.
 
     Raises
     ------
@@ -92,7 +96,7 @@ def parse_value(
         body = parse(CompletionBody, value)
         param = "prompt"
     del value
-    params = body.sampling()
+    params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
     ids = _encode(body, encoder, limits.max_prompts)
     checked = [
@@ -130,3 +134,44 @@ def check_model(name: str, served: str) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def parse_json(body: bytes | bytearray) -> object:
+    """Parse JSON strictly: UTF-8, no NaN, no lone surrogates, no key twice.
+
+    Raises
+    ------
+    RequestError
+        Saying what is wrong.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}"
+        ) from None
+    try:
+        value: object = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        if _SURROGATE.search(body):
+            # JSON can spell half a character, which no tokenizer and no response can hold.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError("the body holds a lone surrogate (\\ud800 to \\udfff)") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.80} is given twice")
+    return found

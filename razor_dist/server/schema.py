@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -19,7 +20,7 @@ from pydantic import (
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
-from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 
 _INT64 = 2**63
 Body = TypeVar("Body", bound="GenerateBody")
@@ -56,6 +57,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # The same within a message: answers that a client puts back into its history may bring them.
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+
+
+def _whole(value: object) -> object:
+    """Take ``16.0`` for ``16``: JSON has one kind of number, and some clients write integers so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 
 
 class _Strict(BaseModel):
@@ -146,18 +155,18 @@ class GenerateBody(_Strict):
     """The fields that both endpoints share."""
 
     model: str
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(lt=_INT64)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    top_k: Annotated[Int, Field(lt=_INT64)] | None = None
+    seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    n: int | None = None
+    n: Int | None = None
     user: str | None = None
 
     @property
@@ -179,12 +188,17 @@ class GenerateBody(_Strict):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    ) -> SamplingParams:
+        given = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "top_k")
+            if getattr(self, name) is not None
+        }
         return SamplingParams(
+            **{**defaults, **given},
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -197,9 +211,9 @@ class ChatBody(GenerateBody):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
 
     def check(self) -> None:
         """As `GenerateBody.check`."""
@@ -220,7 +234,7 @@ class ChatBody(GenerateBody):
                 )
             _check_logprobs(self.top_logprobs, "top_logprobs")
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, as many tokens as the context holds."""
         limit = self.max_completion_tokens
         if limit is not None and limit < 1:
@@ -229,7 +243,7 @@ class ChatBody(GenerateBody):
                 param="max_completion_tokens",
             )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(self.max_tokens if limit is None else limit, logprobs)
+        return self._sampling(self.max_tokens if limit is None else limit, logprobs, defaults)
 
 
 class CompletionBody(GenerateBody):
@@ -237,7 +251,7 @@ class CompletionBody(GenerateBody):
 
     # As a list: one prompt or several, each answered by a choice of its own.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    logprobs: int | None = None
+    logprobs: Int | None = None
 
     def check(self) -> None:
         """As `GenerateBody.check`."""
@@ -245,9 +259,10 @@ class CompletionBody(GenerateBody):
         if self.logprobs is not None:
             _check_logprobs(self.logprobs, "logprobs")
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit 16 tokens, OpenAI's default here."""
-        return self._sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        return self._sampling(limit, self.logprobs, defaults)
 
 
 def parse(cls: type[Body], data: object) -> Body:

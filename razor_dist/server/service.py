@@ -1,37 +1,40 @@
-"""What the server does with a request, apart from HTTP."""
+"""The model behind the API: a request's body in, a response out."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
+from fastapi.responses import JSONResponse, Response
+
 from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server.answers import Answers
+from razor_dist.server.answers import ChoiceEvent, LiveChoices
 from razor_dist.server.errors import NotReadyError
-from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
+from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.request_parsing import (
-    Endpoint,
-    Limits,
-    ParsedRequest,
-    check_model,
-    parse_request,
-)
+from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.server.sse import EventStream, stream
 
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
 # Seconds; what polls the counters often gives up after 10 itself.
 _STATS_PATIENCE = 8.0
+# Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
+# and not an event in a stream that has begun with 200.
+_REFUSAL_WAIT = 1.0
 
 
-class Reader(NamedTuple):
-    """What makes tokens of requests: in this process, and for long ones in another."""
+class RequestReader(NamedTuple):
+    """All that makes tokens of requests: this process's encoder, and a process for long bodies."""
 
     encoder: PromptEncoder
     process: ParsingProcess
+    defaults: SamplingDefaults
 
 
 class Service:
@@ -43,18 +46,23 @@ class Service:
         The server's settings.
     client : EngineClient
         The engine.
+    heartbeat : float
+        Seconds of silence after which a stream gets a comment, so that no proxy gives it up.
 
     Attributes
     ----------
-    reader : Reader or None
+    reader : RequestReader or None
         ``None`` until the tokenizer is loaded.
     """
 
-    def __init__(self, config: ServerConfig, client: EngineClient) -> None:
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, *, heartbeat: float = 3.0
+    ) -> None:
         self.config = config
         self.client = client
-        self.reader: Reader | None = None
-        self.started = int(time.time())
+        self.reader: RequestReader | None = None
+        self._heartbeat = heartbeat
+        self._started = int(time.time())
 
     @property
     def status(self) -> Status:
@@ -63,54 +71,64 @@ class Service:
             return Status("loading", "the tokenizer is being loaded")
         return self.client.status
 
-    def require_ready(self) -> tuple[EngineInfo, Reader]:
-        """The engine's limits and the reader; `NotReadyError` unless requests can be served."""
+    def _require_ready(self) -> tuple[EngineInfo, RequestReader]:
         if self.status.state != "ready" or self.client.info is None or self.reader is None:
             raise NotReadyError(self.status)
         return self.client.info, self.reader
 
-    def check_model(self, name: str) -> None:
-        """Raise `RequestError` (``model_not_found``) unless ``name`` is the served model."""
-        check_model(name, self.config.name)
+    def model_card(self) -> dict[str, Any]:
+        """The served model, as ``/v1/models`` lists it."""
+        info = self.client.info
+        return {
+            "id": self.config.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "razor_dist",
+            "max_model_len": info.max_model_len if info is not None else None,
+        }
 
-    async def parse_request(self, endpoint: Endpoint, raw: bytes | bytearray) -> ParsedRequest:
-        """Read a request's body; see `razor_dist.server.request_parsing.parse_request`.
-
-        The request counts for ``max_queue`` from here on.
+    async def respond(self, endpoint: Endpoint, raw: bytes | bytearray) -> Response:
+        """Answer a completion request, streaming or not; its end frees what it holds.
 
         Raises
         ------
         RequestError
-            If the request cannot be served; with the code ``queue_full`` unread.
+            If the request cannot be served.
         EngineError
-            If the engine is not ready.
+            If the engine is not ready, or fails before the response begins.
         """
-        info, reader = self.require_ready()
+        parsed = await self._parse(endpoint, raw)
+        del raw  # megabytes, for as long as the answer takes
+        _, reader = self._require_ready()  # again: it may have died while the request was read
+        tokenizer = reader.encoder.tokenizer
+        choices = LiveChoices(
+            self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
+        )
+        make = ChatFormat if endpoint == "chat" else CompletionFormat
+        form = make(self.config.name, choices, tokenizer)
+        try:
+            if not parsed.stream:
+                async for _ in choices.events():
+                    pass
+                return JSONResponse(form.whole())
+            events = await _unless_refused(choices.events(self._heartbeat))
+            lines = stream(events, form, include_usage=parsed.include_usage)
+            return EventStream(lines, close=choices.close)
+        except BaseException:
+            choices.close()
+            raise
+
+    async def _parse(self, endpoint: Endpoint, raw: bytes | bytearray) -> ParsedRequest:
+        """Read a request's body; the request counts for ``max_queue`` meanwhile."""
+        info, reader = self._require_ready()
+        config = self.config
         limits = Limits(
-            self.config.name, self.config.max_queue, info.max_model_len, info.vocab_size
+            config.name, config.max_queue, info.max_model_len, info.vocab_size, reader.defaults
         )
         with self.client.reading():
             if len(raw) >= _LONG:
                 return await reader.process.parse_request(endpoint, raw, limits)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
-
-    def submit(self, endpoint: Endpoint, parsed: ParsedRequest) -> tuple[Answers, Format]:
-        """Hand a request's prompts to the engine, each as a request of its own.
-
-        Raises
-        ------
-        RequestError
-            Code ``queue_full``; nothing has been submitted then.
-        EngineError
-            If the engine is not ready.
-        """
-        _, reader = self.require_ready()  # again: it may have died since the request was read
-        tokenizer = reader.encoder.tokenizer
-        answers = Answers(
-            self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
-        )
-        form = ChatFormat if endpoint == "chat" else CompletionFormat
-        return answers, form(self.config.name, answers, tokenizer)
 
     async def stats(self) -> dict[str, Any]:
         """The engine's description and its counters.
@@ -120,7 +138,28 @@ class Service:
         EngineBusyError
             If a chunk keeps rank 0 from answering for longer than a client may want to wait.
         """
-        info, _ = self.require_ready()
+        info, _ = self._require_ready()
         answer = await self.client.stats(_STATS_PATIENCE)
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
+
+
+async def _unless_refused(
+    events: AsyncIterator[ChoiceEvent | None],
+) -> AsyncIterator[ChoiceEvent | None]:
+    """Return the events once the first is there; raises if it is an error that comes soon."""
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        await asyncio.wait({first}, timeout=_REFUSAL_WAIT)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        raise
+
+    async def resumed() -> AsyncIterator[ChoiceEvent | None]:
+        yield await first
+        async for event in events:
+            yield event
+
+    return resumed()

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from razor_dist.config.errors import RazorError
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.answers import Event
+from razor_dist.server.answers import ChoiceEvent
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format
 
@@ -24,17 +24,17 @@ DONE = "data: [DONE]\n\n"
 
 
 async def stream(
-    events: AsyncIterator[Event | None],
+    events: AsyncIterator[ChoiceEvent | None],
     form: Format,
     *,
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """The text of a stream, event by event.
+    """Stream the text of server-sent events.
 
     Parameters
     ----------
     events : async iterator
-        Of `Answers.events`; ``None`` makes a heartbeat.
+        Of `LiveChoices.events`; ``None`` makes a heartbeat.
     form : Format
         The endpoint's.
     include_usage : bool

@@ -8,9 +8,7 @@ frontend is killed, the ranks fail, and torchrun restarts them.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,14 +18,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.config.sources import Setting
-from razor_dist.frontend.ranks import FrontendUnreachableError, without_torchrun
+from razor_dist.engine.messages import FrontendUnreachableError
+from razor_dist.frontend.managed_engine import lock_folder
+from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
-FRONT = "razor_dist.server.torchrun_frontend"
+FRONTEND = "razor_dist.server.torchrun_frontend"
 # Seconds that the frontend may take to import its libraries and listen.
 _PATIENCE = 60.0
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met:
@@ -119,7 +121,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
 
 
 def ensure_frontend(config: ServerConfig, agent: int) -> Path:
-    """The socket of the frontend of this agent's job; the frontend is started if there is none.
+    """Return the socket of the frontend of this agent's job, which is started if there is none.
 
     Raises
     ------
@@ -154,28 +156,31 @@ def _start_frontend(
     That one may not listen yet: its rank 0 may have died at once.
     """
     socket_path = folder / "engine"
-    # The frontend holds this lock as long as it lives: it inherits the descriptor.
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
+    # The frontend holds the lock for as long as it lives: it inherits the descriptor.
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        return None
+    try:
         socket_path.unlink(missing_ok=True)
         config_file = folder / "config.json"
         config_file.write_text(config.model_dump_json())
         arguments = ["--config-json", str(config_file), "--socket", str(socket_path)]
         return subprocess.Popen(
-            [sys.executable, "-m", FRONT, *arguments, "--agent", str(agent)],
+            [sys.executable, "-m", FRONTEND, *arguments, "--agent", str(agent)],
             env=without_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
-            pass_fds=[lock.fileno()],
+            pass_fds=[lock],
             start_new_session=True,  # torchrun ends the rank's process group, not the frontend
         )
+    finally:
+        os.close(lock)
 
 
 def _private_folder(agent: int) -> Path:
     """A folder of this user's for the job of one agent, the same for each of its rank 0s."""
-    born = re.sub(r"\W", "", _start_time(agent))
+    # With the time of its start: its number alone may be used again.
+    born = round(psutil.Process(agent).create_time() * 100)
     folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{born}"
     folder.mkdir(mode=0o700, exist_ok=True)
     # The name can be guessed: somebody else may have made the folder first.
@@ -183,13 +188,3 @@ def _private_folder(agent: int) -> Path:
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"the folder {folder} is not private to this user; remove it")
     return folder
-
-
-def _start_time(pid: int) -> str:
-    """When a process was started: its number alone may be used again (Linux; else empty)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # Field 22; the second one is the name in parentheses, which may hold spaces.
-    return stat.rpartition(")")[2].split()[19]

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.engine.heartbeat import silence
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.managed_engine import silence
+from razor_dist.models.registry import check_local_model
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.main import Frontend, bind
 
@@ -33,6 +34,7 @@ def main() -> int:
     config = ServerConfig.from_json(arguments.config_json.read_text())
     set_up_logging(config.log_level)
     try:
+        check_local_model(config.model)
         with bind(config) as listener:
             return asyncio.run(_run(config, listener, arguments.socket, arguments.agent))
     except RazorError as error:

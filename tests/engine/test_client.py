@@ -14,12 +14,11 @@ import pytest
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import heartbeat
-from razor_dist.engine.heartbeat import silence
 from razor_dist.engine.messages import encode
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend import managed_engine
 from razor_dist.frontend.client import EngineClient, Status
-from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from tests import fake_engine
 
 MANY = SamplingParams(max_tokens=100)
@@ -32,14 +31,14 @@ async def running(
     world_size: int = 2,
     max_queue: int | None = None,
     heartbeat_timeout: float = 30.0,
-) -> AsyncIterator[LocalEngine]:
+) -> AsyncIterator[ManagedEngine]:
     config = EngineConfig(model=model, world_size=world_size, heartbeat_timeout=heartbeat_timeout)
-    engine = LocalEngine(config, max_queue=max_queue, worker="tests.fake_engine")
+    engine = ManagedEngine(config, max_queue=max_queue, worker="tests.fake_engine")
     await engine.start()
     try:
         yield engine
     finally:
-        pids = engine.launcher.pids
+        pids = engine.pids
         await engine.close()
         assert not any(exists(pid) for pid in pids)
 
@@ -81,7 +80,7 @@ def test_each_rank_gets_its_environment() -> None:
             assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
             assert env["RAZOR_RENDEZVOUS"].startswith("file:///")
             assert env["GLOO_SOCKET_IFNAME"] == "lo"
-            assert env["OMP_NUM_THREADS"] == str(engine.launcher._config.threads_per_rank(3))
+            assert env["OMP_NUM_THREADS"] == str(engine._config.threads_per_rank(3))
 
     asyncio.run(main())
 
@@ -141,7 +140,7 @@ def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) 
         async with running(world_size=3) as engine:
             client = engine.client
             await client.ready()
-            before = engine.launcher.pids
+            before = engine.pids
             work = [asyncio.create_task(tokens(client, str(n), [49002])) for n in range(3)]
             await asyncio.sleep(0.05)
             os.kill(before[rank], signal.SIGKILL)
@@ -153,7 +152,7 @@ def test_a_death_fails_every_request_at_once_and_the_ranks_come_back(rank: int) 
                 client.generate("x", [5], MANY)
             async with asyncio.timeout(10):
                 await client.ready()
-            assert not set(before) & set(engine.launcher.pids)
+            assert not set(before) & set(engine.pids)
             assert await tokens(client, "x", [5]) == [5, fake_engine.EOS]
 
     asyncio.run(main())
@@ -163,7 +162,7 @@ def test_a_stopped_rank_is_killed_with_the_others() -> None:
     async def main() -> None:
         async with running(world_size=3) as engine:
             await engine.client.ready()
-            before = engine.launcher.pids
+            before = engine.pids
             os.kill(before[0], signal.SIGSTOP)
             os.kill(before[1], signal.SIGKILL)
             while engine.client.status.state == "ready":
@@ -178,7 +177,7 @@ def test_a_stopped_rank_is_killed_with_the_others() -> None:
 def test_silence_before_and_after_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "patience", lambda _: 0.2)
+    monkeypatch.setattr(managed_engine, "patience", lambda _: 0.2)
 
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")
@@ -200,13 +199,13 @@ def test_silence_before_and_after_the_connection(
 def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "patience", lambda _: 5.0)
+    monkeypatch.setattr(managed_engine, "patience", lambda _: 5.0)
 
     async def main() -> None:
         async with running(heartbeat_timeout=4.0) as engine:
-            while not engine.launcher.pids:
+            while not engine.pids:
                 await asyncio.sleep(0)
-            stopped = engine.launcher.pids[0]
+            stopped = engine.pids[0]
             os.kill(stopped, signal.SIGSTOP)
             while engine.client.status.state == "loading":
                 await engine.client.wait_change()
@@ -223,9 +222,9 @@ def test_what_rank_0_refuses_is_the_reason_and_not_tried_again() -> None:
         async with running("bad-head-map", world_size=3) as engine:
             with pytest.raises(EngineError, match="failed: the head map belongs to another model"):
                 await engine.client.ready()
-            pids = engine.launcher.pids
+            pids = engine.pids
             await asyncio.sleep(1.0)
-            assert engine.launcher.pids == pids
+            assert engine.pids == pids
             assert engine.client.status.state == "failed"
 
     asyncio.run(main())

@@ -13,13 +13,13 @@ import pytest
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.engine.messages import (
     HEADER_SIZE,
+    FrontendUnreachableError,
     body_length,
     decode,
     encode,
     exception_of,
 )
 from razor_dist.engine.worker import FrontendClosedError, Link
-from razor_dist.frontend.ranks import FrontendUnreachableError
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import pytest
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.frontend.managed_engine import LocalEngine
+from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
 from razor_dist.server import parsing_process as intake_process
@@ -183,7 +183,7 @@ async def frontend(
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     """The server in this process, on ranks that compute nothing."""
     config = ServerConfig(max_model_len=2 * MILLION, max_queue=max_queue)
-    engine = LocalEngine(config, max_queue=max_queue, worker="tests.fake_engine")
+    engine = ManagedEngine(config, max_queue=max_queue, worker="tests.fake_engine")
     await engine.start()
     service = Service(config, engine.client)
     process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
@@ -277,7 +277,7 @@ def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
 
     async def main() -> tuple[int, int]:
         config = ServerConfig(port=0)
-        engine = LocalEngine(config, worker="tests.fake_engine")
+        engine = ManagedEngine(config, worker="tests.fake_engine")
         with bind(config) as listener:
             frontend = Frontend(config, engine.client, listener, start=engine.start)
             try:

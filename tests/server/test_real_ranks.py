@@ -259,7 +259,9 @@ def restarts(server: ServerProcess) -> int:
 def frontend_of(server: ServerProcess) -> psutil.Process:
     """The frontend of torchrun's job; it is nobody's child once the rank 0 that made it is dead."""
     mine = ["--agent", str(server.process.pid)]
-    return next(p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == mine)
+    return next(
+        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == mine
+    )
 
 
 def is_healthy(url: str) -> bool:

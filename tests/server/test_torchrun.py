@@ -14,7 +14,7 @@ import pytest
 
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig, ServerConfig
-from razor_dist.frontend.ranks import FrontendUnreachableError
+from razor_dist.engine.messages import FrontendUnreachableError
 from razor_dist.server import torchrun
 from razor_dist.server.torchrun import Torchrun, ensure_frontend, serve_as_rank
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.tokens import as_tokens, pack, unpack
+from razor_dist.engine.messages import as_tokens, pack, unpack
 
 VOCABULARY = 151_552
 
