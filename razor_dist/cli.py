@@ -6,13 +6,16 @@ once and ``serve`` does not load what ``identify`` plots with.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
-from razor_dist.config.errors import RazorError
+import razor_dist
+from razor_dist.config.errors import ConfigError, RazorError
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
 # of commands, a typer app; and its line in the list of commands.
@@ -27,6 +30,25 @@ COMMANDS = {
     "plan": "Plan memory, time and traffic without weights.",
     "bench": "Measure speed and memory side by side.",
     "bench-identify": "Measure what finding heads costs.",
+}
+
+# Flags that users of vLLM, SGLang and llama-server may try, and ours for the same end.
+FOREIGN_FLAGS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "--world-size"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--pp-size"), "--world-size"),
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp-size"), "--world-size"),
+    **dict.fromkeys(("--context-parallel-size", "--nproc-per-node"), "--world-size"),
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    **dict.fromkeys(("--max-running-requests", "--parallel"), "--max-num-seqs"),
+    **dict.fromkeys(("--context-length", "--ctx-size", "--max-seq-len"), "--max-model-len"),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "--kv-tokens"),
+    **dict.fromkeys(("--max-total-tokens", "--num-gpu-blocks-override"), "--kv-tokens"),
+    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k"), "--kv-dtype"),
+    "--block-size": "--page-size",
+    **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "--no-cuda-graphs"),
+    "--model-path": "--model",
+    "--random-seed": "--seed",
+    "--attention-backend": "--attention",
 }
 
 
@@ -45,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _app(arguments)(arguments, prog_name="razor-dist")
+        _refuse_foreign(arguments)
+        _app(arguments or _being_completed())(arguments, prog_name="razor-dist")
     except RazorError as error:
         typer.secho(f"razor-dist: {error}", fg=typer.colors.RED, err=True)
         return 2
@@ -56,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _app(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
-        help="Distributed inference for long contexts.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_callback,
     )
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -76,4 +99,34 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _not_loaded() -> None:
-    """Stands in the list for a command that is not the one asked for."""
+    """Stand in the list for a command that is not the one asked for."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"razor-dist {razor_dist.__version__}")
+        raise typer.Exit
+
+
+def _callback(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Distributed inference for long contexts."""
+
+
+def _being_completed() -> list[str]:
+    """Return the words of the command line that a shell asks to complete; none otherwise."""
+    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return words.split()[1:] if "_RAZOR_DIST_COMPLETE" in os.environ else []
+
+
+def _refuse_foreign(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag in FOREIGN_FLAGS:
+            raise ConfigError(f"unknown flag {flag}; did you mean {FOREIGN_FLAGS[flag]}?")

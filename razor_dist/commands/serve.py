@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config.errors import RazorError
+from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import load_config
 from razor_dist.server.torchrun import HOLD_BACK, Torchrun, serve_as_rank
 
 
 @with_config_flags(ServerConfig)
-def serve(config_file: str | None, flags: dict[str, Any]) -> None:
+def serve(
+    config_file: str | None,
+    flags: dict[str, Any],
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
+    ] = None,
+) -> None:
     """Serve a model with OpenAI's API.
 
     Starts the ranks itself, unless torchrun started several processes: then each is a rank.
     """
+    if model_name is not None:
+        if flags["model"] not in (None, model_name):
+            raise ConfigError(f"the model is given twice: {model_name} and {flags['model']}")
+        flags["model"] = model_name
     torchrun = Torchrun.of(os.environ)
     if torchrun is not None:
         code = _serve_under(torchrun, config_file, flags)

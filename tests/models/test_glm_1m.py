@@ -82,11 +82,11 @@ def test_a_chat_begins_with_one_gmask_and_one_sop(folder: Path, encoder: PromptE
     # As `LLM.prefill_chat` does it.
     assert encoder.text(encoder.chat_text(CHAT), special_tokens=False) == want
     body = json.dumps({"model": "glm", "messages": CHAT, "max_tokens": 3}).encode()
-    [prompt] = parse_request("chat", body, encoder, Limits("glm", 8, 4096, 192)).prompts
+    [prompt] = parse_request("chat", body, encoder, Limits("glm", 8, 4096, 192, {})).prompts
     assert list(prompt.tokens) == want
     # A plain text has no template, and gets both from the tokenizer.
     body = json.dumps({"model": "glm", "prompt": "Why?", "max_tokens": 3}).encode()
-    [prompt] = parse_request("completions", body, encoder, Limits("glm", 8, 4096, 192)).prompts
+    [prompt] = parse_request("completions", body, encoder, Limits("glm", 8, 4096, 192, {})).prompts
     assert list(prompt.tokens) == spelt("[gMASK]<sop>Why?")
 
 

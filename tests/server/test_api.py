@@ -18,7 +18,7 @@ from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.app import build_app
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.service import Reader, Service
+from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import wait_until
 from tests.tokenizer import smollm2_tokenizer
@@ -247,7 +247,8 @@ def test_a_full_queue_refuses_with_429(url: str) -> None:
 def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     """Rank 0 is in the midst of a chunk: it lives, and answers nothing."""
     service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
-    service.reader = Reader(PromptEncoder(None), ParsingProcess(tmp_path, trust_remote_code=False))
+    process = ParsingProcess(tmp_path, trust_remote_code=False)
+    service.reader = RequestReader(PromptEncoder(None), process, {})
 
     async def main() -> httpx.Response:
         await service.client.start()

@@ -30,13 +30,13 @@ from razor_dist.server.app import build_app
 from razor_dist.server.main import Frontend, bind
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.server.service import Reader, Service
+from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import fake_server
 from tests.tokenizer import smollm2_tokenizer
 
 MILLION = 2**20
-LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE)
+LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE, {})
 ENCODER = PromptEncoder(smollm2_tokenizer())
 
 
@@ -185,12 +185,12 @@ async def frontend(
     config = ServerConfig(max_model_len=2 * MILLION, max_queue=max_queue)
     engine = ManagedEngine(config, max_queue=max_queue, worker="tests.fake_engine")
     await engine.start()
-    service = Service(config, engine.client)
+    service = Service(config, engine.client, heartbeat=heartbeat)
     process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
-    service.reader = Reader(ENCODER, process)
+    service.reader = RequestReader(ENCODER, process, {})
     try:
         await engine.client.ready()
-        transport = httpx.ASGITransport(build_app(service, heartbeat=heartbeat))
+        transport = httpx.ASGITransport(build_app(service))
         url = "http://test"
         async with httpx.AsyncClient(transport=transport, base_url=url, timeout=None) as http:
             yield service, http
