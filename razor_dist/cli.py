@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import razor_dist
 from razor_dist.config.errors import ConfigError, RazorError
@@ -50,6 +51,24 @@ FOREIGN_FLAGS = {
     "--random-seed": "--seed",
     "--attention-backend": "--attention",
 }
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose help lists its flags under their headings, readable in 80 columns."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write all options, those without a heading first."""
+        groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                other = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                heading = getattr(parameter, "rich_help_panel", None) or other
+                groups.setdefault(heading, []).append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,9 +111,11 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
             module = name.replace("-", "_")
             command = getattr(import_module(f"razor_dist.commands.{module}"), module)
         if isinstance(command, typer.Typer):
+            for registered in command.registered_commands:
+                registered.cls = GroupedCommand
             app.add_typer(command, name=name, short_help=summary)
         else:
-            app.command(name, short_help=summary)(command)
+            app.command(name, cls=GroupedCommand, short_help=summary)(command)
     return app
 
 

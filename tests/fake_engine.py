@@ -103,6 +103,7 @@ class FakeEngine:
                 waiting=0,
                 aborted=len(self.aborted),
                 bytes_sent={"ring": 10},
+                kv_bytes_per_rank=[0] * self.world_size,
                 pid=os.getpid(),
                 env={k: v for k, v in os.environ.items() if k.isupper()},
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+import razor_dist
 from razor_dist import cli
 from razor_dist.commands.batch import batch
 from razor_dist.commands.eval import eval as eval_group
@@ -20,11 +22,11 @@ from razor_dist.jobs.config import JobConfig
 
 SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --cuda-graphs --device --dtype
-    --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level --max-body-mb
-    --max-model-len --max-num-seqs --max-queue --model --no-compensation --no-cuda-graphs
-    --no-trust-remote-code --page-size --port --prefill --ring --seed --served-model-name
-    --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights --window-max
-    --window-min --window-ratio --world-size
+    --generation-config --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level
+    --max-body-mb --max-model-len --max-num-seqs --max-queue --model --no-compensation
+    --no-cuda-graphs --no-trust-remote-code --page-size --port --prefill --ring --seed
+    --served-model-name --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights
+    --window-max --window-min --window-ratio --world-size
 """
 
 
@@ -79,12 +81,12 @@ NEEDLE_OPTIONS = """
     --context-lengths --context-lengths-max --context-lengths-min --context-lengths-num-intervals
     --cpus-per-rank --cuda-graphs --device --document-depth-percent-interval-type
     --document-depth-percent-intervals --document-depth-percent-max --document-depth-percent-min
-    --document-depth-percents --dtype --duo-head-map --engines --haystack --head-map
-    --heartbeat-timeout --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --methods
-    --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
-    --ray-address --repeats --retry-failed --ring --seed --share-depths --sink-tokens --threads
-    --trust-remote-code --chunked-prefill-size --weights --window-max --window-min --window-ratio
-    --world-size
+    --document-depth-percents --dtype --duo-head-map --engines --generation-config --haystack
+    --head-map --heartbeat-timeout --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs
+    --methods --model --needles --new-folder --out --page-size --placement --prefill --preset
+    --query --ray --ray-address --repeats --retry-failed --ring --seed --share-depths --sink-tokens
+    --threads --trust-remote-code --chunked-prefill-size --weights --window-max --window-min
+    --window-ratio --world-size
 """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
@@ -143,9 +145,48 @@ def test_help_lists_the_commands_without_importing_them(capsys: pytest.CaptureFi
 def test_serves_help_shows_the_classs_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Least window of a streaming head, in tokens. [default: 4000]" in shown
+    assert "Least window of a streaming head, in tokens. [default: the model's, else 4000]" in shown
     assert "[razor|full|streaming]" in shown
     assert "[default: --compensation]" in shown
+
+
+@pytest.mark.parametrize("command", [["serve"], ["eval", "needle"]])
+def test_flags_stand_under_headings(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, "-h"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert {"Options:", "Model:", "Ranks:", "Memory:", "Streaming heads:"} <= set(shown)
+    assert max(map(len, shown)) <= 80
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"razor-dist {razor_dist.__version__}\n"
+
+
+def test_shells_complete_the_flags_of_a_command() -> None:
+    words = {"COMP_WORDS": "razor-dist serve --wor", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "razor_dist"],
+        env={**os.environ, **words, "_RAZOR_DIST_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["--world-size"]
+
+
+def test_the_model_may_stand_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/no/such/model"]) == 2
+    shown = capfd.readouterr().err
+    assert shown.startswith("razor-dist: model '/no/such/model': there is no such folder")
+    assert shown.count("\n") == 1  # refused before anything listens
+    assert cli.main(["serve", "a", "--model", "b"]) == 2
+    assert "the model is given twice: a and b" in capfd.readouterr().err
+
+
+def test_flags_of_other_engines_are_answered_with_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--tensor-parallel-size", "2"]) == 2
+    assert "did you mean --world-size?" in capfd.readouterr().err
+    assert set(cli.FOREIGN_FLAGS.values()) <= options(serve)
 
 
 def test_serve_does_not_import_what_it_does_not_need() -> None:

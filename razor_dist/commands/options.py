@@ -14,6 +14,7 @@ import typer
 
 from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
+from razor_dist.config.sources import shipped_names
 
 Options = TypeVar("Options")
 
@@ -114,6 +115,8 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     elif field.annotation is bool:
         kind, opposite = bool | None, f"--no-{flag.removeprefix('--')}"
         names, default = f"{flag}/{opposite}", flag if field.default else opposite
+    if name in shipped_names():
+        default = f"the model's, else {default}"
     option = typer.Option(
         None,
         names,

@@ -16,7 +16,8 @@ from razor_dist.config.sources import load_config
 # Given by plan's own argument and option; what changes nothing that is planned; and weights, since
 # the planner knows replicated ones only.
 _LEFT_OUT = """
-    model device threads collective_timeout heartbeat_timeout seed ring cuda_graphs weights
+    model device threads collective_timeout heartbeat_timeout seed generation_config ring
+    cuda_graphs weights
 """
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -114,6 +115,13 @@ def _shipped(cls: type[Config], model: Any) -> Settings:
     if not file.is_file():
         return {}
     return _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
+
+
+@cache
+def shipped_names() -> frozenset[str]:
+    """Return the settings of which some model brings its own default."""
+    files = (resources.files("razor_dist.configs") / "models").iterdir()
+    return frozenset(name for file in files for name in yaml.safe_load(file.read_text()))
 
 
 def _from_text(cls: type[Config], text: str, source: str) -> Settings:

@@ -286,3 +286,5 @@ def test_health_and_stats(url: str) -> None:
     stats = httpx.get(f"{url}/stats").json()
     assert stats["world_size"] == 2
     assert stats["bytes_sent"] == {"ring": 10}
+    # What is used does not hide what is reserved.
+    assert (stats["kv_reserved_bytes_per_rank"], stats["kv_bytes_per_rank"]) == (1000, [0, 0])

@@ -120,6 +120,7 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
         (b"[]", "the body must be a JSON object"),
         (b'{"temperature": NaN}', "NaN is not a JSON number"),
         (b'{"model": "\\ud800"}', "lone surrogate"),
+        (b'{"model": "a", "model": "b"}', "the key 'model' is given twice"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not valid JSON"),
     ],
@@ -128,6 +129,26 @@ def test_a_malformed_body_is_refused(url: str, body: bytes, message: str) -> Non
     refusal = refused(url, "/v1/chat/completions", content=body)
     assert refusal[:3] == (400, None, None)
     assert message in refusal[3]
+
+
+def test_an_error_does_not_repeat_all_that_was_sent(url: str) -> None:
+    for body in (CHAT | {"x" * 200_000: 1}, CHAT | {"model": "x" * 200_000}):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000
+
+
+def test_whole_numbers_may_be_written_with_a_point(url: str) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 2.0, "seed": 1.0, "top_k": 3.0, "n": 1.0}
+    answer = httpx.post(f"{url}/v1/completions", json=TEXT | body)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    refusal = refused(url, "/v1/completions", json=TEXT | {"max_tokens": 2.5})
+    assert refusal[:2] == (400, "max_tokens")
+
+
+def test_another_method_is_refused_with_those_allowed(url: str) -> None:
+    response = httpx.get(f"{url}/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
 def test_a_body_above_the_limit_is_refused(url: str) -> None:

@@ -111,6 +111,7 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(victim: int) -> None:
         assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
         assert done == "data: [DONE]"
         assert wait_until(lambda: health(url) == (200, "ready"), 15)
+        assert server.log.count("engine ready") == 2
         assert complete(url, [5, 6], max_tokens=1).status_code == 200
         assert alive(ranks) == []
 
@@ -161,6 +162,39 @@ def test_a_killed_front_takes_its_ranks_along() -> None:
         family = server.family()
         server.process.kill()
         assert wait_until(lambda: not alive(family), 2)
+
+
+def test_the_folder_of_a_killed_front_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with fake_server() as server:
+        server.url()
+        [left] = tmp_path.glob("razor-*")
+        server.process.kill()
+        server.process.wait()
+    long_ago = time.time() - 3600
+    os.utime(left / "lock", (long_ago, long_ago))
+    with fake_server() as server:
+        server.url()
+        [own] = tmp_path.glob("razor-*")
+        assert own != left
+        os.utime(own / "lock", (long_ago, long_ago))
+        with fake_server() as other:
+            other.url()
+            assert own.exists()
+
+
+def test_a_client_that_vanishes_while_it_uploads_is_no_error() -> None:
+    with fake_server() as server:
+        url = httpx.URL(server.url())
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        with socket.create_connection((url.host, url.port or 0)) as client:
+            client.sendall(head)
+            time.sleep(0.3)
+        assert wait_until(lambda: "499" in server.log, 5), server.log
+        assert health(str(url))[0] == 200
+        assert "Traceback" not in server.log
 
 
 def test_a_port_in_use_is_told() -> None:
