@@ -52,7 +52,7 @@ Message = dict[str, Any]
 # about 36 MB, and as many objects to walk through with the interpreter's lock held.
 Tokens = npt.NDArray[np.int32]
 
-# The exit code of a rank that the user's settings or model made end: starting again is no use.
+# The exit code of a rank that the user's settings or model made end: another start would not help.
 EXIT_USER_ERROR = 3
 
 _WIRE = np.dtype("<i4")
@@ -112,15 +112,10 @@ def as_tokens(
     param : str
         The request's field that they came from.
 
-    Returns
-    -------
-    Tokens
-        ``[n]``, int32.
-
     Raises
     ------
     RequestError
-        Naming the first id that is no token's.
+        Naming the first id outside the vocabulary.
     """
     found = np.asarray(ids)
     if found.dtype.kind not in "iu":

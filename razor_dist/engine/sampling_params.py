@@ -161,5 +161,5 @@ def _tuple(name: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """`isinstance`, but a bool is no int."""
+    """Return `isinstance`, except that a bool does not count as an int."""
     return isinstance(value, kind) and not isinstance(value, bool)

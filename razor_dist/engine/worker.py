@@ -56,12 +56,7 @@ class FrontendClosedError(OSError):
 
 
 class Link:
-    """Rank 0's end of the socket to the frontend; any thread may send, one receives.
-
-    Parameters
-    ----------
-    path : str
-        The Unix-domain socket on which the frontend listens.
+    """Rank 0's end of the frontend's Unix-domain socket; any thread may send, one receives.
 
     Raises
     ------
@@ -110,7 +105,7 @@ class Link:
             self.receive(_LAST_WORDS)
 
     def receive(self, timeout: float) -> list[Message]:
-        """The messages that have come; waits up to ``timeout`` seconds for the first byte.
+        """Return the messages that have come, after at most ``timeout`` seconds without a byte.
 
         Raises
         ------
@@ -148,12 +143,7 @@ class Link:
 def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
     """Rank 0's loop: take messages, make a step, send what came of it.
 
-    Parameters
-    ----------
-    engine : Engine
-    link : Link
-    idle_seconds : float
-        Seconds that the ranks may go without hearing from each other.
+    ``idle_seconds`` is the time that the ranks may go without hearing from each other.
 
     Raises
     ------
@@ -224,13 +214,6 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
     there can know, and only rank 0 can tell the frontend. One may also have to fetch what others
     have, so the ranks wait here without the time-out that their collectives have.
 
-    Parameters
-    ----------
-    comm : Communicator
-        Of all ranks.
-    build : callable
-        Makes this rank's part of something; takes as long as it takes.
-
     Raises
     ------
     RazorError
@@ -258,11 +241,7 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
 def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     """Be one rank until the frontend says shutdown or goes away.
 
-    Parameters
-    ----------
-    config : EngineConfig
-    socket_path : str or None
-        Rank 0: the frontend's socket. Other ranks: None.
+    ``socket_path`` is the frontend's socket on rank 0, ``None`` on the others.
 
     Raises
     ------

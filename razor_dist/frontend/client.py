@@ -47,7 +47,7 @@ class Status:
 
 @dataclass
 class EngineInfo:
-    """What rank 0 says of itself once the model is loaded; `fields` is its whole message."""
+    """Rank 0's description of the engine; `fields` is its whole message."""
 
     max_model_len: int
     vocab_size: int
@@ -79,8 +79,8 @@ class EngineClient:
         self.max_queue = max_queue
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
-        # Messages of all rank 0s so far, and the process of the connected one, once it has told:
-        # see `heartbeat`.
+        # Messages of all rank 0s so far, and the process of the connected one, which its
+        # heartbeat brings.
         self.received = 0
         self.rank0_pid: int | None = None
         self._status = Status("loading", "the model is being loaded")
@@ -101,7 +101,7 @@ class EngineClient:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a rank 0 at the other end of the socket."""
+        """True while a rank 0 is at the other end of the socket."""
         return self._writer is not None
 
     @property
@@ -131,7 +131,7 @@ class EngineClient:
         return self.require_ready()
 
     def require_ready(self) -> EngineInfo:
-        """What the engine said of itself; `EngineError` unless it is ready now."""
+        """Return the engine's description; `EngineError` unless it is ready now."""
         if self._status.state != "ready" or self.info is None:
             verb = "failed" if self._status.state == "failed" else f"is {self._status.state}"
             raise EngineError(f"the engine {verb}: {self._status.reason}")

@@ -112,7 +112,7 @@ class ManagedEngine:
             self.client.failed(f"the ranks cannot be started: {error}")
 
     async def _keep_running(self) -> None:
-        """Start, watch and start again, until that is no use."""
+        """Start, watch and start again, until starts fail or the engine is closed."""
         failed_starts = 0
         while True:
             self.client.loading()
@@ -175,17 +175,8 @@ async def silence(client: EngineClient, timeout: float) -> str:
     Only time in which this process runs is counted: a frontend that was stopped itself finds, when
     it goes on, old signs of life that it has not read yet.
 
-    Parameters
-    ----------
-    client : EngineClient
-    timeout : float
-        The setting ``heartbeat_timeout``: seconds of silence that are too long; without a
-        connection, `patience` of it are.
-
-    Returns
-    -------
-    str
-        The event in words.
+    ``timeout`` is the setting ``heartbeat_timeout``, in seconds; without a connection, `patience`
+    of it are too long. Returns the event in words.
     """
     step, silent, before = interval(timeout), 0.0, (client.connected, client.received)
     while silent < (timeout if client.connected else patience(timeout)):

@@ -77,16 +77,9 @@ class RankGroup:
     ) -> RankGroup:
         """Start ``config.world_size`` ranks.
 
-        Parameters
-        ----------
-        config : EngineConfig
-            Handed to every rank.
-        folder : Path
-            A private, empty folder: the rendezvous is a file in it, so no port is raced for.
-        socket_path : Path
-            Where rank 0 finds the frontend.
-        module : str
-            The worker; another one stands in for it in tests.
+        The ranks meet at a file in ``folder``, which is private and empty, so that no port is
+        raced for; rank 0 finds the frontend at ``socket_path``. In tests another ``module``
+        stands in for the worker.
         """
         config_file = folder / "config.json"
         config_file.write_text(config.engine_json())

@@ -12,12 +12,11 @@ class RequestStream(AsyncIterator[Message]):
     """The messages of one request, up to the token that finishes it.
 
     Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
-    prompt that is only kept ends no other way: stop reading when ``progress`` says that it is read.
+    pinned prefix ends in no other way: stop reading when ``progress`` says that it is read.
 
     Parameters
     ----------
     request_id : str
-        The request's.
     abort : callable
         Called with ``request_id`` if the stream is closed before the request has ended.
 
@@ -38,12 +37,12 @@ class RequestStream(AsyncIterator[Message]):
 
     @property
     def ended(self) -> bool:
-        """Whether the engine holds nothing of the request: it finished, failed or was aborted."""
+        """True once the engine holds nothing of the request: it finished, failed or was aborted."""
         return self._done
 
     @property
     def closed(self) -> bool:
-        """Whether it was `close` that ended the request, and not its last token or a failure."""
+        """True if `close` ended the request, and not its last token or a failure."""
         return self._closed
 
     def __aiter__(self) -> RequestStream:

@@ -17,14 +17,13 @@ Json = dict[str, Any]
 
 
 class Format(ABC):
-    """How one request's answers are told.
+    """The shape of one request's answers.
 
     Parameters
     ----------
     model : str
         The model's name in the API.
     answers : ServedChoices
-        What to tell.
     tokenizer : PreTrainedTokenizerBase or None
         Spells the tokens of log-probabilities.
     """

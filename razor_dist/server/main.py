@@ -42,17 +42,7 @@ _GRACE = 2
 def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
     """Serve a model on ranks that this process starts, until SIGINT or SIGTERM.
 
-    Parameters
-    ----------
-    config : ServerConfig
-        The settings.
-    worker : str
-        The ranks' module.
-
-    Returns
-    -------
-    int
-        Exit code 0.
+    ``worker`` is the ranks' module. Returns the exit code, 0.
 
     Raises
     ------
@@ -121,12 +111,7 @@ class Frontend:
         )
 
     async def run(self) -> int:
-        """Serve until a signal, the agent's end, or a failure to start.
-
-        Returns
-        -------
-        int
-            Exit code 0.
+        """Serve until a signal, the agent's end, or a failure to start; returns the exit code 0.
 
         Raises
         ------

@@ -95,7 +95,7 @@ class ParsingProcess:
         return _parsed_of(answer)
 
     async def _ask(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Message:
-        """The process's answer to one body; the turn is the next one's then."""
+        """Get the process's answer to one body, and pass the turn on."""
         patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
         try:
             async with asyncio.timeout(patience):
@@ -166,7 +166,7 @@ async def _exchange(
 
 
 def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
-    """What the process answers to one body."""
+    """Return the process's answer to one body."""
     try:
         parsed = parse_request(message["endpoint"], raw, encoder, Limits(*message["limits"]))
     except RequestError as error:
@@ -177,7 +177,7 @@ def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
 
 
 def _parsed_of(answer: Message) -> ParsedRequest:
-    """The `ParsedRequest` that an answer tells of."""
+    """Return the `ParsedRequest` that an answer holds."""
     prompts = [
         Checked(unpack(tokens), SamplingParams(**params)) for tokens, params in answer["prompts"]
     ]

@@ -59,17 +59,6 @@ def parse_request(
 ) -> ParsedRequest:
     """Read a request's body.
 
-    Parameters
-    ----------
-    endpoint : "chat" or "completions"
-        Which one the body was sent to.
-    raw : bytes
-        The body.
-    encoder : PromptEncoder
-        The model's.
-    limits : Limits
-        The server's and the engine's.
-
     Raises
     ------
     RequestError

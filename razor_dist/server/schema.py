@@ -1,6 +1,6 @@
 """The request bodies of the API, and everything about them that can be refused.
 
-What is not supported is refused by name; a field of OpenAI's that is set to what happens anyway
+Unsupported fields are refused by name; a field of OpenAI's that is set to what happens anyway
 (``presence_penalty: 0``) is accepted.
 """
 
@@ -72,7 +72,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """How a stream ends."""
+    """Options of a stream's end."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -171,7 +171,7 @@ class GenerateBody(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk of token counts."""
+        """True if the stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:

@@ -31,14 +31,8 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Stream the text of server-sent events.
 
-    Parameters
-    ----------
-    events : async iterator
-        Of `LiveChoices.events`; ``None`` makes a heartbeat.
-    form : Format
-        The endpoint's.
-    include_usage : bool
-        End with a chunk of token counts; the other chunks then say ``"usage": null``.
+    Of the events, ``None`` makes a heartbeat. With ``include_usage`` the stream ends with a chunk
+    of token counts, and the other chunks say ``"usage": null``.
     """
     usage: dict[str, Any] = {"usage": None} if include_usage else {}
     try:

@@ -38,7 +38,7 @@ HOLD_BACK = 5.0
 
 
 class FrontendRefusedError(Exception):
-    """The frontend ended at once; it has told the user why."""
+    """The frontend ended at once, after telling the user why."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the frontend ended with code {code}")
@@ -46,7 +46,7 @@ class FrontendRefusedError(Exception):
 
 
 class Torchrun(NamedTuple):
-    """What torchrun says of this process."""
+    """This process's place among those that torchrun started."""
 
     rank: int
     local_rank: int
@@ -77,27 +77,13 @@ class Torchrun(NamedTuple):
 
 
 def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -> int:
-    """Be one of torchrun's ranks; rank 0 sees to the frontend first.
-
-    Parameters
-    ----------
-    config : ServerConfig
-        The settings, the same in every process.
-    torchrun : Torchrun
-        Who this process is.
-    run_rank : callable
-        `razor_dist.engine.worker.run_rank`.
-
-    Returns
-    -------
-    int
-        Exit code.
+    """Be one of torchrun's ranks, and return its exit code; rank 0 sees to the frontend first.
 
     Raises
     ------
     RazorError
-        On another rank than 0, where it has been told already. On rank 0, if it cannot reach the
-        frontend, which it is for the caller to tell.
+        On another rank than 0, where the frontend has told the user already; on rank 0 if it
+        cannot reach the frontend, so that the caller must.
     """
     set_up_logging(config.log_level)
     socket_path = None
