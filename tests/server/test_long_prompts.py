@@ -25,7 +25,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
-from razor_dist.server import parsing_process as intake_process
+from razor_dist.server import parsing_process as parsing
 from razor_dist.server.app import build_app
 from razor_dist.server.main import Frontend, bind
 from razor_dist.server.parsing_process import ParsingProcess
@@ -143,7 +143,7 @@ def test_another_process_reads_bodies_as_this_one_does(
         # One that is stuck is given up, and does not hold up those that wait for it.
         child = process._process
         os.kill(child.pid, signal.SIGSTOP)
-        monkeypatch.setattr(intake_process, "_PATIENCE", 1.0)
+        monkeypatch.setattr(parsing, "_PATIENCE", 1.0)
         tasks = [
             asyncio.create_task(process.parse_request("completions", body(prompt=[prompt]), LIMITS))
             for prompt in (5, 4)
