@@ -23,8 +23,8 @@ def summarize(
         list[str],
         typer.Argument(
             metavar="IN...",
-            help="Folders, files or patterns; txt, md, rst, html, pdf, epub, docx, and jsonl "
-            "with an id and a text in each line.",
+            help="Folders, files or patterns; txt, md, rst, html, pdf, epub, docx, also with .gz, "
+            "and jsonl with an id and a text in each line.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the results; what is there is kept.")],
@@ -43,6 +43,9 @@ def summarize(
     temperature: Annotated[
         float, typer.Option(help="Of the draws; 0 is greedy.")
     ] = Style.temperature,
+    encoding: Annotated[
+        str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
+    ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Also write a page for each document.")
     ] = False,
@@ -69,10 +72,10 @@ def summarize(
         temperature=temperature,
         seed=config.seed or 0,
     )
-    sources, left_out = collect(inputs)
+    sources, left_out = collect(inputs, encoding)
     require_readers(source.kind for source in sources)
     for path in left_out:
-        typer.echo(f"{path}: of no kind that is read, left out", err=True)
+        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     set_up_logging("info")
     engine = EngineConfig(**settings_of(config))
     task = SummaryTask(engine, style, sources)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError, DocumentError
-from razor_dist.documents.lines import Line, digest_of, read_lines
-from razor_dist.documents.read import KIND_OF_SUFFIX, checked_text, kind_of, read_document
+from razor_dist.documents.lines import DIGEST, Line, digest_of, read_lines
+from razor_dist.documents.read import (
+    KIND_OF_SUFFIX,
+    ReadLimits,
+    checked_text,
+    kind_of,
+    read_document,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,9 @@ class Source:
     digest : str
         Of the bytes, by `digest_of`; empty if they could not be read.
     line : Line or None
-        Which line of the file it is; ``None`` for a whole file.
+        The line of the file that it is; ``None`` for a whole file.
+    encoding : str or None
+        Of plain text that is not UTF-8; ``None`` for all that is.
     """
 
     id: str
@@ -43,6 +53,7 @@ class Source:
     size: int
     digest: str
     line: Line | None = None
+    encoding: str | None = None
 
     def text(self) -> str:
         """Read it.
@@ -52,6 +63,7 @@ class Source:
         DocumentError
             If it cannot be read, or is another than it was when it was found.
         """
+        ReadLimits().check_bytes(self.size)
         try:
             data = self.line.read() if self.line is not None else Path(self.file).read_bytes()
         except OSError as error:
@@ -62,17 +74,18 @@ class Source:
             raise DocumentError("was changed since the job began; run it again")
         if self.line is not None:
             return checked_text(_fields(data)[1])
-        return read_document(data, self.kind)
+        gz = self.file.lower().endswith(".gz")
+        return read_document(data, self.kind, gz=gz, encoding=self.encoding)
 
 
 class Collection(NamedTuple):
-    """What was found."""
+    """Documents, and files that are passed over."""
 
     sources: list[Source]
     left_out: list[Path]
 
 
-def collect(inputs: Sequence[str]) -> Collection:
+def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     """Find documents.
 
     Parameters
@@ -80,18 +93,26 @@ def collect(inputs: Sequence[str]) -> Collection:
     inputs : sequence of str
         Folders, which are searched with all folders in them; patterns such as ``books/**/*.epub``;
         files. A file that is found twice is taken once.
+    encoding : str, optional
+        Of plain text that is not UTF-8, such as "latin-1".
 
     Returns
     -------
     Collection
-        ``left_out`` are files in folders, or matched by patterns, of no kind that can be read, and
-        hidden files in folders.
+        ``left_out`` are files in folders, or matched by patterns, that cannot be read by their
+        names or are binary files without a suffix, and hidden files in folders.
 
     Raises
     ------
     ConfigError
-        If an input names nothing, or nothing that can be read, or two documents have one id.
+        If an input names nothing, or nothing that can be read, two documents have one id, or the
+        encoding is unknown.
     """
+    try:
+        encoding = encoding and codecs.lookup(encoding).name
+        "".encode(encoding or "utf-8")
+    except LookupError:
+        raise ConfigError(f"unknown encoding {encoding!r}; try latin-1 or cp1252") from None
     found: dict[Path, Path] = {}
     left_out: dict[Path, Path] = {}
     for name in inputs:
@@ -103,7 +124,7 @@ def collect(inputs: Sequence[str]) -> Collection:
     sources: list[Source] = []
     places: dict[str, str] = {}
     for path in found.values():
-        for source in _sources(path):
+        for source in _sources(path, encoding):
             place = str(path) if source.line is None else f"line {source.line.number} of {path}"
             if source.id in places:
                 raise ConfigError(
@@ -122,10 +143,10 @@ def _files(name: str) -> Iterator[tuple[Path, bool]]:
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            yield file, not hidden and kind_of(file) is not None
+            yield file, not hidden and _is_document(file)
     elif path.exists():
         if kind_of(path) is None:
-            raise ConfigError(f"{name} is of no kind that is read; these are: {_known()}")
+            raise ConfigError(f"{name} cannot be read; these are: {_known()}")
         yield path, True
     elif glob.has_magic(name):
         files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
@@ -133,12 +154,27 @@ def _files(name: str) -> Iterator[tuple[Path, bool]]:
         if not files:
             raise ConfigError(f"no file matches the pattern {name}")
         for file in files:
-            yield file, kind_of(file) is not None
+            yield file, _is_document(file)
     else:
         raise ConfigError(f"{name}: there is no such file or folder")
 
 
-def _sources(path: Path) -> Iterable[Source]:
+def _is_document(file: Path) -> bool:
+    """Return whether a file can be read by its name and, if it has no suffix, its beginning."""
+    kind = kind_of(file)
+    if kind != "text" or file.suffix[1:2].isalpha():
+        return kind is not None
+    try:
+        with file.open("rb") as opened:
+            beginning = opened.read(8192)
+    except OSError:
+        return True  # told of with the other documents that cannot be read
+    return b"\0" not in beginning or beginning.startswith(
+        (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    )
+
+
+def _sources(path: Path, encoding: str | None) -> Iterable[Source]:
     kind, file = kind_of(path), str(path.absolute())
     assert kind is not None
     if kind == "jsonl":
@@ -147,10 +183,22 @@ def _sources(path: Path) -> Iterable[Source]:
             for line, data in read_lines(path)
         ]
     try:
-        data = path.read_bytes()
+        with path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()[:DIGEST]
+            size = opened.tell()
     except OSError:  # told of with the other documents that cannot be read
         return [Source(str(path), str(path), kind, file, 1, "")]
-    return [Source(str(path), str(path), kind, file, len(data), digest_of(data))]
+    if encoding and (kind != "text" or _is_utf8(path)):
+        encoding = None
+    return [Source(str(path), str(path), kind, file, size, digest, encoding=encoding)]
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _id_of(data: bytes, path: Path, line: Line) -> str:
@@ -185,4 +233,4 @@ def _fields(data: bytes) -> tuple[str, str]:
 
 
 def _known() -> str:
-    return f"{', '.join(KIND_OF_SUFFIX)} and names without a suffix"
+    return f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and no suffix"

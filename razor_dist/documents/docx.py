@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 
 from docx import Document
 from docx.table import Table
 from docx.text.paragraph import Paragraph
 
 from razor_dist.config.errors import DocumentError
+from razor_dist.documents.read import ReadLimits
 
-# What a .docx file with a password is wrapped in, as was every .doc file.
+# The beginning of a .docx file with a password, and of every .doc file.
 _COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 
 
-def read(data: bytes) -> str:
-    """The text of a document, with its tables' rows as lines.
+def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
+    """Yield the paragraphs and tables of a document, with the tables' rows as lines.
 
     Raises
     ------
@@ -25,18 +27,25 @@ def read(data: bytes) -> str:
     """
     if data.startswith(_COMPOUND):
         raise DocumentError("is encrypted, or a .doc file under another name")
-    blocks = []
+    levels: dict[str | None, str] = {}  # by styles, which python-docx looks up slowly
     for part in Document(io.BytesIO(data)).iter_inner_content():
-        blocks.append(_table(part) if isinstance(part, Table) else _paragraph(part))
-    return "\n\n".join(block for block in blocks if block.strip())
+        if isinstance(part, Table):
+            text = _table(part)
+        else:
+            style = part._p.style
+            if style not in levels:
+                levels[style] = _level(part)
+            text = levels[style] + part.text if part.text.strip() else ""
+        yield text if text.strip() else ""
 
 
-def _paragraph(paragraph: Paragraph) -> str:
+def _level(paragraph: Paragraph) -> str:
+    """The mark of a heading of the paragraph's style; empty for other styles."""
     style = paragraph.style.name if paragraph.style is not None else None
+    if style == "Title":
+        return "# "
     level = re.fullmatch(r"Heading ([1-9])", style or "")
-    if paragraph.text.strip() and (level or style == "Title"):
-        return "#" * (int(level[1]) if level else 1) + f" {paragraph.text}"
-    return paragraph.text
+    return "#" * int(level[1]) + " " if level else ""
 
 
 def _table(table: Table) -> str:

@@ -9,14 +9,16 @@ import io
 import posixpath
 import re
 import zipfile
+from collections.abc import Iterator
 from html.entities import name2codepoint
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag
 
 from bs4 import BeautifulSoup
 from lxml import etree
 
 from razor_dist.config.errors import DocumentError
 from razor_dist.documents.html import decoded, text_of
+from razor_dist.documents.read import ReadLimits
 
 # Unpacked bytes of one file at most: an archive of kilobytes can hold gigabytes of zeros.
 _LARGEST = 256 * 2**20
@@ -26,17 +28,19 @@ _FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC"
 _ENTITY = re.compile(r"&(\w+);")
 
 
-def read(data: bytes) -> str:
-    """The text of an EPUB file.
+def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
+    """Yield the text of each page.
 
     Raises
     ------
     DocumentError
-        If it is encrypted, or lacks what an EPUB file must hold.
+        If it is encrypted, has too many pages, or lacks what an EPUB file must hold.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         book = _Book(archive)
-        return "\n\n".join(filter(None, map(book.page, book.pages())))
+        pages = book.pages()
+        limits.check_pages(len(pages))
+        yield from map(book.page, pages)
 
 
 class _Book:
@@ -49,7 +53,11 @@ class _Book:
                 raise DocumentError("is encrypted")
 
     def pages(self) -> list[str]:
-        """The names of the pages' files."""
+        """The names of the pages' files, each once.
+
+        Entries of the manifest may be places in files (``page.xhtml#chapter-2``), of which the
+        spine then names several.
+        """
         root = next(self._xml(_CONTAINER).iter("{*}rootfile"), None)
         package = root.get("full-path") if root is not None else None
         if not package:
@@ -61,9 +69,9 @@ class _Book:
         for reference in tree.iter("{*}itemref"):
             if reference.get("idref") not in files:
                 raise DocumentError(f"has no page {reference.get('idref')!r} of its spine")
-            href = unquote(files[reference.get("idref")])
+            href = unquote(urldefrag(files[reference.get("idref")]).url)
             names.append(posixpath.normpath(posixpath.join(folder, href)))
-        return names
+        return list(dict.fromkeys(names))
 
     def page(self, name: str) -> str:
         """The text of a page."""
@@ -86,7 +94,7 @@ class _Book:
 
 
 def _as_character(entity: re.Match[str]) -> str:
-    """HTML's named characters, which XML does not know; XML's own stay."""
+    """Replace a named character of HTML, which XML does not know; XML's own stay."""
     if entity[1] in ("amp", "lt", "gt", "quot", "apos"):
         return entity[0]
     code = name2codepoint.get(entity[1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from bs4 import BeautifulSoup, NavigableString, Tag
 from bs4.dammit import UnicodeDammit
 
 from razor_dist.config.errors import DocumentError
+from razor_dist.documents.read import ReadLimits
 
 # Elements that are not read: programs, pictures, menus.
 _SKIPPED = re.compile("head|script|style|template|noscript|svg|math|nav|iframe|object")
@@ -16,19 +18,22 @@ _INLINE = re.compile(
     "a|abbr|acronym|b|bdi|bdo|big|cite|code|data|del|dfn|em|font|i|img|ins|kbd|label"
     "|mark|q|ruby|rb|rp|rt|s|samp|small|span|strike|strong|sub|sup|time|tt|u|var|wbr"
 )
+# Roles and classes (Sphinx's, DocBook's) of what surrounds a page's text.
+_ROLES = {"navigation", "banner", "contentinfo", "search"}
+_CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter"}
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
 
 
-def read(data: bytes) -> str:
-    """The text of an HTML page.
+def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
+    """Yield the text of an HTML page.
 
     Raises
     ------
     DocumentError
         If its encoding cannot be found.
     """
-    return text_of(BeautifulSoup(decoded(data), "lxml"))
+    yield text_of(BeautifulSoup(decoded(data), "lxml"))
 
 
 def decoded(data: bytes) -> str:
@@ -62,7 +67,7 @@ class _Blocks:
 
     def _enter(self, tag: Tag) -> None:
         name = tag.name.lower()
-        if _SKIPPED.fullmatch(name):
+        if _SKIPPED.fullmatch(name) or _surrounds(tag):
             return
         if name == "br":
             self._open.append("\n")
@@ -92,3 +97,10 @@ class _Blocks:
                 text = text.replace("\n", " ")
             self.done.append(self._mark + text)
             self._mark = ""
+
+
+def _surrounds(tag: Tag) -> bool:
+    """Return whether an element is a menu, a page's header or footer, or a mark to link to."""
+    if tag.name in ("header", "footer") and tag.parent is not None and tag.parent.name == "body":
+        return True
+    return tag.get("role") in _ROLES or not _CLASSES.isdisjoint(tag.get_attribute_list("class"))

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from razor_dist.config.errors import ConfigError
 
+# Hexadecimal digits of a digest.
+DIGEST = 12
+
 
 @dataclass(frozen=True)
 class Line:
@@ -74,5 +77,5 @@ def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
 
 
 def digest_of(data: bytes) -> str:
-    """A name for bytes: the first 12 hexadecimal digits of their SHA-256."""
-    return hashlib.sha256(data).hexdigest()[:12]
+    """A name for bytes: the first `DIGEST` hexadecimal digits of their SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:DIGEST]

@@ -1,16 +1,29 @@
-"""From a file's bytes to its text."""
+"""From a file's bytes to its text.
+
+What is not plain text is read by a process of its own (``python -m razor_dist.documents.read``), so
+that a file that was made to exhaust time or memory, or crashes its reader, fails alone.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+import gzip
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from razor_dist.config.errors import ConfigError, DocumentError
 
-# Kinds by the names' ends; a reader is `read` of `razor_dist.documents.KIND`.
+# Kinds by the names' ends; `read` of `razor_dist.documents.KIND` yields the pages' texts.
 _KINDS = {
     "text": (".txt", ".text", ".md", ".markdown", ".rst"),
     "html": (".html", ".htm", ".xhtml"),
@@ -23,16 +36,53 @@ KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix i
 _NEEDED = {
     "html": ("bs4", "lxml"),
     "epub": ("bs4", "lxml"),
-    "pdf": ("pypdf",),
+    "pdf": ("pypdfium2",),
     "docx": ("docx",),
 }
 
 
-def kind_of(path: Path) -> str | None:
-    """A file's kind by its name; ``None`` if it is of no kind that can be read.
+BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# A reader's exit code when standard output is what is wrong with the document.
+_REFUSED = 3
 
-    A name without a suffix (``GPL-3``, ``LGPL-2.1``) is a text's.
+
+@dataclass(frozen=True)
+class ReadLimits:
+    """Bounds of one document: text, pages, and what its reader may use.
+
+    Attributes
+    ----------
+    characters, pages : int
+    seconds : int
+        Of the processor.
+    memory : int
+        Bytes of the reader's address space; a file may take half of it.
     """
+
+    characters: int = 100_000_000
+    pages: int = 20_000
+    seconds: int = 120
+    memory: int = 2 * 2**30
+
+    def check_pages(self, pages: int) -> None:
+        """Raise `DocumentError` if a document has too many pages."""
+        if pages > self.pages:
+            raise DocumentError(f"has {pages:,} pages, more than {self.pages:,}; split it")
+
+    def check_bytes(self, size: int) -> None:
+        """Raise `DocumentError` if a file is too large."""
+        if size > self.memory // 2:
+            raise DocumentError(f"is larger than {self.memory // 2:,} bytes; split it")
+
+
+def kind_of(path: Path) -> str | None:
+    """A file's kind by its name, or ``None`` if it cannot be read.
+
+    A name without a suffix (``GPL-3``, ``LGPL-2.1``) is a text's. ``.gz`` is passed over.
+    """
+    if path.suffix.lower() == ".gz":
+        kind = kind_of(path.with_suffix(""))
+        return None if kind == "jsonl" else kind
     suffix = path.suffix.lower()
     if not suffix[1:2].isalpha():
         return "text"
@@ -56,7 +106,14 @@ def require_readers(kinds: Iterable[str]) -> None:
             )
 
 
-def read_document(data: bytes, kind: str) -> str:
+def read_document(
+    data: bytes,
+    kind: str,
+    *,
+    gz: bool = False,
+    encoding: str | None = None,
+    limits: ReadLimits | None = None,
+) -> str:
     """The text of a file.
 
     Parameters
@@ -65,6 +122,11 @@ def read_document(data: bytes, kind: str) -> str:
         The whole file.
     kind : str
         "text", "html", "pdf", "epub" or "docx".
+    gz : bool
+        The file is compressed by gzip.
+    encoding : str, optional
+        Of plain text that is not UTF-8.
+    limits : ReadLimits, optional
 
     Returns
     -------
@@ -74,15 +136,74 @@ def read_document(data: bytes, kind: str) -> str:
     Raises
     ------
     DocumentError
-        If the file is broken, encrypted, or holds no text; the message says which.
+        If the file is broken, encrypted, too large, or holds no text; the message says which.
     """
+    limits = limits or ReadLimits()
+    if kind == "text" and not gz:
+        return _read(data, kind, encoding, limits)
+    arguments = json.dumps([kind, gz, encoding, asdict(limits)])
     try:
-        text = _text(data) if kind == "text" else _read(data, kind)
-    except DocumentError:
-        raise
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "razor_dist.documents.read", arguments],
+            input=data,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=10 * limits.seconds,  # it may have to wait for a processor
+        )
+    except subprocess.TimeoutExpired:
+        raise DocumentError(f"was not read within {10 * limits.seconds} s") from None
+    if done.returncode == -signal.SIGXCPU:
+        raise DocumentError(
+            f"takes more than {limits.seconds} s of the processor to read; split it"
+        )
+    if done.returncode not in (0, _REFUSED):
+        raise DocumentError(f"cannot be read as {kind}: its reader crashed ({done.returncode})")
+    text = done.stdout.decode()
+    if done.returncode:
+        raise DocumentError(text)
+    return text
+
+
+def main() -> None:
+    """Read the document on standard input as the argument says; print its text or its problem."""
+    kind, gz, encoding, bounds = json.loads(sys.argv[1])
+    limits = ReadLimits(**bounds)
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        data = sys.stdin.buffer.read()
+        if gz:
+            with gzip.open(io.BytesIO(data)) as file:
+                data = file.read(limits.memory // 2 + 1)
+            limits.check_bytes(len(data))
+        answer, code = _read(data, kind, encoding, limits), 0
+    except DocumentError as error:
+        answer, code = str(error), _REFUSED
     except Exception as error:  # the libraries raise whatever the broken file leads them to
-        raise DocumentError(f"cannot be read as {kind}: {error or type(error).__name__}") from error
-    return checked_text(text)
+        answer, code = f"cannot be read as {kind}: {error or type(error).__name__}", _REFUSED
+        # lxml calls a lack of memory an unknown error.
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if isinstance(error, MemoryError) or used > limits.memory // 2:
+            answer = f"needs more than {limits.memory:,} bytes of memory to read; split it"
+    sys.stdout.buffer.write(answer.encode())
+    sys.exit(code)
+
+
+def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> str:
+    limits.check_bytes(len(data))
+    pages: Iterator[str]
+    if kind == "text":
+        pages = iter([_text(data, encoding)])
+    else:
+        pages = import_module(f"razor_dist.documents.{kind}").read(data, limits)
+    texts, characters = [], 0
+    for text in pages:
+        texts.append(text)
+        characters += len(text)
+        if characters > limits.characters:
+            raise DocumentError(f"holds more than {limits.characters:,} characters; split it")
+    return checked_text("\n\n".join(filter(None, texts)))
 
 
 def checked_text(text: str) -> str:
@@ -100,21 +221,24 @@ def checked_text(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read(data: bytes, kind: str) -> str:
-    text: str = import_module(f"razor_dist.documents.{kind}").read(data)
-    return text
-
-
-def _text(data: bytes) -> str:
-    encoding = "utf-8-sig"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = "utf-16"
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); convert it"
-        ) from None
+def _text(data: bytes, encoding: str | None) -> str:
+    if data.startswith(BOMS_OF_UTF16):
+        encodings = ["utf-16"]
+    else:
+        encodings = ["utf-8-sig", *([encoding] if encoding else [])]
+    for name in encodings:
+        try:
+            text = data.decode(name)
+            break
+        except UnicodeDecodeError as error:
+            failed = f"is not {name.removesuffix('-sig').upper()} text (byte {error.start})"
+    else:
+        remedy = "convert it" if encoding else "name its encoding, such as --encoding latin-1"
+        raise DocumentError(f"{failed}; {remedy}")
     if "\0" in text:
         raise DocumentError("is a binary file, not text")
     return text.replace("\r\n", "\n")
+
+
+if __name__ == "__main__":
+    main()

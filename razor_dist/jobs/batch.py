@@ -1,10 +1,10 @@
 """OpenAI's batch files as a job: a request in each line, and its answer in a line of the output.
 
-A request is ``{"custom_id", "method": "POST", "url", "body"}``; its body is what the server takes
-at that url, checked by the server's own code. A line of the output is ``{"id", "custom_id",
-"response": {"status_code", "request_id", "body"}, "error"}``: a body that is refused has the
-response that the server would give; what is no request, and what the engine failed at, has no
-response and an ``error`` of ``code`` and ``message``.
+A request is ``{"custom_id", "method": "POST", "url", "body"}``; its body is checked by the server's
+own code for that url. A line of the output is ``{"id", "custom_id", "response": {"status_code",
+"request_id", "body"}, "error"}``: a body that is refused has the response that the server would
+give; a malformed line, and a request at which the engine failed, has no response and an ``error``
+of ``code`` and ``message``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.lines import Line, digest_of, read_lines
 from razor_dist.frontend.assembler import TextPiece
@@ -70,24 +70,26 @@ def read_batch(path: str | Path) -> list[Entry]:
     Raises
     ------
     ConfigError
-        If the file cannot be read.
+        If the file cannot be read, or two lines have one custom_id.
     """
     entries: list[Entry] = []
-    first: dict[str, int] = {}
+    lines: dict[str, list[str]] = {}
     for line, data in read_lines(path):
         custom_id = None
         try:
             request = _parse(data)
             custom_id = _custom_id(request)
+            lines.setdefault(custom_id, []).append(str(line.number))
             _check(request)
-            if custom_id in first:
-                raise RequestError(
-                    f"custom_id {custom_id!r} is that of line {first[custom_id]} already"
-                )
-            first[custom_id] = line.number
             entries.append(Entry(line, custom_id))
         except RequestError as error:
             entries.append(Entry(line, custom_id, str(error)))
+    for custom_id, numbers in lines.items():
+        if len(numbers) > 1:
+            raise ConfigError(
+                f"{path}: lines {', '.join(numbers)} have the same custom_id {custom_id!r:.80}; "
+                "each request needs its own, by which its answer is found"
+            )
     return entries
 
 

@@ -153,7 +153,10 @@ def reserve(
         If there is no room in time; the message tells the demand and what the cluster has.
     """
     if not grows and not demand.engines_held():
-        raise ClusterError(f"{what} asks for {demand}, which {_cluster()} cannot hold")
+        raise ClusterError(
+            f"{what} asks for {demand}, which {_cluster()} cannot hold; lower cpus_per_rank "
+            "(--cpus-per-rank 0.25) or world_size, or use processes of this host (--no-ray)"
+        )
     group = placement_group([dict(demand.bundle)] * demand.ranks, strategy=demand.strategy)
     begin, told = time.monotonic(), -_TELL
     try:

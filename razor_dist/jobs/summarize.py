@@ -236,8 +236,9 @@ class SummaryTask:
 
 
 def item_id(source: Source) -> str:
-    """The name of a document's record in the results: its id, and a hash of its content."""
-    return f"{source.id}#{source.digest or 'unreadable'}"
+    """The name of a document's record in the results: its id, and what its text depends on."""
+    encoding = f"-{source.encoding}" if source.encoding else ""
+    return f"{source.id}#{source.digest or 'unreadable'}{encoding}"
 
 
 def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:

@@ -15,9 +15,10 @@ _CONTAINER = (
     '<rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
 )
 _PACKAGE = """<package xmlns="http://www.idpf.org/2007/opf"><manifest>
-<item id="two" href="two%20of%20it.xhtml"/><item id="one" href="text/one.xhtml"/>
-<item id="menu" href="menu.xhtml"/>
-</manifest><spine><itemref idref="one"/><itemref idref="two"/></spine></package>"""
+<item id="two" href="two%20of%20it.xhtml"/><item id="one" href="text/one.xhtml#top"/>
+<item id="menu" href="menu.xhtml"/><item id="one-b" href="text/one.xhtml#part-2"/>
+</manifest><spine><itemref idref="one"/><itemref idref="one-b"/>
+<itemref idref="two"/></spine></package>"""
 _PAGE = (
     '<?xml version="1.0" encoding="utf-8"?><!DOCTYPE html>'
     '<html xmlns="http://www.w3.org/1999/xhtml"><head><title/></head><body>{}</body></html>'
@@ -31,8 +32,11 @@ _ENCRYPTION = (
 def html() -> bytes:
     return (
         '<html><head><meta charset="latin-1"><title>No</title><script>var no;</script></head>'
-        f"<body><nav>No</nav><h1>{TITLE}</h1><p>The <b>quick</b>\n brown fox<!-- no --> jumps.</p>"
-        "<ul><li>caf\xe9</li></ul><div>It is lazy &amp; old.</div><pre>a  b\n c</pre></body></html>"
+        "<body><nav>No</nav><header>No</header><div role='navigation' class='x'>No</div>"
+        f"<h1>{TITLE}<a class='big headerlink' href='#'>\xb6</a></h1>"
+        "<p>The <b>quick</b>\n brown fox<!-- no --> jumps.</p>"
+        "<ul><li>caf\xe9</li></ul><div>It is lazy &amp; old.</div><pre>a  b\n c</pre>"
+        "<div class='navfooter'>No</div></body></html>"
     ).encode("latin-1")
 
 
@@ -47,7 +51,10 @@ def pdf(*pages: str, password: str | None = None, owner_password: str = "x") -> 
     return bytes(file.output())
 
 
-def epub(*, encrypted_by: str | None = None, without: str = "") -> bytes:
+def epub(
+    *, encrypted_by: str | None = None, without: str = "", page: str | None = None, times: int = 1
+) -> bytes:
+    """A book; of ``page`` alone, if given, whose spine names it so many times."""
     files = {
         "META-INF/container.xml": _CONTAINER,
         "OEBPS/book.opf": _PACKAGE,
@@ -57,8 +64,14 @@ def epub(*, encrypted_by: str | None = None, without: str = "") -> bytes:
     }
     if encrypted_by is not None:
         files["META-INF/encryption.xml"] = _ENCRYPTION.format(encrypted_by)
+    if page is not None:
+        spine = '<itemref idref="one"/>' * times
+        files["OEBPS/book.opf"] = (
+            f"{_PACKAGE.partition('<spine>')[0]}<spine>{spine}</spine></package>"
+        )
+        files["OEBPS/text/one.xhtml"] = _PAGE.format(page)
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
             if name != without:
                 archive.writestr(name, text)
@@ -74,4 +87,32 @@ def docx() -> bytes:
     file.add_paragraph(SECOND)
     buffer = io.BytesIO()
     file.save(buffer)
+    return buffer.getvalue()
+
+
+def pdf_of_references(pages: int) -> bytes:
+    """A PDF file whose tree names one page many times."""
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Count %d/Kids[%s]>>" % (pages, b"3 0 R " * pages),
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]>>",
+    ]
+    body, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, start=1):
+        places.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    trailer = b"trailer\n<</Size 4/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % len(body)
+    return body + b"xref\n0 4\n0000000000 65535 f \n" + table + trailer
+
+
+def docx_of_paragraphs(count: int) -> bytes:
+    """A small .docx file of many paragraphs."""
+    whole, buffer = zipfile.ZipFile(io.BytesIO(docx())), io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in whole.namelist():
+            data = whole.read(name)
+            if name == "word/document.xml":
+                data = data.replace(b"<w:sectPr", b"<w:p/>" * count + b"<w:sectPr", 1)
+            archive.writestr(name, data)
     return buffer.getvalue()

@@ -44,6 +44,19 @@ def test_patterns(folder: Path) -> None:
     assert [str(path) for path in left_out] == ["in/picture.png"]
 
 
+def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None:
+    Path("in/program").write_bytes(b"\x7fELF\0")
+    Path("in/utf-16").write_text("é", encoding="utf-16")
+    Path("in/old.txt").write_bytes(b"caf\xe9")
+    sources, left_out = collect(["in"], "latin1")
+    assert Path("in/program") in left_out
+    found = {source.id: source for source in sources}
+    assert found["in/utf-16"].text() == "é" and found["in/old.txt"].text() == "café"
+    assert {id for id, source in found.items() if source.encoding} == {"in/utf-16", "in/old.txt"}
+    with pytest.raises(ConfigError, match="unknown encoding 'latin-one'"):
+        collect(["in"], "latin-one")
+
+
 def test_a_file_that_changed_is_another(folder: Path) -> None:
     [before] = collect(["in/b.txt"]).sources
     [line, *_] = collect(["in/lines.jsonl"]).sources
@@ -67,7 +80,7 @@ def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
     [
         (["in/*.epub"], r"no file matches the pattern in/\*.epub"),
         (["in/*.png"], "holds no document; these are read: .txt"),
-        (["in/picture.png"], "is of no kind that is read"),
+        (["in/picture.png"], "cannot be read; these are"),
         (["missing.txt"], "missing.txt: there is no such file or folder"),
         (["empty.jsonl"], "no line with a document"),
         (["twice.jsonl"], "the id 'x': line 1 of twice.jsonl and line 2 of twice.jsonl"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents import read
-from razor_dist.documents.read import kind_of, read_document, require_readers
+from razor_dist.documents.read import ReadLimits, kind_of, read_document, require_readers
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
 
@@ -44,7 +45,7 @@ def test_the_text_of_a_document(data: bytes, kind: str, text: str) -> None:
     [
         (b"", "text", "holds no text"),
         (b" \n\t", "text", "holds no text"),
-        (b"caf\xe9", "text", "is not UTF-8 text"),
+        (b"caf\xe9", "text", "is not UTF-8 text .*--encoding latin-1"),
         (b"a\0b", "text", "is a binary file"),
         (b"<html><script>x</script></html>", "html", "holds no text"),
         (b"", "pdf", "cannot be read as pdf"),
@@ -64,6 +65,46 @@ def test_a_document_without_text_is_refused(data: bytes, kind: str, problem: str
         read_document(data, kind)
 
 
+MANY = 200_000
+PAGE = "<p>a page</p>"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "limits", "problem"),
+    [
+        (files.pdf_of_references(30_000), "pdf", {}, "has 30,000 pages, more than 20,000"),
+        (files.epub(page="<p/>" * MANY), "epub", {"seconds": 1}, "takes more than 1 s of the"),
+        (files.epub(page="<p/>" * MANY), "epub", {"memory": 2**27}, "needs more than 134,217,728"),
+        (files.docx_of_paragraphs(10**6), "docx", {"memory": 2**27}, "needs more than 134,217,728"),
+        (files.pdf("word " * 99), "pdf", {"characters": 300}, "holds more than 300 characters"),
+        (b"word " * 99, "text", {"characters": 300}, "holds more than 300 characters"),
+        (gzip.compress(bytes(2**28)), "text", {"memory": 2**28}, "is larger than 134,217,728"),
+    ],
+)
+def test_documents_that_would_take_all_there_is(
+    data: bytes, kind: str, limits: dict[str, int], problem: str
+) -> None:
+    """Each is small: it fails alone, in a process of its own, and the bound is named."""
+    assert len(data) < 500_000
+    with pytest.raises(DocumentError, match=f"^{problem}"):
+        read_document(data, kind, gz=data[:2] == b"\x1f\x8b", limits=ReadLimits(**limits))
+
+
+def test_a_page_that_the_spine_repeats_is_read_once() -> None:
+    assert read_document(files.epub(page=PAGE, times=500), "epub") == "a page"
+
+
+def test_compressed_files_and_other_encodings() -> None:
+    assert read_document(gzip.compress("Été".encode()), "text", gz=True) == "Été"
+    assert read_document(gzip.compress(files.pdf(FIRST)), "pdf", gz=True) == FIRST
+    with pytest.raises(DocumentError, match="cannot be read as text: Not a gzipped file"):
+        read_document(b"x", "text", gz=True)
+    assert read_document(b"caf\xe9", "text", encoding="latin-1") == "café"
+    assert read_document("café".encode(), "text", encoding="latin-1") == "café"
+    with pytest.raises(DocumentError, match=r"is not SHIFT_JIS text .*; convert it"):
+        read_document(b"\xff\xff", "text", encoding="shift_jis")
+
+
 def test_half_characters_are_replaced() -> None:
     assert read.checked_text("a\ud800b \U0001f98a") == "a\ufffdb \U0001f98a"
 
@@ -71,9 +112,19 @@ def test_half_characters_are_replaced() -> None:
 def test_kinds_by_names() -> None:
     kinds = {
         name: kind_of(Path(name))
-        for name in ("GPL-3", "LGPL-2.1", "a.TXT", "a.md", "a.Htm", "a.PDF", "a.epub", "a.png")
+        for name in (
+            "GPL-3",
+            "LGPL-2.1",
+            "a.TXT",
+            "a.md",
+            "a.Htm",
+            "a.PDF",
+            "a.epub",
+            "a.png",
+            "a.txt.gz",
+        )
     }
-    assert list(kinds.values()) == ["text"] * 4 + ["html", "pdf", "epub", None]
+    assert list(kinds.values()) == ["text"] * 4 + ["html", "pdf", "epub", None, "text"]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

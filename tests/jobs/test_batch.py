@@ -30,7 +30,7 @@ LINES: list[Any] = [
     "no JSON",
     request("cut", prompt=" one two three", max_tokens=2),
     {**request("get", prompt="x"), "method": "GET"},
-    request("text", prompt="the same id"),
+    request("", prompt="no id"),
     request("field", CHAT, messages=HELLO, tempreature=1),
     request("long", prompt="a " * 600),
     request("stream", prompt="a", stream=True),
@@ -55,7 +55,7 @@ def test_a_batch(
     assert "4 of 11 requests answered" in told.out
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [a["custom_id"] for a in answers] == [
-        line["custom_id"] if isinstance(line, dict) else None for line in LINES
+        (line["custom_id"] or None) if isinstance(line, dict) else None for line in LINES
     ]
     assert len({a["id"] for a in answers}) == len(answers)
     assert all(set(a) == {"id", "custom_id", "response", "error"} for a in answers)
@@ -76,7 +76,7 @@ def test_a_batch(
     problems = {
         3: "line 4: the line is not valid JSON",
         5: "line 6: method must be 'POST', got 'GET'",
-        6: "line 7: custom_id 'text' is that of line 1 already",
+        6: "line 7: custom_id must be a string that is not empty",
     }
     for place, problem in problems.items():
         assert answers[place]["response"] is None
@@ -120,6 +120,17 @@ def test_malformed_lines(tmp_path: Path, line: Any, problem: str) -> None:
     [entry] = read_batch(tmp_path / "in.jsonl")
     assert entry.line.number == 2
     assert entry.problem is not None and entry.problem.startswith(problem)
+
+
+def test_a_custom_id_that_is_not_unique_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(file, [*LINES, request("cut", prompt="another"), "{}"])
+    assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 2
+    assert "lines 5, 12 have the same custom_id 'cut'" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,8 @@ def test_what_cannot_grow_is_not_waited_for(nodes: list[dict[str, float]]) -> No
         cluster.reserve(demand, "engine 0", 600, threading.Event(), grows=False)
     assert str(error.value) == (
         "engine 0 asks for 8 x (1 GPU + 1 CPU) on one node, which the cluster of 3 nodes "
-        "[4 GPU + 8 CPU; 4 GPU + 8 CPU; 6 CPU] with 3 CPU free cannot hold"
+        "[4 GPU + 8 CPU; 4 GPU + 8 CPU; 6 CPU] with 3 CPU free cannot hold; lower cpus_per_rank "
+        "(--cpus-per-rank 0.25) or world_size, or use processes of this host (--no-ray)"
     )
 
 

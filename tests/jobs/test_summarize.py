@@ -97,7 +97,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     assert "skipped in/a.pdf: is encrypted" in told.err
     assert "skipped in/b.epub: cannot be read as epub: " in told.err
     assert "skipped in/c.txt: holds no text" in told.err
-    assert "in/d.png: of no kind that is read, left out" in told.err
+    assert "in/d.png: left out, not a kind of document" in told.err
     assert "3 of 6 documents summarised" in told.out
     found = results()
     assert found["in/c.txt"]["error"] == {"type": "DocumentError", "message": "holds no text"}
