@@ -1,24 +1,53 @@
-"""What a run of an evaluation was made with, beside its results: settings, machine, versions."""
+"""Notes on a run of an evaluation or a bench: settings, machine, versions."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.bench import machine
 from razor_dist.files import replacing
 from razor_dist.jobs.config import JobConfig
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 
 
+def machine() -> dict[str, Any]:
+    """Return the machine's hardware and the versions of what runs on it."""
+    info = {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **{name: version(name) for name in ("torch", "transformers")},
+    }
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name, as well as the system tells it."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
 def note_run(folder: Path, config: JobConfig) -> None:
-    """Write down with what settings and where a run is made; earlier runs stay listed.
+    """Add the settings and the machine of a run to a folder; earlier runs stay listed.
 
     Raises
     ------
@@ -39,6 +68,6 @@ def note_run(folder: Path, config: JobConfig) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a file for people and programs, whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     with replacing(path) as draft:
         draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -29,8 +29,7 @@ COMMANDS = {
     "summarize": "Summarise documents of any length.",
     "batch": "Answer the requests of a batch file.",
     "plan": "Plan memory, time and traffic without weights.",
-    "bench": "Measure speed and memory side by side.",
-    "bench-identify": "Measure what finding heads costs.",
+    "bench": "Measure speed, memory and cost side by side.",
 }
 
 # Flags that users of vLLM, SGLang and llama-server may try, and ours for the same end.

@@ -20,13 +20,13 @@ from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
-from razor_dist.evals import bench_shape, ceilings
-from razor_dist.evals.bench_engines import OwnEngine
-from razor_dist.evals.bench_shape import ShapeSettings, run
-from razor_dist.evals.bench_shape_results import HEAD, Measured
-from razor_dist.evals.ceilings import Ceilings, Probe, measure_ceilings
-from razor_dist.evals.random_model import random_model
-from razor_dist.evals.timing import Run
+from razor_dist.evals.bench import measure
+from razor_dist.evals.bench import shape as bench_shape
+from razor_dist.evals.bench.engine import OwnEngine
+from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, measure_ceilings
+from razor_dist.evals.bench.settings import ShapeBenchSettings
+from razor_dist.evals.bench.shape import HEAD, prompt_tokens, random_model, run
+from razor_dist.evals.bench.timing import TimedRun
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
 from razor_dist.parallel.comm import Communicator
@@ -49,12 +49,12 @@ class NoAttention:
 
 @pytest.fixture(autouse=True)
 def _small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ceilings._PROBES, "cpu", Probe(8 << 20, 128, seconds=0.01))
+    monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(8 << 20, 128, seconds=0.01))
 
 
-def settings(folder: Path, **given: Any) -> ShapeSettings:
-    small = {"window_max": 64, "kept": 0.5, "new_tokens": 4, "repeats": 1, "device": "cpu"}
-    return ShapeSettings(str(folder), **{"tokens": (300,), **small, **given})
+def settings(folder: Path, **given: Any) -> ShapeBenchSettings:
+    small = {"window_max": "64", "kept": 0.5, "new_tokens": 4, "repeats": 1, "device": "cpu"}
+    return ShapeBenchSettings(shape=str(folder), **{"tokens": "300", **small, **given})
 
 
 def test_a_shape_is_timed_with_random_weights(
@@ -62,7 +62,7 @@ def test_a_shape_is_timed_with_random_weights(
 ) -> None:
     """Two lengths, and one beyond the model's 4096 positions: it is said, and the rest goes on."""
     out, page = tmp_path / "shape.json", tmp_path / "shape.md"
-    command = ["bench", "--shape", str(tiny("glm")), "--tokens", "300,8K,0.5K"]
+    command = ["bench", "shape", str(tiny("glm")), "--tokens", "300,8K,0.5K"]
     command += ["--new-tokens", "4", "--repeats", "1", "--window-max", "64", "--kept", "0.5"]
     command += ["--device", "cpu", "--threads", str(torch.get_num_threads())]
     assert cli.main([*command, "--json", str(out), "--markdown", str(page)]) == 0
@@ -95,8 +95,8 @@ def test_a_shape_is_timed_with_random_weights(
     assert len(table) == 2 + 3 + 2 + 3
     assert all(line.count("|") == len(HEAD) + 1 for line in table)
     # The command on the page is the command.
-    assert found["command"].startswith("razor-dist bench --shape") and found["command"] in written
-    assert "--tokens 300,8K,512 --kept 0.5 --window-max 64 " in found["command"]
+    assert found["command"].startswith("razor-dist bench shape /") and found["command"] in written
+    assert "--kept 0.5 --window-max 64 --tokens 300,8K,0.5K " in found["command"]
 
 
 @pytest.mark.parametrize("attention", ["razor", "full"])
@@ -146,8 +146,8 @@ def test_a_prefills_products_are_those_that_are_counted(family: str, tmp_path: P
 
 
 def test_a_model_with_an_adapter_is_timed(tmp_path: Path) -> None:
-    results = run(settings(make_alibi("mpt", tmp_path / "mpt")), lambda line: None)
-    assert 0 < results.lengths[0].ratios["kv"] < 1
+    record = run(settings(make_alibi("mpt", tmp_path / "mpt")))
+    assert 0 < record.figures["lengths"][0]["razor_over_full"]["kv"] < 1
 
 
 def test_random_models_are_as_the_loader_makes_them(
@@ -177,11 +177,12 @@ def test_an_engine_is_gone_before_the_next_is_built(
 
     monkeypatch.setattr(bench_shape, "make_engine", make)
     gc.collect()
-    results = run(settings(tiny("glm"), tokens=(80, 90)), lambda line: None)
+    first, second = run(settings(tiny("glm"), tokens="80,90")).figures["lengths"]
     assert len(made) == 4
-    assert results.lengths[0].engines["razor"] == "CUDA out of memory. Tried to allocate 80 GiB."
-    assert isinstance(results.lengths[0].engines["full"], Measured)
-    assert results.lengths[0].ratios == {} and results.lengths[1].ratios
+    unfit = {"does_not_fit": "CUDA out of memory. Tried to allocate 80 GiB."}
+    assert first["engines"]["razor"] == unfit
+    assert first["engines"]["full"]["decode_seconds_per_token"] > 0
+    assert not first["razor_over_full"] and second["razor_over_full"]
 
 
 def test_memory_that_is_not_there_is_not_asked_for(
@@ -196,7 +197,7 @@ def test_memory_that_is_not_there_is_not_asked_for(
     with pytest.raises(
         ConfigError, match=r"nothing was measured: it needs .* GB beside the weights"
     ):
-        run(settings(tiny("glm"), tokens=(100,)), lambda line: None)
+        run(settings(tiny("glm"), tokens="100"))
 
 
 def test_a_prompt_of_the_whole_context_leaves_room_for_the_answer(
@@ -204,10 +205,14 @@ def test_a_prompt_of_the_whole_context_leaves_room_for_the_answer(
 ) -> None:
     mine = settings(tiny("glm"))
     shape = Deployment.of(mine.config(300), "cpu", 0.5).shape
-    assert [mine.prompt_tokens(n, shape) for n in (300, 4092, 4096)] == [300, 4092, 4092]
+    assert [prompt_tokens(n, mine.new_tokens, shape) for n in (300, 4092, 4096)] == [
+        300,
+        4092,
+        4092,
+    ]
     assert context_length(mine.config(4092 + mine.new_tokens), shape) == 4096
     # One without a last position has room.
-    assert mine.prompt_tokens(4096, replace(shape, alibi=True)) == 4096
+    assert prompt_tokens(4096, mine.new_tokens, replace(shape, alibi=True)) == 4096
 
 
 def test_a_bug_is_not_taken_for_a_lack_of_memory(
@@ -218,7 +223,7 @@ def test_a_bug_is_not_taken_for_a_lack_of_memory(
 
     monkeypatch.setattr(bench_shape, "make_engine", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        run(settings(tiny("glm")), lambda line: None)
+        run(settings(tiny("glm")))
 
 
 def test_a_model_that_computes_no_numbers_is_no_measurement(tiny: Callable[[str], Path]) -> None:
@@ -241,8 +246,8 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
         done["matmul" if result.dim() == 2 else "sum"] += 1
         return 1.0 if result.dim() else 2.0
 
-    monkeypatch.setattr(ceilings, "fastest", fastest)
-    found = measure_ceilings(CPU, torch.bfloat16, Probe(1 << 20, 64))
+    monkeypatch.setattr(measure, "fastest", fastest)
+    found = measure_ceilings(CPU, torch.bfloat16, CeilingSizes(1 << 20, 64))
     # The matrix-vector product is the faster one here; 2**20 bytes are read.
     assert found == Ceilings(bandwidth=2.0**20, matmul=2 * 64**3)
     assert done == {"sum": 3, "matmul": 2}
@@ -258,13 +263,13 @@ def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         now += next(durations)
         return torch.zeros(())
 
-    monkeypatch.setattr(ceilings.time, "perf_counter", lambda: now)
-    assert ceilings.fastest(call, CPU, seconds=10.0) == 3.0
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    assert measure.fastest(call, CPU, seconds=10.0) == 3.0
 
 
 def test_steps_that_record_a_graph_do_not_count() -> None:
     stamps = [12.0, 15.0, 17.0, 17.5, 18.0, 18.5]
-    found = Run.steady(10.0, stamps, [1] * 6)
+    found = TimedRun.steady(10.0, stamps, [1] * 6)
     assert (found.prefill_seconds, found.decode_seconds) == (2.0, 0.5)
 
 

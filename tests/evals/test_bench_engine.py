@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 
 from razor_dist import cli
-from razor_dist.evals import bench
-from razor_dist.evals.bench_engines import OWN, STOCK, rank_name
-from razor_dist.evals.timing import BenchSettings, Run, Timing, take_turns
+from razor_dist.evals.bench.engine import OWN, STOCK, rank_name, ratios
+from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
+from razor_dist.evals.bench.timing import TimedRun, Timing, random_tokens, take_turns
+from razor_dist.evals.run_notes import cpu_name
 from razor_dist.heads.decision import spread
 
 
 def timing(name: str, *runs: tuple[float, float]) -> Timing:
-    return Timing(name, [Run(prefill, decode, (1, 2)) for prefill, decode in runs])
+    return Timing(name, [TimedRun(prefill, decode, (1, 2)) for prefill, decode in runs])
 
 
 def test_a_run_ends_prefill_with_the_first_token() -> None:
-    run = Run.from_stamps(10.0, [12.0, 12.5, 13.0], [7, 8, 9])
+    run = TimedRun.from_stamps(10.0, [12.0, 12.5, 13.0], [7, 8, 9])
     assert (run.prefill_seconds, run.decode_seconds) == (2.0, 0.5)
-    assert run == Run.from_totals(2.0, 3.0, [7, 8, 9])
+    assert run == TimedRun.from_stamps(0.0, [2.0, 3.0], [7, 8, 9])
 
 
 def test_medians_shrug_off_one_slow_run() -> None:
@@ -31,19 +32,21 @@ def test_medians_shrug_off_one_slow_run() -> None:
     assert found.as_json()["prefill_runs"] == [2.0, 20.0, 1.0]
 
 
-def test_engines_take_turns_after_a_warm_up_that_does_not_count() -> None:
+def test_engines_take_turns_after_a_warm_up_that_does_not_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls: list[str] = []
 
-    def engine(name: str, prompt: list[int], new_tokens: int) -> Run:
+    def engine(name: str, prompt: list[int], new_tokens: int) -> TimedRun:
         calls.append(name)
-        return Run(float(len(calls)), 0.0, ())
+        return TimedRun(float(len(calls)), 0.0, ())
 
     engines = {n: (lambda p, k, n=n: engine(n, p, k)) for n in "ab"}
-    told: list[str] = []
-    found = take_turns(engines, [1], 3, 2, told.append)
+    with caplog.at_level("INFO"):
+        found = take_turns(engines, [1], 3, 2)
     assert "".join(calls) == "ababab"
     assert [run.prefill_seconds for run in found["a"].runs] == [3.0, 5.0]
-    assert len(told) == 6
+    assert len(caplog.messages) == 6
 
 
 def test_ratios_and_their_bars() -> None:
@@ -56,7 +59,7 @@ def test_ratios_and_their_bars() -> None:
         rank_name("razor", 1): timing("", (14.0, 0.040)),
         rank_name("razor", 8): timing("", (28.0, 0.400)),
     }
-    found = bench.ratios(single, parallel, BenchSettings())
+    found = ratios(single, parallel, (1, 8))
     assert [(round(r.value, 3), r.bar, r.met) for r in found] == [
         (0.7, 0.75, True),
         (0.8, 0.6, False),
@@ -68,26 +71,32 @@ def test_ratios_and_their_bars() -> None:
 
 
 def test_ranks_share_the_threads() -> None:
-    settings = BenchSettings(threads=4)
+    settings = EngineBenchSettings(threads=4)
     assert [settings.config("razor", p).threads for p in (1, 2, 8)] == [4, 2, 1]
     assert settings.config("razor").window_min == 512, "the model's shipped defaults hold"
 
 
 def test_the_prompt_is_the_seeds() -> None:
-    a, b = BenchSettings(tokens=50), BenchSettings(tokens=50, seed=1)
-    assert a.prompt(100) == a.prompt(100) != b.prompt(100)
-    assert len(a.prompt(100)) == 50
-    assert max(a.prompt(100)) < 100
+    assert random_tokens(100, 50, 0) == random_tokens(100, 50, 0) != random_tokens(100, 50, 1)
+    assert len(random_tokens(100, 50, 0)) == 50
+    assert max(random_tokens(100, 50, 0)) < 100
+
+
+def test_the_command_that_is_written_down_can_be_run() -> None:
+    settings = ProbeBenchSettings(model="a b", training=True, json=Path("x.json"))
+    command = settings.command("probe")
+    assert command.startswith("razor-dist bench probe --model 'a b' --tokens 2500 --repeats 4 ")
+    assert "--training --train-tokens 32768" in command and "json" not in command
 
 
 def test_the_cpus_name(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nmodel name\t: A Fine: CPU\n")
-    assert bench.cpu_name(file) == "A Fine: CPU"
-    assert bench.cpu_name(tmp_path / "none")
+    assert cpu_name(file) == "A Fine: CPU"
+    assert cpu_name(tmp_path / "none")
 
 
-@pytest.mark.parametrize("sizes", ["", "0", "1,x", "8,8", "-1"])
+@pytest.mark.parametrize("sizes", ["", "0", "1,x", "8,8", "8, 8", "-1"])
 def test_world_sizes_are_checked_before_anything_runs(
     sizes: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,19 +123,21 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kept", "0.5"], "kept is an option of --shape"),
-        (["--shape", "x", "--world-sizes", "1"], "world_sizes is no option of --shape"),
         (["--shape", "/nowhere"], "give a folder with a config.json"),
-        (["--shape", "x", "--kept", "0"], "above 0 and at most 1"),
-        (["--markdown", "x.md"], "markdown is an option of --shape"),
-        (["--tokens", "1K,2K"], "several lengths with --shape only"),
-        (["--tokens", "1Q"], "'1Q' is no size"),
-        (["--shape", "x", "--tokens", "1K,1024"], "each once"),
-        (["--shape", "x", "--markdown", "/nowhere/x.md"], "there is no folder /nowhere"),
-        (["--shape", "x", "--markdown", "/"], "cannot write /: it is a folder"),
+        (["shape", "/nowhere"], "give a folder with a config.json"),
+        (["shape", "x", "--kept", "0"], "above 0 and at most 1"),
+        (["shape", "x", "--window-max", "0"], "window_max must be at least 1"),
+        (["--tokens", "1K,2K"], "takes one length"),
+        (["--tokens", "1Q"], "'1Q'"),
+        (["shape", "x", "--tokens", "1K,1024"], "each once"),
+        (["shape", "x", "--markdown", "/nowhere/x.md"], "there is no folder /nowhere"),
+        (["--markdown", "/"], "cannot write /: it is a folder"),
+        (["--json", "x", "--markdown", "x"], "give two files"),
+        (["engine", "--kept", "0.5"], "--kept"),
+        (["shape", "x", "--world-sizes", "1"], "--world-sizes"),
     ],
 )
-def test_options_of_the_other_bench_are_refused(
+def test_mistakes_are_named_before_anything_runs(
     arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2

@@ -1,0 +1,1 @@
+"""Benches: speed, memory and cost, measured side by side."""

@@ -1,0 +1,201 @@
+"""Every way to attend on a device, timed and held against float64.
+
+Letters: K key-value heads, G query heads of each, T queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razor_dist import kernels
+from razor_dist.engine.graph import CudaRecorder
+from razor_dist.evals.bench.measure import fastest, measure_ceilings
+from razor_dist.evals.bench.record import Table
+
+# (q [K, G, T, D], k [K, S, D], v, scale) to out [K, G, T, D] and lse [K, G, T].
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+GROUP, HEAD_DIM = 8, 128
+# The reference in float64 is computed for so many of the queries.
+_CHECKED_QUERIES = 8
+# Decode reads other keys at every call, of so many bytes in all: more than the caches hold.
+_ROTATED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
+_SECONDS = {"cuda": 0.5, "cpu": 0.1}
+
+
+def measure_attention(
+    device: torch.device, kv_heads: Sequence[int], queries: int, keys: int
+) -> tuple[dict[str, Any], Table]:
+    """Measure every path of `paths`, on CUDA in a graph.
+
+    Parameters
+    ----------
+    device : torch.device
+        bf16 on CUDA, float32 on CPU.
+    kv_heads : sequence of int
+        K, one after the other.
+    queries, keys : int
+        T and S; every query sees every key.
+
+    Returns
+    -------
+    figures : dict
+    table : Table
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ceilings = measure_ceilings(device, dtype)
+    paths_found: list[dict[str, Any]] = []
+    rows = [["path", "KV heads", "µs", "GB/s", "of read", "TFLOP/s", "of matmul", "lse error", ""]]
+    for heads in kv_heads:
+        nbytes = 2 * heads * keys * HEAD_DIM * dtype.itemsize
+        operations = 4 * heads * GROUP * queries * keys * HEAD_DIM
+        copies = math.ceil(_ROTATED_BYTES[device.type] / nbytes) if queries == 1 else 1
+        q, *kv = (
+            torch.randn(heads, *size, HEAD_DIM, device=device).to(dtype)
+            for size in [(GROUP, queries), *[(keys,)] * (2 * copies)]
+        )
+        pairs = list(zip(kv[::2], kv[1::2], strict=True))
+        want = reference(q, *pairs[0])
+        for name, attend in paths().items():
+            found = {"path": name, "kv_heads": heads, **_measure(attend, q, pairs, want)}
+            cells = [""] * 6
+            if seconds := found.get("seconds"):
+                read, multiplied = nbytes / seconds, operations / seconds
+                found |= {"bytes_per_second": read, "operations_per_second": multiplied}
+                cells = [f"{1e6 * seconds:,.1f}", f"{read / 1e9:,.1f}"]
+                cells += [f"{read / ceilings.bandwidth:.2f}", f"{multiplied / 1e12:,.3f}"]
+                cells += [f"{multiplied / ceilings.matmul:.2f}", f"{found['lse_error']:.1e}"]
+            paths_found.append(found)
+            rows.append([name, str(heads), *cells, found["status"]])
+    figures = {"queries": queries, "keys": keys, "ceilings": vars(ceilings), "paths": paths_found}
+    title = f"T = {queries:,} over S = {keys:,}, G = {GROUP}, D = {HEAD_DIM}, {dtype}:"
+    return figures, Table(title, rows)
+
+
+@torch.inference_mode()
+def _measure(
+    attend: Attend, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], want: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    """Time one path and compare it; a path that fails costs its own line only."""
+    scale, rows, device = q.shape[-1] ** -0.5, _checked(q), q.device
+
+    def step() -> Tensor:
+        for k, v in pairs:
+            result, _ = attend(q, k, v, scale)
+        return result
+
+    try:
+        out, lse = attend(q, *pairs[0], scale)
+        errors = {
+            "out_error": (out[:, :, rows].double() - want[0]).abs().max().item(),
+            "lse_error": (lse[:, :, rows].double() - want[1]).abs().max().item(),
+        }
+        graph = recorded(step, device) if device.type == "cuda" else step
+        seconds = fastest(graph, device, _SECONDS[device.type]) / len(pairs)
+    except Exception as error:  # whatever a kernel or a driver raises
+        absent = device.type == "cpu" or isinstance(error, ImportError | NotImplementedError)
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        return {"status": f"{'skipped' if absent else 'failed'}: {reason}"}
+    return {"status": "done", "seconds": seconds, **errors}
+
+
+def recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Record a step into a CUDA graph; returns what replays it."""
+    recorder = CudaRecorder(device)
+    recorder.warm_up(step)
+    return recorder.record(step)
+
+
+def _checked(q: Tensor) -> Tensor:
+    count = min(_CHECKED_QUERIES, q.shape[2])
+    return torch.linspace(0, q.shape[2] - 1, count, device=q.device).long()
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse in float64, of the queries that are checked."""
+    rows = q[:, :, _checked(q)].double()
+    scores = torch.einsum("kgtd,ksd->kgts", rows, k.double()) * q.shape[-1] ** -0.5
+    return torch.einsum("kgts,ksd->kgtd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
+
+
+# ------------------------------------------------------------------------- paths
+
+
+def paths() -> dict[str, Attend]:
+    """Return every way to attend: ours, each of its backends, and the bare ops."""
+    backends = [name for name in kernels.BACKENDS if name not in ("meta", "reference")]
+    return {
+        "kernels.attend": _own,
+        "kernels.attend, bias": partial(_own, bias=True),  # as steps that read padded extents
+        **{f"kernels.attend, {name}": partial(_own, backend=name) for name in backends},
+        "flash": partial(_scaled_dot_product, cudnn=False),
+        "flash, seqused_k": _seqused,
+        "cuDNN": partial(_scaled_dot_product, cudnn=True),
+        "FA3": _flash3,
+    }
+
+
+def _own(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None = None, bias: bool = False
+) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros(k.shape[1], device=q.device) if bias else None
+    return kernels.attend(q, k, v, scale=scale, bias=zeros, backend=backend)
+
+
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cudnn: bool
+) -> tuple[Tensor, Tensor]:
+    """Call flash or cuDNN; one query's group is folded into rows, so that a key is read once."""
+    heads, group, queries, dim = q.shape
+    if queries == 1:
+        q4, k4, v4 = q.reshape(heads, 1, group, dim), k.unsqueeze(1), v.unsqueeze(1)
+    else:
+        q4 = q.reshape(1, heads * group, queries, dim)
+        k4, v4 = k.unsqueeze(0), v.unsqueeze(0)  # cuDNN takes fewer heads than of queries
+        if not cudnn:
+            k4, v4 = (x.unsqueeze(1).expand(heads, group, -1, dim) for x in (k, v))
+            q4 = q
+    if cudnn:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        out, lse, *_ = op(q4, k4, v4, None, True, 0.0, False, False, scale=scale)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out, lse, *_ = flash(q4, k4, v4, 0.0, False, False, scale=scale)
+        lse = lse[..., : q4.shape[2]]
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])  # cuDNN's lse is [B, H, T, 1]
+
+
+def _seqused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Call flash on ragged sequences, whose number of keys is read on the device: graph-safe."""
+    heads, group, queries, dim = q.shape
+    lengths = (queries, k.shape[1])
+    ends = [torch.arange(2, dtype=torch.int32, device=q.device) * n for n in lengths]
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+        q.reshape(heads * group, queries, dim).transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        *ends,
+        *lengths,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=ends[1][1:],
+    )
+    return out.transpose(0, 1).reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Call FlashAttention 3, whose package brings ``flash_attn_interface``."""
+    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found]
+
+    q4 = q.flatten(0, 1).unsqueeze(0).transpose(1, 2)
+    k4, v4 = (x.unsqueeze(0).transpose(1, 2) for x in (k, v))
+    out, lse, *_ = flash_attn_func(q4, k4, v4, softmax_scale=scale, return_attn_probs=True)
+    return out.transpose(1, 2).reshape(q.shape), lse.reshape(q.shape[:3])

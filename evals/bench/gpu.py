@@ -1,0 +1,240 @@
+"""The first ten minutes on a GPU: every path that only CUDA runs, measured by one command.
+
+Each part runs in a process of its own and for a limited time: a kernel that hangs, or an illegal
+access that ends a CUDA context, costs its part and no other. Figures and page are written anew
+after every part. Without a GPU the parts run at small sizes, and what needs CUDA says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import razor_dist
+from razor_dist.engine.build import make_engine
+from razor_dist.evals.bench import shape
+from razor_dist.evals.bench.attention import measure_attention, recorded
+from razor_dist.evals.bench.engine import OwnEngine, greedy
+from razor_dist.evals.bench.measure import fastest, synchronize
+from razor_dist.evals.bench.process import call
+from razor_dist.evals.bench.record import BenchRecord, Table
+from razor_dist.evals.bench.settings import GpuBenchSettings, ShapeBenchSettings
+from razor_dist.evals.bench.timing import random_tokens
+from razor_dist.parallel.comm import Communicator
+from razor_dist.plan.deployment import Deployment
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(razor_dist.__file__).parent
+# A part's figures and tables; ``failed`` or ``skipped`` among the figures gives a reason.
+PartResult = tuple[dict[str, Any], list[Table]]
+_NO_GPU: PartResult = ({"skipped": "needs a CUDA device"}, [])
+
+# ------------------------------------------------------------------------- parts
+
+_OPS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+    "_flash_attention_forward",
+)
+_PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "ring-flash-attn")
+
+
+def versions(device: torch.device) -> PartResult:
+    """Return versions, the device's properties, and the schemas of the attention ops."""
+    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if device.type == "cuda":
+        found["device"] = str(torch.cuda.get_device_properties(device))
+    for name in _OPS:
+        packet = getattr(torch.ops.aten, name, None)
+        found[name] = "not in this torch" if packet is None else str(packet.default._schema)
+    return {"versions": found}, [Table("Versions and schemas:", [["", ""], *found.items()])]
+
+
+def launch(device: torch.device) -> PartResult:
+    """Measure the cost of a small kernel: launched one by one, and replayed in a CUDA graph."""
+    number, count = torch.zeros(1, device=device), 1000
+
+    def step() -> Tensor:
+        for _ in range(count):
+            number.add_(1)
+        return number
+
+    found = {"eager": fastest(step, device, 0.2) / count}
+    if device.type == "cuda":
+        found["in a graph"] = fastest(recorded(step, device), device, 0.2) / count
+    rows = [[name, f"{1e6 * seconds:.2f}"] for name, seconds in found.items()]
+    table = Table(f"{count} kernels of one number:", [["", "µs a kernel"], *rows])
+    return {"seconds_per_kernel": found}, [table]
+
+
+def decode(device: torch.device) -> PartResult:
+    """Measure one query's attention, with 1 and 2 KV heads."""
+    figures, table = measure_attention(device, (1, 2), 1, 131072 if device.type == "cuda" else 4096)
+    return figures, [table]
+
+
+def prefill(device: torch.device) -> PartResult:
+    """Measure a chunk's attention to a long prefix."""
+    queries, keys = (32768, 131072) if device.type == "cuda" else (256, 4096)
+    figures, table = measure_attention(device, (1,), queries, keys)
+    return figures, [table]
+
+
+def shape_settings(device: torch.device) -> ShapeBenchSettings:
+    """Return the model's sizes and prompt for a kind of device."""
+    folder = PACKAGE / "configs" / "shapes"
+    if device.type == "cuda":
+        return ShapeBenchSettings(
+            shape=str(folder / "glm-4-9b-chat-1m"), tokens="128K", device="cuda", repeats=2
+        )
+    small = str(folder / "glm-quarter")
+    return ShapeBenchSettings(shape=small, tokens="512", device="cpu", repeats=1, new_tokens=4)
+
+
+def model_shape(device: torch.device) -> PartResult:
+    """Run ``bench shape``: prefill and decode with a model's sizes, razor against full."""
+    record = shape.run(shape_settings(device))
+    return record.as_json(), record.tables
+
+
+@torch.inference_mode()
+def replay(device: torch.device) -> PartResult:
+    """Profile one decode step of the model: kernels of a replay, or ops on CPU, by name."""
+    settings = shape_settings(device)
+    [length], cuda = settings.lengths, device.type == "cuda"
+    config = settings.config(length + 16)
+    d = Deployment.of(config, "cuda" if cuda else "cpu", settings.kept)
+    model = shape.random_model(settings.shape, device, d.dtype)
+    built = make_engine(model, config, d.decision.retrieval, Communicator(None), eos_token_ids=())
+    engine = OwnEngine(built)
+    engine.core.add("bench", random_tokens(engine.vocab_size, length, 0), greedy(16))
+    tokens = 0
+    while tokens < 8:  # the second step is recorded, the others are replayed
+        tokens += sum(message["t"] == "token" for message in engine.core.step())
+    synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiled:
+        engine.core.step()
+        synchronize(device)
+    count, micro = Counter[str](), Counter[str]()
+    for event in profiled.events():
+        leaf = event.name.startswith("aten::") and not event.cpu_children
+        if event.device_type == DeviceType.CUDA if cuda else leaf:
+            count[event.name] += 1
+            micro[event.name] += round(event.time_range.elapsed_us())
+    launches = sum(count.values())
+    figures = {
+        "tokens": length,
+        "in_graphs": engine.in_graphs,
+        "launches": launches,
+        "launches_per_layer": launches / d.shape.layers,
+        "microseconds": micro,
+        "count": count,
+    }
+    rows = [["kernel" if cuda else "op", "count", "µs"]]
+    rows += [[name[:80], str(count[name]), f"{us:,}"] for name, us in micro.most_common(12)]
+    title = (
+        f"One decode step after {length:,} tokens, {'' if engine.in_graphs else 'not '}replayed "
+        f"from a CUDA graph: {launches:,} launches, {launches / d.shape.layers:.0f} a layer, "
+        f"{sum(micro.values()) / 1e3:.2f} ms:"
+    )
+    return figures, [Table(title, rows)]
+
+
+def gpu_tests(device: torch.device) -> PartResult:
+    """Run the tests that need a GPU; their output is the part's log."""
+    folder = PACKAGE.parent / "tests"
+    if device.type != "cuda":
+        return _NO_GPU
+    if not folder.is_dir():
+        return {"skipped": f"there is no folder {folder}; run from a checkout"}, []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--timeout=180"]
+    tests = subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, text=True)
+    assert tests.stdout is not None
+    lines = [""]
+    for line in tests.stdout:  # shown as they come, for the case that time runs out
+        print(line, end="", flush=True)
+        lines.append(line.rstrip())
+    failed = [[line] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    figures: dict[str, Any] = {"command": command, "closing_line": lines[-1]}
+    if tests.wait():
+        figures["failed"] = lines[-1]
+    return figures, [Table("Tests:", [[lines[-1]], *failed])]
+
+
+# ------------------------------------------------------------------- the command
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """A part of the bench, and the largest share of the whole time that it may take."""
+
+    measure: Callable[[torch.device], PartResult]
+    share: float
+
+
+PARTS = {
+    "versions": GpuPart(versions, 0.15),
+    "launch": GpuPart(launch, 0.15),
+    "decode": GpuPart(decode, 0.25),
+    "prefill": GpuPart(prefill, 0.25),
+    "shape": GpuPart(model_shape, 0.4),
+    "replay": GpuPart(replay, 0.3),
+    "tests": GpuPart(gpu_tests, 1.0),
+}
+
+
+def run(settings: GpuBenchSettings) -> BenchRecord:
+    """Run every part; ``gpu.json``, ``gpu.md`` and a log of each part are written on the way."""
+    out, device = settings.out, settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    parts: dict[str, dict[str, Any]] = {}
+    rows, tables = [["part", "s", "status"]], []
+    for name, part in PARTS.items():
+        start, whole = time.monotonic(), 60 * settings.minutes
+        limit = min(began + whole - start, part.share * whole)
+        found: dict[str, Any] = {"failed": "no time was left"}
+        if limit > 0:
+            found = call(__name__, "run_part", name, device, seconds=limit, log=out / f"{name}.log")
+        bad = next((word for word in ("failed", "skipped") if word in found), None)
+        status = f"{bad}: {found[bad]}" if bad else "done"
+        tables += [Table(**table) for table in found.pop("tables", ())]
+        parts[name] = {"status": status, **found}
+        rows.append([name, f"{time.monotonic() - start:.0f}", status])
+        log.info("%s: %s", name, status)
+        record = BenchRecord("gpu", settings, {"parts": parts}, [Table("", rows), *tables])
+        record.write()
+    return record
+
+
+def run_part(name: str, device: str) -> dict[str, Any]:
+    """Run a part in this process."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    figures, tables = PARTS[name].measure(where)
+    return {**figures, "tables": [asdict(table) for table in tables]}

@@ -1,0 +1,249 @@
+"""Cost of finding heads: razor's probe, the probe with attention matrices, and gate training.
+
+A process's peak memory says nothing of one piece of work among several, so each is measured in a
+process of its own.
+
+The baseline of the probe materialises the attention matrix, as reading weights off a model usually
+does: all heads of one layer at a time, in float32 like transformers' eager attention, and dropped
+before the next layer's. Keeping those of all layers (``output_attentions=True``) would take as many
+times the memory as there are layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.device import torch_device, torch_dtype
+from razor_dist.evals.bench.measure import Peak
+from razor_dist.evals.bench.process import call
+from razor_dist.evals.bench.record import BenchRecord, Table
+from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
+from razor_dist.evals.bench.shape import random_model, shape_config
+from razor_dist.evals.bench.timing import random_tokens
+from razor_dist.heads.passkeys import PasskeySample
+from razor_dist.heads.razor import (
+    ProbeContext,
+    ProbeScores,
+    RazorSettings,
+    plain_vocabulary,
+    probe_input,
+)
+from razor_dist.models.alibi import is_alibi
+from razor_dist.models.bridge import run_body
+from razor_dist.models.loader import load_model, read_config
+from razor_dist.models.registry import display_name, resolve_model
+from razor_dist.models.shape import ModelShape
+
+log = logging.getLogger(__name__)
+
+# Measures a work (``probe``, ``materialised``, ``training``) with the values of the settings:
+# see `measure`, or ``{"failed": reason}``.
+Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def run(settings: ProbeBenchSettings, measure: Measure | None = None) -> BenchRecord:
+    """Measure each work, in a process of its own unless ``measure`` is given.
+
+    Raises
+    ------
+    ConfigError
+        If the model is biased by distance (ALiBi), or if none could be measured; the message is
+        then the first's.
+    ModelError
+        If there is no such model.
+    """
+    refuse_alibi(settings)
+    works = {"probe": "razor probe", "materialised": "with attention matrices"}
+    if settings.training:
+        works["training"] = f"gate training, {settings.steps} steps"
+    rows = [["", "tokens", "s", "memory before, MiB", "peak, MiB", "rise, MiB"]]
+    costs, notes = {}, []
+    for work, name in works.items():
+        log.info("%s ...", name)
+        costs[work] = cost = (measure or in_process)(work, settings.values())
+        if "failed" in cost:
+            rows.append([name, "failed", *[""] * 4])
+            notes.append(f"{work} failed: {cost['failed']}")
+            continue
+        before, peak = cost["before_bytes"], cost["peak_bytes"]
+        mib = [f"{nbytes / 2**20:,.0f}" for nbytes in (before, peak, peak - before)]
+        rows.append([name, f"{cost['tokens']:,}", f"{cost['seconds']:.1f}", *mib])
+    if len(notes) == len(costs):
+        raise ConfigError(costs["probe"]["failed"])
+    difference = score_difference(costs)
+    if difference is not None:
+        notes.append(f"Scores differ by at most {difference:.1e} of the largest.")
+    figures = {"costs": costs, "largest_difference_of_scores": difference}
+    return BenchRecord("probe", settings, figures, [Table("", rows)], notes)
+
+
+def score_difference(costs: Mapping[str, dict[str, Any]]) -> float | None:
+    """Take the scores out of the costs, and return by how much the two probes' differ at most.
+
+    Relative to the largest score: they should be the same numbers. None without both.
+    """
+    scores = [cost.pop("scores") for cost in costs.values() if "scores" in cost]
+    if len(scores) < 2:
+        return None
+    a, b = (torch.tensor(list(found.values()), dtype=torch.float64) for found in scores)
+    return float((a - b).abs().max() / (a.max() or 1.0))  # random weights may score 0 everywhere
+
+
+def in_process(work: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Call `measure` in a new process."""
+    return call(__name__, "measure", work, values)
+
+
+class MaterialisedContext(ProbeContext):
+    """The probe's `AttentionContext`, but with the attention matrix of a layer held."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """See `razor_dist.models.bridge.AttentionContext`."""
+        q_KGTD, total = q.unflatten(0, (k.shape[0], -1)), q.shape[1]
+        logits = torch.matmul(q_KGTD * scale, k[:, None].transpose(-1, -2)).float()
+        future = torch.ones(total, total, dtype=torch.bool, device=q.device).triu(1)
+        weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
+        del logits, future
+        n = self._tokens
+        for r in range(1, self._repeats):
+            here = slice(self._start + r * n, self._start + (r + 1) * n)
+            for earlier in range(r):
+                for kind, shift in enumerate((1, 0)):  # induction, echo
+                    begin = self._start + earlier * n + shift
+                    there = weights[..., here, begin : begin + n].diagonal(dim1=-2, dim2=-1)
+                    summed = there.sum(-1, dtype=torch.float64).flatten()
+                    self._weight[kind, layer, :, r] += summed.cpu()
+        out: Tensor = (weights.to(v.dtype) @ v[:, None]).flatten(0, 1).transpose(0, 1)
+        return out
+
+
+def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Do the work and measure it.
+
+    Parameters
+    ----------
+    work : str
+        ``probe``, ``materialised`` or ``training``.
+    values : dict
+        Of `ProbeBenchSettings`.
+
+    Returns
+    -------
+    dict
+        ``seconds``; ``before_bytes`` and ``peak_bytes``, memory held with the model loaded and
+        used once, and at most during the work (`measure.Peak`); ``tokens``; a probe's ``scores``.
+
+    Raises
+    ------
+    ConfigError, ModelError
+        If the model cannot be loaded, is biased by distance, or what training needs is not
+        installed.
+    """
+    settings = ProbeBenchSettings(**values)
+    refuse_alibi(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    config = EngineConfig(model=settings.source, device=settings.device, dtype=settings.dtype)
+    device = torch_device(config, 0)
+    model, vocabulary = _load(settings, device, torch_dtype(config, device))
+    if work == "training":
+        return _training(settings, model, device)
+    razor = RazorSettings(tokens=settings.tokens, repeats=settings.repeats, seed=settings.seed)
+    context = ProbeContext if work == "probe" else MaterialisedContext
+    # Weights are read from the disk when they are first used.
+    _probe(replace(razor, tokens=min(settings.tokens, 16)), model, vocabulary, context)
+    with Peak(device) as peak:
+        found = _probe(razor, model, vocabulary, context)
+    scores = {kind: [list(row) for row in rows] for kind, rows in found.scores.items()}
+    tokens = found.tokens * settings.repeats
+    return {**_cost(peak, tokens), "scores": scores}
+
+
+def _cost(peak: Peak, tokens: int) -> dict[str, Any]:
+    return {
+        "seconds": peak.seconds,
+        "before_bytes": peak.before,
+        "peak_bytes": peak.peak,
+        "tokens": tokens,
+    }
+
+
+def refuse_alibi(settings: ProbeBenchSettings) -> None:
+    """Raise `ConfigError` for a model that has no use for a probe or for training."""
+    if settings.shape is not None:
+        config = shape_config(settings.shape)
+    else:
+        config = read_config(resolve_model(settings.source))
+    if is_alibi(config):
+        raise ConfigError(
+            "bench probe measures methods for models that are not biased by distance (ALiBi), "
+            f"and {display_name(settings.source)} is; its heads' scopes follow from its weights, "
+            "without a probe or training"
+        )
+
+
+def _load(
+    settings: ProbeBenchSettings, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Tensor]:
+    """Return the model, and the token ids that a probe may use."""
+    if settings.shape is not None:
+        torch.manual_seed(settings.seed)
+        model = random_model(settings.shape, device, dtype)
+        return model, torch.arange(ModelShape.from_config(model.config).vocab_size)
+    path = resolve_model(settings.source)
+    model = load_model(path, device=device, dtype=dtype)
+    return model, plain_vocabulary(path, model.config)
+
+
+@torch.inference_mode()
+def _probe(
+    razor: RazorSettings,
+    model: PreTrainedModel,
+    vocabulary: Tensor,
+    context_class: type[ProbeContext],
+) -> ProbeScores:
+    """Run a probe of exactly the tokens asked for, if the vocabulary has them.
+
+    `identify` uses fewer where the model's context is shorter: scores beyond it mean nothing. They
+    cost the same, so that models of any context can be compared at one length.
+    """
+    shape = ModelShape.from_config(model.config)
+    longer = replace(shape, max_positions=max(shape.max_positions, razor.tokens * razor.repeats))
+    tokens, ids = probe_input(longer, vocabulary, razor)
+    context = context_class(shape, tokens, razor.repeats)
+    run_body(model, ids, context)
+    return context.scores()
+
+
+def _training(
+    settings: ProbeBenchSettings, model: PreTrainedModel, device: torch.device
+) -> dict[str, Any]:
+    from razor_dist.heads.duo.settings import DuoSettings
+    from razor_dist.heads.duo.train import train
+    from razor_dist.parallel.zero import join_ranks
+
+    group = join_ranks(device)
+    vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    mask[-RECALLED_TOKENS:] = True
+
+    def sample(index: int) -> PasskeySample:
+        return PasskeySample(torch.tensor(random_tokens(vocab_size, tokens, index)), mask)
+
+    def short(index: int) -> PasskeySample:
+        most = RECALLED_TOKENS + 1
+        return PasskeySample(sample(index).ids[:most], mask[-most:])
+
+    train(model, short, DuoSettings(steps=1), group)  # DeepSpeed's own set-up, and the weights
+    with Peak(device) as peak:
+        train(model, sample, DuoSettings(steps=settings.steps), group)
+    return _cost(peak, tokens * settings.steps)

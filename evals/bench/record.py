@@ -1,0 +1,87 @@
+"""A bench's record: figures as JSON, and tables for a page or a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from razor_dist.evals.bench.settings import BenchSettings
+from razor_dist.evals.markdown import markdown
+from razor_dist.evals.run_notes import machine
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in Markdown, its columns padded so that a terminal shows them straight.
+
+    Attributes
+    ----------
+    title : str
+    rows : sequence of sequence of str
+        The first is the head.
+    """
+
+    title: str
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        padded = [
+            [
+                cell.rjust(width) if index else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            for row in self.rows
+        ]
+        return f"{self.title}\n\n{markdown(padded, 'numbers')}".lstrip()
+
+
+@dataclass(frozen=True)
+class BenchRecord:
+    """The result of a bench.
+
+    Attributes
+    ----------
+    bench : str
+        Subcommand of ``razor-dist bench``.
+    settings : BenchSettings
+    figures : dict
+        Everything that was measured, for JSON.
+    tables : list of Table
+    notes : list of str
+        Sentences below the tables.
+    """
+
+    bench: str
+    settings: BenchSettings
+    figures: dict[str, Any]
+    tables: list[Table]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def command(self) -> str:
+        """The command line that measures this."""
+        return self.settings.command(self.bench)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return command, machine, settings and figures."""
+        return {
+            "command": self.command,
+            "machine": machine(),
+            "settings": self.settings.values(),
+            **self.figures,
+        }
+
+    def page(self) -> str:
+        """Return the page in Markdown: command, tables, notes."""
+        return "\n\n".join([f"`{self.command}`", *map(str, self.tables), *self.notes]) + "\n"
+
+    def write(self) -> None:
+        """Write the files that the settings name."""
+        figures, page = self.settings.files
+        if figures is not None:
+            figures.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")
+        if page is not None:
+            page.write_text(self.page())

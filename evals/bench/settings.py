@@ -1,0 +1,252 @@
+"""Settings of the benches; each field is a flag of ``razor-dist bench``.
+
+Imported for ``--help``, so nothing here may wait for torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import typer
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.ranges import check_least
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import parse_size
+from razor_dist.config.sources import build_config
+from razor_dist.files import check_writable
+
+# A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.
+RECALLED_TOKENS = 320
+
+_DEVICE_HELP = "Where it runs."
+Device: TypeAlias = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help=_DEVICE_HELP)]
+NewTokens: TypeAlias = Annotated[int, typer.Option(min=2, help="Tokens generated after it.")]
+Repeats: TypeAlias = Annotated[int, typer.Option(min=1, help="Timed runs of each engine.")]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of the prompt's random token ids.")]
+OwnThreads: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Default: torch's own number.")
+]
+
+
+Files: TypeAlias = tuple[Path | None, Path | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """Settings of every bench.
+
+    Raises
+    ------
+    ConfigError
+        If a value makes no sense.
+    """
+
+    # The field that is an argument, not a flag.
+    argument: ClassVar[str | None] = None
+
+    @property
+    def files(self) -> Files:
+        """Files to write, JSON and Markdown."""
+        raise NotImplementedError
+
+    def values(self) -> dict[str, Any]:
+        """Return the settings by name, without the files."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if name not in ("json", "markdown")}
+
+    def command(self, bench: str) -> str:
+        """Return the command line of these settings, defaults spelled out."""
+        words = ["razor-dist", "bench", bench]
+        for name, value in self.values().items():
+            flag = [] if name == self.argument else ["--" + name.replace("_", "-")]
+            if value is not None and value is not False:
+                words += flag if value is True else [*flag, str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileBenchSettings(BenchSettings):
+    """Settings of a bench that writes the files it is given."""
+
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Figures to write.")] = None
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Tables to write.")] = None
+
+    def __post_init__(self) -> None:
+        check_writable(*self.files)
+        if self.json is not None and self.json == self.markdown:
+            raise ConfigError(f"json and markdown are both {self.json}; give two files")
+
+    @property
+    def files(self) -> Files:
+        """See `BenchSettings`."""
+        return self.json, self.markdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBenchSettings(FileBenchSettings):
+    """Settings of ``bench engine``."""
+
+    model: Annotated[str, typer.Option(help="smollm2 (embedded), a local folder or hub id.")] = (
+        "smollm2"
+    )
+    tokens: Annotated[str, typer.Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = (
+        "7000"
+    )
+    new_tokens: NewTokens = 32
+    repeats: Repeats = 3
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads of one rank; several ranks share them.")
+    ] = 2
+    world_sizes: Annotated[
+        str, typer.Option(help="Numbers of ranks; the others are compared with the first.")
+    ] = "1,8"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.prompt_tokens, self.ranks
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        lengths = _lengths(self.tokens)
+        if len(lengths) > 1:
+            raise ConfigError(f"tokens is {self.tokens!r}; `bench engine` takes one length")
+        return lengths[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of ranks."""
+        words = [word.strip() for word in self.world_sizes.split(",")]
+        if len(set(words)) < len(words) or not all(w.isdecimal() and int(w) > 0 for w in words):
+            raise ConfigError(
+                f"world_sizes is {self.world_sizes!r}; give positive integers such as 1,8, each "
+                "once"
+            )
+        return tuple(map(int, words))
+
+    def config(self, attention: str, world_size: int = 1) -> EngineConfig:
+        """Return the engine's settings; those not named here have the model's defaults."""
+        return build_config(
+            EngineConfig,
+            model=self.model,
+            attention=attention,
+            world_size=world_size,
+            threads=max(1, self.threads // world_size),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeBenchSettings(FileBenchSettings):
+    """Settings of ``bench shape``."""
+
+    argument: ClassVar[str | None] = "shape"
+    shape: Annotated[str, typer.Argument(metavar="FOLDER", help="With a config.json.")]
+    kept: Annotated[float, typer.Option(help="Fraction of KV heads that are retrieval heads.")] = (
+        0.3
+    )
+    window_max: Annotated[str, typer.Option(help="Longest window of a streaming head.")] = "8K"
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, such as 128K,1M.")] = "32K"
+    new_tokens: NewTokens = 32
+    repeats: Repeats = 3
+    seed: Seed = 0
+    device: Device = "auto"
+    threads: OwnThreads = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"kept is {self.kept}; give a fraction above 0 and at most 1")
+        _ = self.lengths, self.config(1)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the prompt."""
+        return _lengths(self.tokens)
+
+    def config(self, max_model_len: int) -> EngineConfig:
+        """Return the engine's settings, whichever heads are retrieval heads.
+
+        Below ``window_max`` the window is the paper's max(4000, N/5).
+        """
+        window_max = parse_size(self.window_max)
+        if window_max < 1:
+            raise ConfigError(f"window_max must be at least 1, got {window_max}")
+        return EngineConfig(
+            model=self.shape,
+            device=self.device,
+            max_num_seqs=1,
+            max_model_len=max_model_len,
+            window_min=min(4000, window_max),
+            window_ratio=5,
+            window_max=window_max,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeBenchSettings(FileBenchSettings):
+    """Settings of ``bench probe``."""
+
+    model: Annotated[
+        str | None, typer.Option(help="smollm2 (embedded, the default), a local folder or hub id.")
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Instead: random weights at the sizes of this config.json."
+        ),
+    ] = None
+    tokens: Annotated[
+        int, typer.Option(help="Random tokens of the probe, whatever the model's context.")
+    ] = 2500
+    repeats: Annotated[int, typer.Option(help="How often they are repeated.")] = 4
+    training: Annotated[
+        bool, typer.Option("--training", help="Also steps of DuoAttention's gate training.")
+    ] = False
+    train_tokens: Annotated[int, typer.Option(help="With --training: tokens of each sample.")] = (
+        32768
+    )
+    steps: Annotated[int, typer.Option(help="With --training: steps.")] = 100
+    threads: OwnThreads = None
+    device: Device = "auto"
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16"], typer.Option(help="auto: fp32 on cpu, bf16 on cuda.")
+    ] = "auto"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None and self.shape is not None:
+            raise ConfigError("give --model or --shape, not both")
+        check_least(self, steps=1, tokens=2, repeats=2, train_tokens=RECALLED_TOKENS + 1)
+
+    @property
+    def source(self) -> str:
+        """Name of the model, or the folder of its shape."""
+        return self.shape or self.model or "smollm2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBenchSettings(BenchSettings):
+    """Settings of ``bench gpu``."""
+
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For figures, page and logs.")]
+    device: Device = "auto"
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for all parts together.")] = 10.0
+
+    @property
+    def files(self) -> Files:
+        """See `BenchSettings`."""
+        return self.out / "gpu.json", self.out / "gpu.md"
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = tuple(parse_size(word) for word in text.split(","))
+    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
+        raise ConfigError(f"tokens is {text!r}; give lengths of at least 1, each once")
+    return lengths

@@ -1,0 +1,260 @@
+"""Razor against full attention at a model's shape, with random weights and the same kernels.
+
+For models whose weights are not at hand: time and memory depend on shapes alone. Both engines run
+on one rank, one after the other on the same weights, so that the peak memory of each is its own.
+Retrieval heads are made up, evenly spread; their share of the KV heads has to be given.
+
+Times are held against what the device was measured to do in the same run (`measure.Ceilings`), by
+the operations and bytes that the planner counts (`razor_dist.plan`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.sizes import tokens
+from razor_dist.engine.build import make_engine
+from razor_dist.engine.capacity import context_length
+from razor_dist.engine.device import torch_device, torch_dtype
+from razor_dist.evals.bench.engine import OwnEngine
+from razor_dist.evals.bench.measure import Peak, measure_ceilings
+from razor_dist.evals.bench.record import BenchRecord, Table
+from razor_dist.evals.bench.settings import ShapeBenchSettings
+from razor_dist.evals.bench.timing import TimedRun, Timing, random_tokens
+from razor_dist.models.loader import dtype_name, model_from_config, read_config
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from razor_dist.plan.compute import decode_reads, operations
+from razor_dist.plan.deployment import Deployment
+from razor_dist.plan.devices import load_device
+from razor_dist.plan.memory import MemoryPlanner
+from razor_dist.plan.traffic import full_attention
+
+log = logging.getLogger(__name__)
+
+# Generated in the warm-up: enough that a CUDA graph is recorded and replayed.
+_WARM_TOKENS = 4
+HEAD = (
+    "tokens",
+    "attention",
+    "prefill, s",
+    "of the matmul ceiling",
+    "decode, ms/token",
+    "of the bandwidth",
+    "peak memory, GB",
+    "planned, GB",
+    "KV, GB",
+)
+# Name of a ratio, and the figure of both engines.
+_RATIOS = {
+    "prefill": "prefill_seconds",
+    "decode": "decode_seconds_per_token",
+    "peak_memory": "peak_bytes",
+    "kv": "kv_bytes",
+}
+
+
+def shape_config(folder: str) -> PretrainedConfig:
+    """Return the configuration in a folder, which needs no weights.
+
+    Raises
+    ------
+    ConfigError
+        If there is no ``config.json``.
+    ModelError
+        If the model cannot be served.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"shape is {folder!r}; give a folder with a config.json")
+    return read_config(folder)
+
+
+def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a ``config.json``, its weights drawn on the device."""
+    return model_from_config(shape_config(folder), device=device, dtype=dtype)
+
+
+def run(settings: ShapeBenchSettings) -> BenchRecord:
+    """Measure the device, then both engines at every length, then the device again.
+
+    Raises
+    ------
+    ConfigError
+        If nothing could be measured at any length; the message is the first one's.
+    ModelError
+        If the model cannot be served.
+    """
+    shape_config(settings.shape)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    config = settings.config(max(settings.lengths) + settings.new_tokens)
+    device = torch_device(config, 0)
+    dtype = torch_dtype(config, device)
+    ceilings = measure_ceilings(device, dtype)
+    log.info("measured: %s", ceilings)
+    torch.manual_seed(settings.seed)
+    model = random_model(settings.shape, device, dtype)
+    lengths = [measure_length(model, settings, length) for length in settings.lengths]
+    engines = [one for length in lengths for one in length["engines"].values()]
+    if all("does_not_fit" in one for one in engines):
+        raise ConfigError(f"nothing was measured: {engines[0]['does_not_fit']}")
+    ceilings = ceilings.or_better(measure_ceilings(device, dtype))
+    for one in engines:
+        if "does_not_fit" not in one:
+            rate = one["operations"] / one["prefill_seconds"]
+            one["prefill_of_matmul_ceiling"] = rate / ceilings.matmul
+            rate = one["step_bytes"] / one["decode_seconds_per_token"]
+            one["decode_of_bandwidth"] = rate / ceilings.bandwidth
+    figures = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": dtype_name(dtype),
+        "ceilings": {
+            "bytes_read_per_second": ceilings.bandwidth,
+            "matmul_operations_per_second": ceilings.matmul,
+        },
+        "lengths": lengths,
+    }
+    return BenchRecord("shape", settings, figures, *_tables(figures, settings))
+
+
+def prompt_tokens(length: int, new_tokens: int, shape: ModelShape) -> int:
+    """Return a prompt's length: of the model's whole context, room for the answer is left."""
+    if length == shape.max_positions and not shape.alibi:
+        return max(1, length - new_tokens)
+    return length
+
+
+def measure_length(
+    model: PreTrainedModel, settings: ShapeBenchSettings, length: int
+) -> dict[str, Any]:
+    """Measure razor, then full attention, at one length of the prompt.
+
+    Returns
+    -------
+    dict
+        ``tokens`` of the prompt; ``engines``, `measure_engine` of ``razor`` and ``full``;
+        ``razor_over_full``, ratios, empty without both.
+    """
+    shape = ModelShape.from_config(model.config)
+    length = prompt_tokens(length, settings.new_tokens, shape)
+    prompt = random_tokens(shape.vocab_size, length, settings.seed)
+    config = settings.config(length + settings.new_tokens)
+    razor = Deployment.of(config, "cuda" if model.device.type == "cuda" else "cpu", settings.kept)
+    engines = {}
+    for attention, d in (("razor", razor), ("full", full_attention(razor))):
+        log.info("%s, %s tokens", attention, tokens(length))
+        engines[attention] = found = measure_engine(model, d, prompt, settings)
+        gc.collect()  # an engine's parts know each other; the next one wants the memory
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if "does_not_fit" in found:
+            log.info("does not fit: %s", found["does_not_fit"])
+    ratios = {}
+    if not any("does_not_fit" in one for one in engines.values()):
+        ratios = {
+            name: engines["razor"][key] / engines["full"][key] for name, key in _RATIOS.items()
+        }
+    return {"tokens": length, "engines": engines, "razor_over_full": ratios}
+
+
+def measure_engine(
+    model: PreTrainedModel, d: Deployment, prompt: list[int], settings: ShapeBenchSettings
+) -> dict[str, Any]:
+    """Measure one engine.
+
+    Returns
+    -------
+    dict
+        Seconds as in `Timing.as_json`, and `_timed`'s bytes; or ``does_not_fit``, a reason.
+    """
+    total = len(prompt) + settings.new_tokens
+    try:
+        context_length(d.config, d.shape)
+        # Any device does: those of its numbers that matter to bytes are about several ranks.
+        planned = MemoryPlanner(d, load_device("cpu")).at(total, total)
+        needed, free = planned.total - planned.weights, psutil.virtual_memory().available
+        # Memory that is not there ends a process on CPU; CUDA says so when it is asked for.
+        if d.kind == "cpu" and needed > free:
+            raise ConfigError(
+                f"it needs {needed / 1e9:.1f} GB beside the weights, and {free / 1e9:.1f} are free"
+            )
+        return {**_timed(model, d, prompt, settings), "planned_bytes": planned.total}
+    except ConfigError as error:
+        return {"does_not_fit": str(error)}
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate" in str(error)):
+            raise
+        return {"does_not_fit": str(error).splitlines()[0]}
+
+
+def _timed(
+    model: PreTrainedModel, d: Deployment, prompt: list[int], settings: ShapeBenchSettings
+) -> dict[str, Any]:
+    """Time the runs after a short warm-up.
+
+    A warm-up of the whole prompt would take as long as a run, which at a million tokens is minutes;
+    kernels are chosen and memory is mapped by one chunk alike.
+    """
+    with Peak(model.device) as peak:
+        built = make_engine(
+            model, d.config, d.decision.retrieval, Communicator(None), eos_token_ids=()
+        )
+        engine = OwnEngine(built)
+        engine(prompt[: d.chunked_prefill_size], min(_WARM_TOKENS, settings.new_tokens))
+        timing = Timing(d.decision.source)
+        for _ in range(settings.repeats):
+            timing.runs.append(TimedRun.steady(*engine.trace(prompt, settings.new_tokens)))
+            log.info("%s", timing.runs[-1])
+    return {
+        **timing.as_json(),
+        "kv_bytes": engine.peak_kv_bytes,  # held at most
+        "before_bytes": peak.before,  # with the weights and no engine
+        "peak_bytes": peak.peak,
+        "operations": operations(d, len(prompt)).total,
+        # Weights, keys and values that the step in the middle reads.
+        "step_bytes": decode_reads(d, len(prompt) + settings.new_tokens // 2),
+        "in_graphs": engine.in_graphs,
+    }
+
+
+def _tables(
+    figures: Mapping[str, Any], settings: ShapeBenchSettings
+) -> tuple[list[Table], list[str]]:
+    rows, notes = [list(HEAD)], []
+    for length in figures["lengths"]:
+        count = tokens(length["tokens"])
+        for name, one in length["engines"].items():
+            if "does_not_fit" in one:
+                rows.append([count, name, "does not fit", *[""] * (len(HEAD) - 3)])
+                notes.append(f"{count} tokens, {name}: does not fit: {one['does_not_fit']}")
+                continue
+            if figures["device"] != "cpu" and not one["in_graphs"]:
+                notes.append(f"{count} tokens, {name}: decoded without CUDA graphs")
+            sizes = [f"{one[key] / 1e9:.2f}" for key in ("peak_bytes", "planned_bytes")]
+            cells = [f"{one['prefill_seconds']:.2f}", f"{one['prefill_of_matmul_ceiling']:.2f}"]
+            cells += [f"{1000 * one['decode_seconds_per_token']:.2f}"]
+            cells += [f"{one['decode_of_bandwidth']:.2f}", *sizes, f"{one['kv_bytes'] / 1e9:.3f}"]
+            rows.append([count, name, *cells])
+        if ratios := length["razor_over_full"]:
+            prefill, decode, memory, kv = (f"{ratio:.2f}" for ratio in ratios.values())
+            rows.append([count, "razor / full", prefill, "", decode, "", memory, "", kv])
+    ceilings = figures["ceilings"]
+    about = (
+        f"{figures['device']}, {figures['threads']} threads, {figures['parameters']:,} random "
+        f"weights in {figures['dtype']}; {settings.kept:.0%} of the KV heads are retrieval heads, "
+        f"window at most {settings.window_max}. Ceilings measured in the same run: "
+        f"{ceilings['bytes_read_per_second'] / 1e9:,.1f} GB/s read, "
+        f"{ceilings['matmul_operations_per_second'] / 1e12:,.3f} TFLOP/s in a matrix product."
+    )
+    return [Table(about, rows)], notes
