@@ -69,7 +69,7 @@ def versions(device: torch.device) -> PartResult:
     for name in _OPS:
         packet = getattr(torch.ops.aten, name, None)
         found[name] = "not in this torch" if packet is None else str(packet.default._schema)
-    return {"versions": found}, [Table("Versions and schemas:", [["", ""], *found.items()])]
+    return {"versions": found}, [Table("Versions and schemas:", [["", ""], *found.items()], "left")]
 
 
 def launch(device: torch.device) -> PartResult:
@@ -181,7 +181,7 @@ def gpu_tests(device: torch.device) -> PartResult:
     figures: dict[str, Any] = {"command": command, "closing_line": lines[-1]}
     if tests.wait():
         figures["failed"] = lines[-1]
-    return figures, [Table("Tests:", [[lines[-1]], *failed])]
+    return figures, [Table("Tests:", [[lines[-1]], *failed], "left")]
 
 
 # ------------------------------------------------------------------- the command
@@ -227,7 +227,7 @@ def run(settings: GpuBenchSettings) -> BenchRecord:
         parts[name] = {"status": status, **found}
         rows.append([name, f"{time.monotonic() - start:.0f}", status])
         log.info("%s: %s", name, status)
-        record = BenchRecord("gpu", settings, {"parts": parts}, [Table("", rows), *tables])
+        record = BenchRecord("gpu", settings, {"parts": parts}, [Table("", rows, "left"), *tables])
         record.write()
     return record
 

@@ -39,7 +39,8 @@ def call(
         result = Path(folder) / "result.json"
         words = [module, function, json.dumps(arguments), str(result)]
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *words],
+            # It ends with this process, whatever ends that.
+            [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), __name__, *words],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

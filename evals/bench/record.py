@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from razor_dist.evals.bench.settings import BenchSettings
 from razor_dist.evals.markdown import markdown
 from razor_dist.evals.run_notes import machine
+
+# Cells are not padded beyond so many characters.
+_WIDEST = 48
 
 
 @dataclass(frozen=True)
@@ -21,21 +24,21 @@ class Table:
     title : str
     rows : sequence of sequence of str
         The first is the head.
+    align : str
+        See `markdown`.
     """
 
     title: str
     rows: Sequence[Sequence[str]]
+    align: Literal["left", "numbers"] = "numbers"
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        padded = [
-            [
-                cell.rjust(width) if index else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            for row in self.rows
-        ]
-        return f"{self.title}\n\n{markdown(padded, 'numbers')}".lstrip()
+        columns: list[list[str]] = []
+        for column in zip(*self.rows, strict=True):
+            width = min(max(map(len, column)), _WIDEST)
+            right = columns and self.align == "numbers"
+            columns.append([f"{cell:>{width}}" if right else f"{cell:{width}}" for cell in column])
+        return f"{self.title}\n\n{markdown(zip(*columns, strict=True), self.align)}".lstrip()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ log = logging.getLogger(__name__)
 
 # A run of an engine, given a prompt and the number of new tokens.
 Generate = Callable[[list[int], int], "TimedRun"]
-Say = Callable[[str], None]
 
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
