@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.process_group import backend_of
+from razor_dist.parallel.process_group import backend_of, store_of_this_start
 from tests.ranks import RankPool
 
 
@@ -43,3 +45,18 @@ def decide(comm: Communicator, devices: list[str]) -> str:
 def test_all_ranks_decide_alike(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(decide, ["GPU-a", "GPU-a"]) == ["gloo", "gloo"]
     assert ranks(2).run(decide, ["GPU-a", "GPU-b"]) == ["nccl", "nccl"]
+
+
+def test_ranks_of_a_restart_do_not_see_what_the_dead_ones_wrote() -> None:
+    """torchrun's agent hands every start the same store."""
+    agents = dist.HashStore()
+
+    def meet(rank: int) -> dist.Store:
+        return store_of_this_start(agents, rank, 3, timedelta(seconds=20))
+
+    with ThreadPoolExecutor(3) as threads:
+        for start in range(3):
+            stores = list(threads.map(meet, range(3)))
+            assert not any(store.check(["address"]) for store in stores)
+            stores[0].set("address", str(start))
+            assert [store.get("address") for store in stores] == [str(start).encode()] * 3
