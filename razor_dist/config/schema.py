@@ -27,7 +27,7 @@ def setting(group: str, default: Any, description: str, **limits: Any) -> Any:
 
 
 class EngineConfig(BaseModel):
-    """What the ranks need to know; frozen.
+    """The settings of the ranks; frozen.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""What a deployment would need, from sizes alone: `razor_dist.plan.planner.plan`."""
+"""Planning a deployment from sizes alone: `razor_dist.plan.planner.plan`."""

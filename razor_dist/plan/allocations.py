@@ -1,4 +1,4 @@
-"""What code allocates, counted tensor by tensor: on any device, the meta device included."""
+"""Count what code allocates, tensor by tensor, on any device, the meta device included."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """What is made inside counts under ``label``."""
+        """Count what is made inside under ``label``."""
         before, self.label = self.label, label
         try:
             yield

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import compensation_entries
 from razor_dist.heads.policy import StreamingPolicy
@@ -25,7 +23,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Operations:
-    """Of a whole prompt, all ranks together.
+    """Operations of a whole prompt, all ranks together.
 
     Attributes
     ----------
@@ -43,14 +41,9 @@ class Operations:
     full: int
 
     @property
-    def attention(self) -> int:
-        """Attention of all heads."""
-        return self.retrieval + self.streaming
-
-    @property
     def total(self) -> int:
-        """Everything."""
-        return self.linear + self.attention
+        """All but ``full``."""
+        return self.linear + self.retrieval + self.streaming
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ class Estimate:
 
 
 def visible(policy: StreamingPolicy, prompt: int) -> int:
-    """Keys that a streaming head's queries of a prompt see, all queries together (policy.py)."""
+    """Count the keys that a streaming head's queries of a prompt see, summed over queries."""
     seen = 0
     for begin in range(0, prompt, _CHUNK):
         end = min(begin + _CHUNK, prompt)
@@ -111,7 +104,7 @@ def visible(policy: StreamingPolicy, prompt: int) -> int:
 
 
 def operations(d: Deployment, prompt: int) -> Operations:
-    """Of a prompt of so many tokens, prefilled."""
+    """Count the operations of the prefill of a prompt of so many tokens."""
     shape = d.shape
     per_key = 4 * shape.head_dim * shape.group
     causal = prompt * (prompt + 1) // 2
@@ -124,22 +117,18 @@ def operations(d: Deployment, prompt: int) -> Operations:
     )
 
 
-def _precision(d: Deployment) -> str:
-    return "fp32" if d.dtype == torch.float32 else "bf16"
-
-
 def prefill_time(d: Deployment, device: Device, prompt: int, traffic: Traffic) -> Estimate:
-    """Of a whole prompt: work and bytes are even over the ranks (zigzag); links are the busiest's.
+    """Estimate the prefill; work and bytes are even over the ranks, links are the busiest's.
 
     Memory is the weights, read once in every chunk; keys and values are read by attention kernels
     that compute far longer on them.
     """
     size, efficiency = d.world_size, device.efficiency
-    peak = device.flops(_precision(d), size) * size
+    peak = device.flops(d.dtype, size) * size
     work = operations(d, prompt)
     reads = len(d.chunks(prompt)) * d.weights.nbytes / device.bandwidth(size)
     sends = Traffic.most(traffic.prefill) / device.link
-    linear, attention = work.linear / peak, work.attention / peak
+    linear, attention = work.linear / peak, (work.retrieval + work.streaming) / peak
     floor = {"compute": linear + attention, "memory": reads, "links": sends}
     expected = {
         "compute": linear / efficiency.matmul + attention / efficiency.attention,
@@ -165,7 +154,7 @@ def decode_reads(d: Deployment, context: int) -> int:
 
 
 def decode_time(d: Deployment, device: Device, context: int, traffic: Traffic) -> Estimate:
-    """Of one token of one sequence of ``context`` tokens.
+    """Estimate the decoding of one token of one sequence of ``context`` tokens.
 
     Links cost their bytes, and a latency for each layer with retrieval heads.
     """
@@ -175,7 +164,7 @@ def decode_time(d: Deployment, device: Device, context: int, traffic: Traffic) -
     keys = sum(d.retrieval_per_layer) * shard
     keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
     work = 2 * (d.weights.matmul + d.weights.head) + per_key * keys
-    compute = work / device.flops(_precision(d), size)
+    compute = work / device.flops(d.dtype, size)
     reads = decode_reads(d, context) / device.bandwidth(size)
     sends = Traffic.most(traffic.decode) / device.link
     collectives = sum(count > 0 for count in d.retrieval_per_layer) if size > 1 else 0

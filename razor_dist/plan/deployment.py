@@ -1,4 +1,4 @@
-"""What the engine would build from settings: the same decisions, by the engine's own functions."""
+"""A deployment as the engine would build it: the same decisions, by its own functions."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ META = torch.device("meta")
 class StreamingHeads:
     """Streaming heads that share a policy.
 
-    Attributes
-    ----------
-    policy : StreamingPolicy
-    per_layer : tuple of int
-        How many KV heads of each layer.
+    ``per_layer`` counts the KV heads of each layer.
     """
 
     policy: StreamingPolicy
@@ -55,7 +51,7 @@ class StreamingHeads:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """Which KV heads are retrieval heads, and who says so.
+    """The choice of retrieval heads, and who made it.
 
     Attributes
     ----------
@@ -169,7 +165,7 @@ class Weights:
     def of(
         cls, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
     ) -> Weights:
-        """Count them."""
+        """Count the parameters of a model."""
         model = model_from_config(
             config, device=META, dtype=dtype, trust_remote_code=trust_remote_code
         )
@@ -199,14 +195,7 @@ class Weights:
 class Deployment:
     """A model, its settings and the ranks that it would run on.
 
-    Attributes
-    ----------
-    config : EngineConfig
-    model : PretrainedConfig
-    shape : ModelShape
-    decision : HeadChoice
-    kind : str
-        Of the ranks' device.
+    ``kind`` is that of the ranks' device.
     """
 
     config: EngineConfig
@@ -241,17 +230,17 @@ class Deployment:
 
     @property
     def world_size(self) -> int:
-        """P."""
+        """Number of ranks, P."""
         return self.config.world_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and computing."""
+        """Number format of weights and computing."""
         return torch_dtype(self.config, torch.device(self.kind))
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Number format of keys and values."""
         return torch_kv_dtype(self.config, self.dtype)
 
     @property
@@ -284,7 +273,7 @@ class Deployment:
 
     @property
     def exact(self) -> bool:
-        """Whether streaming heads attend in full at prefill."""
+        """True if streaming heads attend in full at prefill."""
         return self.config.prefill == "exact"
 
     @property
@@ -294,7 +283,7 @@ class Deployment:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        """Where each head's keys and values live, on the meta device."""
+        """Place of each head's keys and values, on the meta device."""
         return HeadLayout.from_decision(self.decision.retrieval, META, self.decision.windows)
 
     @cached_property

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from razor_dist.config.errors import ConfigError
@@ -16,7 +17,7 @@ _GB = 1e9
 
 
 class Efficiency(BaseModel):
-    """Which fraction of a peak is reached in practice, above 0 and at most 1."""
+    """Fractions of the peaks that are reached in practice."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -73,9 +74,9 @@ class Device(BaseModel):
         """Bytes per second that a rank reads at peak."""
         return self.bandwidth_gb_s * _GB * self._share(world_size)
 
-    def flops(self, dtype: str, world_size: int) -> float:
-        """Operations per second of a rank at peak; ``dtype`` is ``bf16`` or ``fp32``."""
-        peak = {"bf16": self.bf16_tflops, "fp32": self.fp32_tflops}[dtype]
+    def flops(self, dtype: torch.dtype, world_size: int) -> float:
+        """Operations per second of a rank at peak, in float32 or in half of its bytes."""
+        peak = self.fp32_tflops if dtype.itemsize == 4 else self.bf16_tflops
         return peak * 1e12 * self._share(world_size)
 
     @property
@@ -90,14 +91,14 @@ class Device(BaseModel):
 
 
 def device_names() -> list[str]:
-    """The devices that come with razor_dist."""
+    """Return the devices that come with razor_dist."""
     folder = resources.files("razor_dist.configs") / "devices"
     names = (file.name for file in folder.iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def load_device(name: str) -> Device:
-    """A device by its name in the table, or by the path of a file of the same form.
+    """Return a device by its name in the table, or by the path of a file of the same form.
 
     Raises
     ------

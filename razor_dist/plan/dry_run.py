@@ -112,15 +112,7 @@ class DryRun:
         for rank in range(self._d.world_size):
             runner = self._whole(max_model_len, rank)
             try:
-                runner.execute(
-                    StepPlan(
-                        Op.OPEN,
-                        0,
-                        end=context,
-                        total=context,
-                        chunked_prefill_size=self._d.chunked_prefill_size,
-                    )
-                )
+                self._open(runner, context)
             except EngineError:
                 raise ConfigError(
                     f"kv_tokens is {self._d.config.kv_tokens}, too few for a sequence of {context}"
@@ -129,6 +121,7 @@ class DryRun:
                 sequence_retrieval_kv=runner.caches.pages.used_bytes,
                 sequence_streaming_cache=sum(cache.used_bytes for cache in runner.caches.streaming),
             )
+        # A Counter's union drops zeros.
         names = ("sequence_retrieval_kv", "sequence_streaming_cache")
         return _reserved(runner.caches) | {name: used[name] for name in names}
 
@@ -159,16 +152,7 @@ class DryRun:
         chunk, prompt = chunks[index], chunks[-1].end
         cache = self._d.cache(prompt, bounded=False)
         runner = self._runner(cache, rank, allocations, self._layout)
-        runner.execute(
-            StepPlan(
-                Op.OPEN,
-                0,
-                end=prompt,
-                total=prompt,
-                chunked_prefill_size=self._d.chunked_prefill_size,
-                reach=prompt,
-            )
-        )
+        self._open(runner, prompt, reach=prompt)
         self._skip(runner, chunks[:index])
         plan = StepPlan(
             Op.PREFILL,
@@ -183,6 +167,13 @@ class DryRun:
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
+
+    def _open(self, runner: ModelRunner, prompt: int, reach: int = 0) -> None:
+        size = self._d.chunked_prefill_size
+        step = StepPlan(
+            Op.OPEN, 0, end=prompt, total=prompt, chunked_prefill_size=size, reach=reach
+        )
+        runner.execute(step)
 
     def _runner(
         self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
@@ -243,7 +234,7 @@ def _reserved(caches: Caches) -> dict[str, int]:
 
 
 def _kinds_of_layers(decision: HeadChoice) -> HeadChoice:
-    """Of a few layers: most streaming heads, most retrieval heads, most even.
+    """Return the choice for a few layers: most streaming heads, most retrieval heads, most even.
 
     One of them comes first once more, since a model's first layer has less in memory than the
     others: its input is the embedding itself.

@@ -63,13 +63,7 @@ class Memory:
 
 
 class MemoryPlanner:
-    """Memory of a deployment at any context length.
-
-    Parameters
-    ----------
-    deployment : Deployment
-    device : Device
-    """
+    """Memory of a deployment on a device, at any context length."""
 
     def __init__(self, deployment: Deployment, device: Device) -> None:
         self._d, self._device = deployment, device
@@ -88,7 +82,7 @@ class MemoryPlanner:
         return nbytes // self._d.world_size if self._device.shared else nbytes
 
     def at(self, max_model_len: int, context: int) -> Memory:
-        """With room for sequences of ``max_model_len`` tokens, and one of ``context`` in it."""
+        """Return it with room for sequences of ``max_model_len`` tokens, one of ``context`` there."""
         caches = self._dry_run.caches(max_model_len, context)
         return Memory(
             weights=self.weights,

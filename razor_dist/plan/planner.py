@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into a rank's memory."""
+        """True if it fits into a rank's memory."""
         return self.memory.total <= self.budget
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Where a setting defeats itself, one sentence each."""
+        """A sentence for each setting that defeats itself, and for what does not fit."""
         return _warnings(self)
 
     def as_json(self) -> dict[str, Any]:

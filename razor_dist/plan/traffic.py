@@ -55,17 +55,17 @@ class Traffic:
 
     @staticmethod
     def most(per_rank: Sequence[Counter[str]]) -> int:
-        """What the busiest rank sends."""
+        """Return what the busiest rank sends."""
         return max(sum(sent.values()) for sent in per_rank)
 
 
 def traffic(d: Deployment, prompt: int) -> Traffic:
-    """What a prompt of ``prompt`` tokens and the decode steps after it send."""
+    """Count what a prompt of so many tokens and the decode steps after it send."""
     return Traffic(prefill_bytes(d, prompt), [decode_bytes(d, r) for r in range(d.world_size)])
 
 
 def full_attention(d: Deployment) -> Deployment:
-    """The same deployment with every head a retrieval head."""
+    """Return the same deployment with every head a retrieval head."""
     everything = ((True,) * d.shape.kv_heads,) * d.shape.layers
     return replace(d, decision=HeadChoice(everything, "attention: full"))
 
@@ -165,7 +165,7 @@ def _sums(plan: WindowPlan, heads: StreamingHeads) -> int:
 
 
 def _chunk_key(policy: StreamingPolicy, chunks: Sequence[Chunk], index: int) -> tuple[int, ...]:
-    """What a chunk's plan depends on: window starts, seen from the chunk; the chunks before it."""
+    """Return all that a chunk's plan depends on, seen from the chunk, to plan like ones once."""
     chunk = chunks[index]
     edges = [*(shard.begin for shard in chunk.shards), chunk.end]
     starts = [max(policy.sinks, policy.start(edge)) - chunk.begin for edge in edges]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.plan.devices import device_names, load_device
@@ -15,7 +16,7 @@ def test_the_table_is_whole() -> None:
     for name in device_names():
         device = load_device(name)
         assert device.memory(1) < device.memory_gb * 1e9
-        assert device.flops("bf16", 1) > device.flops("fp32", 1)
+        assert device.flops(torch.bfloat16, 1) > device.flops(torch.float32, 1)
         assert device.sources
 
 

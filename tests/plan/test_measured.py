@@ -1,4 +1,4 @@
-"""What the planner says against what the engine does: bytes to the byte, activations within 5 %."""
+"""The planner against the engine: bytes to the byte, activations within 5 %."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPT = 1900
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank."""
+    """Bytes of one rank."""
 
     reserved: int
     used: int
