@@ -82,7 +82,7 @@ class MemoryPlanner:
         return nbytes // self._d.world_size if self._device.shared else nbytes
 
     def at(self, max_model_len: int, context: int) -> Memory:
-        """Return it with room for sequences of ``max_model_len`` tokens, one of ``context`` there."""
+        """Return it with room for sequences of ``max_model_len`` tokens, and a prompt in it."""
         caches = self._dry_run.caches(max_model_len, context)
         return Memory(
             weights=self.weights,
