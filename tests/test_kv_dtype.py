@@ -89,6 +89,23 @@ def test_bf16_keys_and_values_do_not_break_invariance(
         assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_prefill_and_decode_see_the_same_bf16_cache(
+    world: int, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
+) -> None:
+    """The compensation token, too, is what the cache holds, whichever phase makes it."""
+    path = tiny("llama")
+    tokens = tokens_of(190, seed=6)
+    decoded = Case(
+        str(path), split_of(path), POLICY, tokens[:140], tokens[140:], kv_dtype=torch.bfloat16
+    )
+    rows = ranks(world).run(outcome, decoded)[0][0]
+    for row, count in ((-1, 190), (-10, 181), (-25, 166)):
+        whole = dataclasses.replace(decoded, prompt=tokens[:count], forced=())
+        want = ranks(world).run(outcome, whole)[0][0]
+        torch.testing.assert_close(rows[row : row + 1 or None], want, rtol=1e-4, atol=1e-4)
+
+
 def engine(path: Path, **settings: object) -> torch.dtype:
     config = EngineConfig(model=str(path), attention="full", max_model_len=64, **settings)
     built = build_engine(config, Communicator(None), torch.device("cpu"))

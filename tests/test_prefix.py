@@ -14,14 +14,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from razor_dist import LLM, RequestOutput, SamplingParams
 from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.llm.prefix import Prefix
 from razor_dist.models.loader import model_fingerprint, read_config
 from tests.tiny_models import make_tiny
+from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 BOS, MAX_LEN = 1, 400
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
@@ -188,6 +190,54 @@ def test_a_conversation_that_begins_otherwise_does_not_continue_a_prefix(llm: LL
     for nothing, message in (([], "at least one message"), ([{"role": "user"}], "refuses")):
         with pytest.raises(RequestError, match=message):
             llm.prefill_chat(nothing)
+
+
+@pytest.mark.parametrize(
+    "document, question",
+    [
+        ("the world", " says the time"),
+        ("the world says:\n", "the time"),
+        ("the time ", "the world"),
+        ("世界", "世 a"),
+        ("the", "世"),
+        ("the world " * 200, "a time"),
+    ],
+)
+@pytest.mark.parametrize("make", [sentencepiece_tokenizer, smollm2_tokenizer])
+def test_a_continuation_has_the_tokens_of_the_whole_text(
+    document: str, question: str, make: Callable[[], PreTrainedTokenizerBase]
+) -> None:
+    encoder = PromptEncoder(make())
+    before, whole = encoder.text(document), encoder.text(document + question)
+    rest = encoder.continuation(before[-64:], question)
+    if whole[: len(before)] == before:
+        assert before + rest == whole
+    assert make().decode(before + rest) == make().decode(whole)
+
+
+def test_a_token_over_the_border_adds_no_space() -> None:
+    encoder = PromptEncoder(sentencepiece_tokenizer())
+    before = encoder.text("the ti")
+    rest = encoder.continuation(before, "me")
+    assert encoder.tokenizer is not None
+    assert encoder.tokenizer.decode(before + rest, skip_special_tokens=True) == "the time"
+
+
+class _BrokenBar:
+    """A caller's bar that fails at the first chunk."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def update(self, tokens: int) -> None:
+        raise ZeroDivisionError
+
+    def close(self) -> None: ...
+
+
+def test_a_prefix_whose_bar_fails_is_released(llm: LLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        llm.prefill(DOCUMENT, use_tqdm=_BrokenBar)
+    assert held(llm) == 0
 
 
 def test_the_context_holds_prefix_prompt_and_answer(llm: LLM) -> None:

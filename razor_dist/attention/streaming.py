@@ -123,12 +123,14 @@ class Queries:
             partials.append(_in_order(out, lse))
         return partials
 
-    def see_dropped_moved(self, runs: Sequence[Run], sums: Tensor, sinks: int) -> Partial:
+    def see_dropped_moved(
+        self, runs: Sequence[Run], sums: Tensor, sinks: int, kept: torch.dtype
+    ) -> Partial:
         """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
         heads, times, _ = sums.shape[1:]
         step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
         counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
-        k_mean, v_mean = (sums / counts[:, None]).flatten(1, 2)
+        k_mean, v_mean = _as_kept(sums / counts[:, None], kept).flatten(1, 2)
         q = self._by_run(runs).flatten(0, 1)
         mean = compensate(q, k_mean, v_mean, counts.repeat(heads), scale=self.scale)
         return _in_order(*(x.unflatten(0, (heads, times)) for x in mean))
@@ -137,10 +139,10 @@ class Queries:
         """The queries of runs that are alike, ``[K, n, G, B, D]``."""
         return self.part(_range(runs)).unflatten(2, (len(runs), -1)).transpose(1, 2)
 
-    def see_dropped(self, at: range, sums: Tensor, dropped: Interval) -> Partial:
+    def see_dropped(self, at: range, sums: Tensor, dropped: Interval, kept: torch.dtype) -> Partial:
         """Attention to the compensation token of what was dropped, whose sums are ``sums``."""
         count = len(dropped)
-        k_mean, v_mean = sums / count
+        k_mean, v_mean = _as_kept(sums / count, kept)
         mean = compensate(self.part(at), k_mean, v_mean, count, scale=self.scale)
         if self.slopes is None:
             return mean
@@ -191,7 +193,7 @@ def window_attention(
                 queries.see(at, keys.windowed(at.start, at.stop), at.start, causal=True),
             ]
             if policy.compensation and start > sinks:
-                partials.append(queries.see_dropped(at, sums, Interval(sinks, start)))
+                partials.append(queries.see_dropped(at, sums, Interval(sinks, start), keys.k.dtype))
         else:
             partials = queries.see_moved(runs, keys)
             if policy.compensation:
@@ -201,11 +203,16 @@ def window_attention(
                     for x in keys.windowed(start, summed_to)
                 ]
                 each = torch.cat([sums.unsqueeze(2), torch.stack(steps)], 2).cumsum(2)
-                partials.append(queries.see_dropped_moved(runs, each, sinks))
+                partials.append(queries.see_dropped_moved(runs, each, sinks, keys.k.dtype))
                 sums = each[:, :, -1]
         partials.append(queries.see(at, keys.sinks(0, sinks), 0))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)
+
+
+def _as_kept(mean: Tensor, kept: torch.dtype) -> Tensor:
+    """A mean of keys or values as the cache keeps it, so that prefill and decode see the same."""
+    return mean.to(kept).float()
 
 
 def _alike(runs: Sequence[Run], sinks: int, most: int) -> Iterator[list[Run]]:

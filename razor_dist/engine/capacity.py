@@ -29,6 +29,8 @@ _STEP_CUDA = 1024
 # chunk would have the streaming heads send all of their keys and values, of twice that, half of
 # them.
 _WINDOWS_IN_CHUNK = 4
+# Tokens by which the last chunk and the decoded tokens may favour one rank.
+_UNEVEN = 4
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -110,8 +112,8 @@ def cache_config(
     ``dtype`` is that of the keys and values (`torch_kv_dtype`).
     """
     longest = shard_sizes(0, max_model_len, max_model_len, chunked_prefill_size, world_size)
-    # A page more: how a sequence splits into prompt and answer moves a few tokens between ranks.
-    pages = -(-max(longest) // config.page_size) + 1
+    # How a sequence splits into prompt and answer moves a few tokens between ranks.
+    pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
     if config.kv_tokens is None:
         num_pages = pages * config.max_num_seqs
     else:

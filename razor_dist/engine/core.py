@@ -111,7 +111,11 @@ class EngineCore:
         before = 0 if prefix is None else prefix.end
         chunked_prefill_size = self.chunked_prefill_size
         if params.prompt_logprobs is not None:
-            chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
+            # Whole chunks whose shards are even: what rounding gives one rank more than another
+            # would add up over many short chunks, and the pools are made for few long ones.
+            parts = 2 * self.runner.comm.size
+            even = max(_LOGPROB_CHUNK_TOKENS // parts, 1) * parts
+            chunked_prefill_size = min(chunked_prefill_size, even)
         request = Request(
             id=request_id,
             key=self._next_key,

@@ -12,8 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from razor_dist.config.errors import ModelError, RequestError
 from razor_dist.engine.messages import Tokens, as_tokens
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.detokenizer import token_texts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# Tokens before a border that must come out again when their text is tokenised.
+_SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
@@ -71,6 +74,35 @@ class PromptEncoder:
         tokenizer = self._need("text prompts", "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
+
+    def continuation(self, before: Sequence[int], text: str) -> list[int]:
+        """Tokens of a text that continues others: where possible, those of both as one text.
+
+        A text by itself may begin with a space of the tokenizer's making, as SentencePiece's do.
+        So it is tokenised behind the end of what it continues; and where a token would reach over
+        the border, behind a letter or a line feed.
+
+        Parameters
+        ----------
+        before : sequence of int
+            The last tokens of what it continues.
+        text : str
+
+        Raises
+        ------
+        RequestError
+            If the model has no tokenizer.
+        """
+        tokenizer = self._need("text prompts", "prompt")
+        end = token_texts(tokenizer).decode(before, skip_special=False)
+        for context in (end, "\n", "a"):
+            alone = self.text(context, special_tokens=False)
+            both = self.text(context + text, special_tokens=False)
+            same = len(alone) and both[: len(alone)] == alone
+            # How the end is cut off may change its first tokens, and not its last.
+            if same and (context is not end or alone[-_SAME:] == list(before[-_SAME:])):
+                return both[len(alone) :]
+        return self.text(text, special_tokens=False)
 
     def chat(
         self,

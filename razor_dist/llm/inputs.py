@@ -76,7 +76,9 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} is no place for {prompt!r:.80}", param=key)
     if isinstance(prompt, str):
-        return Encoded(prompt, encoder.text(prompt, special_tokens=prefix is None))
+        if prefix is None:
+            return Encoded(prompt, encoder.text(prompt))
+        return Encoded(prompt, encoder.continuation(prefix.border, prompt))
     if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
@@ -106,4 +108,4 @@ def encode_chat(
     if prefix is None:
         return Encoded(None, encoder.chat(messages, **how))
     rest = prefix.rest_of(encoder.chat_text(messages, **how))
-    return Encoded(None, encoder.text(rest, special_tokens=False))
+    return Encoded(None, encoder.continuation(prefix.border, rest))

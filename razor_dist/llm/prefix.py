@@ -8,10 +8,14 @@ import weakref
 from typing import Self
 
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.messages import Tokens
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import Checked
 from razor_dist.frontend.request_stream import RequestStream
 from razor_dist.llm.progress import PromptBar, UseTqdm
+
+# Tokens at a prefix's end that decide how the text after them is tokenised.
+_BORDER = 64
 
 
 class Prefix:
@@ -28,8 +32,8 @@ class Prefix:
         The pinned request's.
     client : EngineClient
         The engine that holds it.
-    num_tokens : int
-        The prompt's length.
+    tokens : Tokens
+        The prompt.
     loop : asyncio.AbstractEventLoop
         The client's, where the stream may be closed.
     chat_text : str, optional
@@ -45,12 +49,13 @@ class Prefix:
         self,
         stream: RequestStream,
         client: EngineClient,
-        num_tokens: int,
+        tokens: Tokens,
         loop: asyncio.AbstractEventLoop,
         chat_text: str | None = None,
     ) -> None:
         self._stream, self._client = stream, client
-        self.num_tokens = num_tokens
+        self.num_tokens = len(tokens)
+        self.border = tokens[-_BORDER:].tolist()  # what a continuation is tokenised behind
         self._chat_text = chat_text
         self._release = weakref.finalize(self, _close, stream, loop)
 
@@ -146,12 +151,16 @@ async def read_prefix(
     """
     tokens = len(prompt.tokens)
     stream = client.generate(request_id, *prompt, pin=True)
-    with PromptBar(use_tqdm, [tokens]) as bar:
-        async for message in stream:
-            bar.progress(message)
-            if message["processed"] == message["total"]:
-                break  # and leave the stream open: closing it would release the caches
-    return Prefix(stream, client, tokens, asyncio.get_running_loop(), chat_text)
+    try:
+        with PromptBar(use_tqdm, [tokens]) as bar:
+            async for message in stream:
+                bar.progress(message)
+                if message["processed"] == message["total"]:
+                    break  # and leave the stream open: closing it would release the caches
+    except BaseException:  # the engine's failure, or the caller's bar, which may raise anything
+        stream.close()
+        raise
+    return Prefix(stream, client, prompt.tokens, asyncio.get_running_loop(), chat_text)
 
 
 def _close(stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:

@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM
 from razor_dist.config.errors import ConfigError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
+from razor_dist.engine.capacity import cache_config
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, StepPlan
+from razor_dist.models.loader import read_config
+from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -193,6 +196,25 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
         assert [t for t, _ in top] == want[i].topk(3).indices.tolist()
     [token] = [m for m in messages if m["t"] == "token"]
     assert token["logprob"] == pytest.approx(want[-1].max().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_prompt_logprobs_need_no_larger_caches(
+    world: int, page_size: int, tiny: Callable[[str], Path]
+) -> None:
+    length = 131_072
+    config = EngineConfig(max_num_seqs=1, page_size=page_size)
+    shape = ModelShape.from_config(read_config(tiny("llama")))
+    pools = cache_config(config, shape, length, world * 2048, world, torch.float32)
+    runner: Any = SimpleNamespace(config=pools, comm=SimpleNamespace(size=world), shape=shape)
+    core = EngineCore(
+        runner, max_model_len=length, chunked_prefill_size=world * 2048, eos_token_ids=()
+    )
+    for answer in (1, 2, 3, 700, 60_000):
+        wanted = SamplingParams(max_tokens=answer, prompt_logprobs=0)
+        core.add(str(answer), [5] * (length - answer), wanted)
+        core.abort(str(answer))
 
 
 def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
