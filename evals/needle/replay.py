@@ -33,6 +33,7 @@ from razor_dist.evals.needle.results import FULL
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import Flags, Windows
 from razor_dist.jobs.config import ExternalEngineConfig
+from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
@@ -119,9 +120,9 @@ class Replay:
         logits = q.new_zeros(1, 1, self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
-    def ring(self, comm: Communicator, chunk: Chunk, q: Tensor, *others: Any) -> Tensor:
+    def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:
         """`ring_attention`, left out in a replay."""
-        return ring_attention(comm, chunk, q, *others) if self._layers is None else q
+        return ring_attention(comm, chunk, query, *others) if self._layers is None else query.q
 
 
 class ReplayConfig(ExternalEngineConfig):

@@ -16,16 +16,8 @@ from torch import Tensor
 from razor_dist.attention.decode_inputs import ReadExtent, StepInputs
 from razor_dist.attention.prefill import Caches
 from razor_dist.heads.layout import LayerHeads, StreamingGroup
-from razor_dist.kernels import (
-    HIDDEN,
-    Distance,
-    Partial,
-    RelativeBias,
-    attend,
-    empty_partial,
-    merge,
-    merge_stacked,
-)
+from razor_dist.kernels import HIDDEN, Distance, Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 
 
@@ -80,24 +72,21 @@ class DecodeContext:
         k: Tensor,
         v: Tensor,
         scale: float,
-        slopes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
-        q = q.unflatten(0, (k.shape[0], -1))
-        if slopes is not None:
-            slopes = slopes.unflatten(0, (k.shape[0], -1))
-            if self._distances is None:
-                self._distances = self._measure(q.dtype)
-        parts = [
-            compute(heads, of(q), of(k), of(v), scale, None if slopes is None else of(slopes))
-            for count, of, compute in (
-                (heads.num_retrieval, heads.of_retrieval, self._retrieval),
-                (heads.num_streaming, heads.of_streaming, self._attend_streaming),
-            )
-            if count
-        ]
+        query = Query.grouped(q, scale, bias, k.shape[0])
+        if query.by_distance and self._distances is None:
+            self._distances = self._measure(q.dtype)
+        parts = []
+        if heads.num_retrieval:
+            of = heads.of_retrieval
+            parts.append(self._retrieval(heads, heads.retrieval_query(query), of(k), of(v)))
+        if heads.num_streaming:
+            of = heads.of_streaming
+            parts.append(self._streaming(heads, heads.streaming_query(query), of(k), of(v)))
         if len(parts) == 1 and len(heads.groups) <= 1:
             (out_KGTD,) = parts
         else:
@@ -132,31 +121,14 @@ class DecodeContext:
             )
         return distances
 
-    def _attend_streaming(
-        self,
-        heads: LayerHeads,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        slopes: Tensor | None,
-    ) -> Tensor:
+    def _streaming(self, heads: LayerHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for t in range(len(self._extents)):
-            groups = [self._local_group(t, group, q, k, v, scale, slopes) for group in heads.groups]
+            groups = [self._group(t, group, query, k, v) for group in heads.groups]
             outs.append(groups[0] if len(groups) == 1 else torch.cat(groups))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
-    def _local_group(
-        self,
-        t: int,
-        group: StreamingGroup,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        slopes: Tensor | None,
-    ) -> Tensor:
+    def _group(self, t: int, group: StreamingGroup, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """One token's attention by the streaming heads of one window: ``[K, G, 1, D]`` float32."""
         cache, (slot, width) = (
             self.caches.streaming[group.index],
@@ -164,44 +136,36 @@ class DecodeContext:
         )
         part, seen, new = group.part, slice(0, width), slice(t, t + 1)
         cache.write(group.rows, slot, self._places[t][group.index], k[part, new], v[part, new])
-        away = None
-        if slopes is not None:
-            assert self._distances is not None
-            away = RelativeBias(slopes[part], self._distances.streaming[t][group.index])
-        return attend(
-            q[part, :, new],
-            cache.k[group.rows, slot.index, seen],
-            cache.v[group.rows, slot.index, seen],
-            scale=scale,
-            bias=self._biases[t][group.index],
-            alibi=away,
-        ).out.float()
+        found = (
+            query.heads(part)
+            .tokens(new)
+            .attend(
+                cache.k[group.rows, slot.index, seen],
+                cache.v[group.rows, slot.index, seen],
+                bias=self._biases[t][group.index],
+                where=self._distances and self._distances.streaming[t][group.index],
+            )
+        )
+        return found.out.float()
 
-    def _retrieval(
-        self,
-        heads: LayerHeads,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        slopes: Tensor | None,
-    ) -> Tensor:
+    def _retrieval(self, heads: LayerHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         pages, rows = self.caches.pages, heads.retrieval_rows
         partials: list[Partial] = []
         for t, extent in enumerate(self._extents):
             if extent.writes:
                 at = self._inputs.at[t : t + 1]
                 pages.put(rows, at, k[:, t : t + 1], v[:, t : t + 1])
-            q_t = q[:, :, t : t + 1]
-            parts = []
-            for index, (a, b, bias) in enumerate(self._segments[t]):
-                away = None
-                if slopes is not None:
-                    assert self._distances is not None
-                    away = RelativeBias(slopes, self._distances.segments[t][index])
-                segment = pages.k[rows, a:b], pages.v[rows, a:b]
-                parts.append(attend(q_t, *segment, scale=scale, bias=bias, alibi=away))
-            partials.append(merge(parts) if parts else empty_partial(q_t))
+            query_t = query.tokens(slice(t, t + 1))
+            parts = [
+                query_t.attend(
+                    pages.k[rows, a:b],
+                    pages.v[rows, a:b],
+                    bias=bias,
+                    where=self._distances and self._distances.segments[t][index],
+                )
+                for index, (a, b, bias) in enumerate(self._segments[t])
+            ]
+            partials.append(merge(parts) if parts else empty_partial(query_t.q))
         out = torch.cat([p.out for p in partials], dim=2)
         if self.comm.size == 1:
             return out

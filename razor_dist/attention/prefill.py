@@ -12,6 +12,7 @@ from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import Sequence, shard_positions
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import Earlier, RingAttention, positions_of, ring_attention
@@ -114,79 +115,51 @@ class PrefillContext:
         k: Tensor,
         v: Tensor,
         scale: float,
-        slopes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
-        kv_heads, n = k.shape[0], self.tokens
-        dtype, width = q.dtype, q.shape[1]
+        n, dtype, width = self.tokens, q.dtype, q.shape[1]
         # A rank without tokens of this chunk runs one dummy token: drop it here.
-        q, k, v = q[:, :n].unflatten(0, (kv_heads, -1)), k[:, :n], v[:, :n]
-        if slopes is not None:
-            slopes = slopes.unflatten(0, (kv_heads, -1))
-        out = torch.zeros(width, *q.shape[:2], q.shape[3], dtype=dtype, device=q.device)
+        query, k, v = Query.grouped(q[:, :n], scale, bias, k.shape[0]), k[:, :n], v[:, :n]
+        kv_heads, group_size, _, dim = query.q.shape
+        out = torch.zeros(width, kv_heads, group_size, dim, dtype=dtype, device=q.device)
         out_KGTD = out[:n].permute(1, 2, 0, 3)
-
+        # The streaming heads' transfers are under way while the retrieval heads' ring turns.
         transfers = []
-        if heads.num_streaming and (not self.exact or self.last):
+        if heads.num_streaming:
+            streaming = heads.streaming_query(query)
             streaming_k, streaming_v = heads.of_streaming(k), heads.of_streaming(v)
-            transfers = [
-                self._start_local(layer, heads, group, streaming_k, streaming_v)
-                for group in heads.groups
-            ]
+            if not self.exact or self.last:
+                transfers = [
+                    self._start_streaming(layer, heads, group, streaming_k, streaming_v)
+                    for group in heads.groups
+                ]
         if heads.num_retrieval:
             of = heads.of_retrieval
-            out_KGTD[heads.retrieval] = self._ring(
-                heads.retrieval_rows,
-                *(of(q), of(k), of(v)),
-                scale,
-                None if slopes is None else of(slopes),
-                exact=False,
-            ).to(dtype)
+            retrieval = heads.retrieval_query(query)
+            found = self._ring(heads.retrieval_rows, retrieval, of(k), of(v), exact=False)
+            out_KGTD[heads.retrieval] = found.to(dtype)
         if heads.num_streaming and self.exact:
-            of = heads.of_streaming
-            out_KGTD[heads.streaming] = self._ring(
-                heads.streaming_rows,
-                *(of(q), of(k), of(v)),
-                scale,
-                None if slopes is None else of(slopes),
-                exact=True,
-            ).to(dtype)
-        if transfers:
-            streaming_q = heads.of_streaming(q)
-            streaming_slopes = None if slopes is None else heads.of_streaming(slopes)
-            for group, transfer in zip(heads.groups, transfers, strict=True):
-                part = group.part
-                found = self._streaming[group.index].finish(
-                    layer,
-                    group.rows,
-                    streaming_q[part],
-                    transfer,
-                    scale,
-                    None if streaming_slopes is None else streaming_slopes[part],
-                )
-                if found is not None:
-                    out_KGTD[heads.streaming[part]] = found.to(dtype)
+            rows = heads.streaming_rows
+            found = self._ring(rows, streaming, streaming_k, streaming_v, exact=True)
+            out_KGTD[heads.streaming] = found.to(dtype)
+        for group, transfer in zip(heads.groups, transfers, strict=False):
+            windowed = self._streaming[group.index].finish(
+                layer, group.rows, streaming.heads(group.part), transfer
+            )
+            if windowed is not None:
+                out_KGTD[heads.streaming[group.part]] = windowed.to(dtype)
         return out.flatten(1, 2)
 
-    def _ring(
-        self,
-        rows: slice,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        slopes: Tensor | None,
-        *,
-        exact: bool,
-    ) -> Tensor:
+    def _ring(self, rows: slice, query: Query, k: Tensor, v: Tensor, *, exact: bool) -> Tensor:
         pool = self.caches.scratch if exact else self.caches.pages
         assert pool is not None
         old, new = self._scratch_slots if exact else self._slots
-        positions = [] if slopes is None else self._positions(exact)
+        positions = self._positions(exact) if query.by_distance else []
         earlier = Earlier(pool.segments(rows, old), self._earlier[exact], positions)
-        out = self._ring_attention(self.comm, self.chunk, q, k, v, earlier, scale, slopes)
+        out = self._ring_attention(self.comm, self.chunk, query, k, v, earlier)
         pool.write(rows, new, k, v)
         return out
 
@@ -201,7 +174,7 @@ class PrefillContext:
             ]
         return self._earlier_positions[exact]
 
-    def _start_local(
+    def _start_streaming(
         self, layer: int, heads: LayerHeads, group: StreamingGroup, k: Tensor, v: Tensor
     ) -> StreamingTransfers:
         stored: list[KVPiece] = []

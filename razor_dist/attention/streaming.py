@@ -2,10 +2,25 @@
 segments.
 
 A query attends to its window, to the sinks and to the compensation token, each by a call of its
-own; the partial results are merged. The queries of a run share their window, and there is a run
-for every ``block`` tokens: thousands in a long chunk. Where the window's length does not change,
-each run is the one before it moved by its own length; then the ops are given many runs as a batch,
-whose keys are overlapping views of the same memory.
+own; the partial results are merged. The queries of a *run* share where their window starts::
+
+    sinks  dropped: one compensation token     window                        run
+    |####|xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx|=============================|qqqqqqqq|
+    0    N0                                   s                           begin     end
+
+so a run takes four calls: sinks; compensation token; ``[s, begin)``, of which all its queries see
+everything; and ``[begin, end)``, itself, under the causal mask.
+
+There is a run for every ``block`` tokens: thousands in a long chunk, too many calls. Where the
+window's length does not change, each run is the one before it moved by its own length B::
+
+    run 0    |=============|qqqq|
+    run 1         |=============|qqqq|
+    run 2              |=============|qqqq|
+
+Then the ops are given many runs as a batch, whose keys are overlapping views of the same memory
+(`SpanKeys.moved`), and the compensation sums of each run follow from those of the run before it by
+the B tokens that it drops.
 
 Letters: K key-value heads, G query heads per key-value head, T queries, D head dimension, N0 sinks,
 n runs of B queries each.
@@ -20,8 +35,9 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention.window_plan import QuerySpan
-from razor_dist.heads.policy import Run, StreamingPolicy
-from razor_dist.kernels import Alibi, Partial, attend, compensate, distance_bias, merge
+from razor_dist.heads.policy import StreamingPolicy, WindowRun
+from razor_dist.kernels import Partial, merge
+from razor_dist.kernels.query import Places, Query
 from razor_dist.parallel.zigzag import Interval
 
 # Queries in a batch of runs, at most: results before they are merged take memory, and more saves no
@@ -69,43 +85,46 @@ class SpanKeys:
         """Those of the sinks at ``[begin, end)``."""
         return self.sink_k[:, begin:end], self.sink_v[:, begin:end]
 
+    def mean(self, sums: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The compensation token of ``count`` dropped tokens, float32.
+
+        It is rounded as the cache keeps it, so that prefill and decode see the same.
+        """
+        k, v = (sums / count).to(self.k.dtype).float()
+        return k, v
+
 
 @dataclass(frozen=True)
-class Queries:
-    """Queries at consecutive positions, and how they score keys.
+class SpanQueries:
+    """Queries at consecutive positions from ``begin`` on."""
 
-    Attributes
-    ----------
-    q : Tensor
-        ``[K, G, T, D]``.
-    begin : int
-        Position of the first one.
-    scale : float
-    slopes : Tensor or None
-        float32 ``[K, G]``, of heads biased by distance.
-    """
-
-    q: Tensor
+    query: Query
     begin: int
-    scale: float
-    slopes: Tensor | None
 
-    def part(self, positions: range) -> Tensor:
+    def part(self, positions: range) -> Query:
         """The queries at these positions."""
-        return self.q[:, :, positions.start - self.begin : positions.stop - self.begin]
+        return self.query.tokens(slice(positions.start - self.begin, positions.stop - self.begin))
 
     def see(
         self, at: range, keys: tuple[Tensor, Tensor], first: int, *, causal: bool = False
     ) -> Partial:
         """Attention of the queries ``at`` to keys and values at positions from ``first`` on."""
         k, v = keys
-        alibi = None
-        if self.slopes is not None:
-            positions = torch.arange(first, first + k.shape[1], device=k.device)
-            alibi = Alibi(self.slopes, [at], positions)
-        return attend(self.part(at), k, v, scale=self.scale, causal=causal, alibi=alibi)
+        where = None
+        if self.query.by_distance:
+            where = Places([at], torch.arange(first, first + k.shape[1], device=k.device))
+        return self.part(at).attend(k, v, causal=causal, where=where)
 
-    def see_moved(self, runs: Sequence[Run], keys: SpanKeys) -> list[Partial]:
+    def see_dropped(self, at: range, mean: tuple[Tensor, Tensor], dropped: Interval) -> Partial:
+        """Attention of the queries ``at`` to the compensation token of what was dropped."""
+        away = None
+        if self.query.by_distance:
+            # It stands where the tokens do that it stands for, on average.
+            middle = (dropped.begin + dropped.end - 1) / 2
+            away = middle - torch.arange(at.start, at.stop, device=mean[0].device)
+        return self.part(at).compensate(*mean, len(dropped), away)
+
+    def see_moved(self, runs: Sequence[WindowRun], keys: SpanKeys) -> list[Partial]:
         """Attention of runs that are alike, each to its window up to itself, and to itself."""
         first, times = runs[0], len(runs)
         q_KnGBD, step = self._by_run(runs), first.end - first.begin
@@ -116,7 +135,7 @@ class Queries:
         ):
             # One head after the other: head and run cannot be one axis without a copy of the keys.
             heads = [
-                attend(q, k, v, scale=self.scale, causal=causal)
+                self.query._replace(q=q).attend(k, v, causal=causal)
                 for q, k, v in zip(q_KnGBD, *keys.moved(begin, end, step, times), strict=True)
             ]
             out, lse = (torch.stack(x) for x in zip(*heads, strict=True))
@@ -124,42 +143,30 @@ class Queries:
         return partials
 
     def see_dropped_moved(
-        self, runs: Sequence[Run], sums: Tensor, sinks: int, kept: torch.dtype
+        self, runs: Sequence[WindowRun], keys: SpanKeys, sums: Tensor, sinks: int
     ) -> Partial:
         """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
         heads, times, _ = sums.shape[1:]
         step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
         counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
-        k_mean, v_mean = _as_kept(sums / counts[:, None], kept).flatten(1, 2)
-        q = self._by_run(runs).flatten(0, 1)
-        mean = compensate(q, k_mean, v_mean, counts.repeat(heads), scale=self.scale)
-        return _in_order(*(x.unflatten(0, (heads, times)) for x in mean))
+        k_mean, v_mean = (x.flatten(0, 1) for x in keys.mean(sums, counts[:, None]))
+        query = self.query._replace(q=self._by_run(runs).flatten(0, 1))
+        found = query.compensate(k_mean, v_mean, counts.repeat(heads))
+        return _in_order(*(x.unflatten(0, (heads, times)) for x in found))
 
-    def _by_run(self, runs: Sequence[Run]) -> Tensor:
+    def _by_run(self, runs: Sequence[WindowRun]) -> Tensor:
         """The queries of runs that are alike, ``[K, n, G, B, D]``."""
-        return self.part(_range(runs)).unflatten(2, (len(runs), -1)).transpose(1, 2)
-
-    def see_dropped(self, at: range, sums: Tensor, dropped: Interval, kept: torch.dtype) -> Partial:
-        """Attention to the compensation token of what was dropped, whose sums are ``sums``."""
-        count = len(dropped)
-        k_mean, v_mean = _as_kept(sums / count, kept)
-        mean = compensate(self.part(at), k_mean, v_mean, count, scale=self.scale)
-        if self.slopes is None:
-            return mean
-        # It stands where the tokens do that it stands for, on average.
-        middle = (dropped.begin + dropped.end - 1) / 2
-        away = middle - torch.arange(at.start, at.stop, device=self.q.device)
-        return Partial(mean.out, mean.lse + distance_bias(self.slopes, away))
+        return self.part(_range(runs)).q.unflatten(2, (len(runs), -1)).transpose(1, 2)
 
 
 def window_attention(
-    queries: Queries, span: QuerySpan, keys: SpanKeys, policy: StreamingPolicy
+    queries: SpanQueries, span: QuerySpan, keys: SpanKeys, policy: StreamingPolicy
 ) -> Tensor:
     """Attention of streaming heads for the queries of a span.
 
     Parameters
     ----------
-    queries : Queries
+    queries : SpanQueries
         All of ``span.at``.
     span : QuerySpan
     keys : SpanKeys
@@ -177,9 +184,9 @@ def window_attention(
         before = queries.see(at, keys.sinks(0, at.start), 0)
         own = queries.see(at, keys.sinks(at.start, at.stop), at.start, causal=True)
         outs.append(merge([before, own]).out)
-    sums, summed_to = keys.sums, keys.first
+    sums, summed_to = keys.sums, keys.first  # over [N0, summed_to)
     # The bias by distance is relative to the run at hand.
-    most = max(1, _TOGETHER // policy.block) if queries.slopes is None else 1
+    most = 1 if queries.query.by_distance else max(1, _TOGETHER // policy.block)
     for runs in _alike(span.runs, sinks, most):
         start = max(runs[0].start, sinks)
         if policy.compensation and start > summed_to:
@@ -193,31 +200,28 @@ def window_attention(
                 queries.see(at, keys.windowed(at.start, at.stop), at.start, causal=True),
             ]
             if policy.compensation and start > sinks:
-                partials.append(queries.see_dropped(at, sums, Interval(sinks, start), keys.k.dtype))
+                mean = keys.mean(sums, start - sinks)
+                partials.append(queries.see_dropped(at, mean, Interval(sinks, start)))
         else:
             partials = queries.see_moved(runs, keys)
             if policy.compensation:
+                # Each run drops a block more than the one before it.
                 summed_to = runs[-1].start
                 steps = [
                     x.unflatten(1, (len(runs) - 1, -1)).float().sum(2)
                     for x in keys.windowed(start, summed_to)
                 ]
                 each = torch.cat([sums.unsqueeze(2), torch.stack(steps)], 2).cumsum(2)
-                partials.append(queries.see_dropped_moved(runs, each, sinks, keys.k.dtype))
+                partials.append(queries.see_dropped_moved(runs, keys, each, sinks))
                 sums = each[:, :, -1]
         partials.append(queries.see(at, keys.sinks(0, sinks), 0))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)
 
 
-def _as_kept(mean: Tensor, kept: torch.dtype) -> Tensor:
-    """A mean of keys or values as the cache keeps it, so that prefill and decode see the same."""
-    return mean.to(kept).float()
-
-
-def _alike(runs: Sequence[Run], sinks: int, most: int) -> Iterator[list[Run]]:
+def _alike(runs: Sequence[WindowRun], sinks: int, most: int) -> Iterator[list[WindowRun]]:
     """The runs in order, in groups whose windows begin after the sinks and move with them."""
-    group: list[Run] = []
+    group: list[WindowRun] = []
     for run in runs:
         if group:
             last = group[-1]
@@ -237,6 +241,6 @@ def _in_order(out_KnGBD: Tensor, lse_KnGB: Tensor) -> Partial:
     return Partial(out, lse)
 
 
-def _range(runs: Sequence[Run]) -> range:
+def _range(runs: Sequence[WindowRun]) -> range:
     """Positions of the queries of adjacent runs."""
     return range(runs[0].begin, runs[-1].end)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.attention.streaming import Queries, SpanKeys, window_attention
+from razor_dist.attention.streaming import SpanKeys, SpanQueries, window_attention
 from razor_dist.attention.window_plan import WindowPlan, edge_sums, plan_compression, plan_window
 from razor_dist.cache.sequence import Sequence
 from razor_dist.cache.streaming import StreamingCache, StreamingSlot
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.halo import Arriving, KVPiece, assemble
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
@@ -125,10 +126,8 @@ class StreamingChunk:
         self,
         layer: int,
         rows: slice,
-        q: Tensor,
+        query: Query,
         transfers: StreamingTransfers,
-        scale: float,
-        slopes: Tensor | None,
     ) -> Tensor | None:
         """Attention of a layer's queries, once its transfers have arrived; keeps what stays.
 
@@ -137,13 +136,10 @@ class StreamingChunk:
         layer : int
         rows : slice
             Of the cache.
-        q : Tensor
+        query : Query
             ``[K, G, T, D]``.
         transfers : StreamingTransfers
             What `start` returned for the layer.
-        scale : float
-        slopes : Tensor or None
-            float32 ``[K, G]``, of heads biased by distance.
 
         Returns
         -------
@@ -162,7 +158,7 @@ class StreamingChunk:
             (steps,) = transfers.sums.wait()
             at_edges = at_edges.clone()
             at_edges[1:] += steps.cumsum(0)
-        out = self._attend_spans(rows, q, pieces, at_edges, scale, slopes)
+        out = self._attend_spans(rows, query, pieces, at_edges)
         cache.sums[:, rows, slot.index] = at_edges[-1]
         if plan.window is not None:
             if len(plan.window):
@@ -180,11 +176,9 @@ class StreamingChunk:
     def _attend_spans(
         self,
         rows: slice,
-        q: Tensor,
+        query: Query,
         pieces: list[KVPiece],
         at_edges: Tensor,
-        scale: float,
-        slopes: Tensor | None,
     ) -> Tensor | None:
         plan, cache, slot = self.plan, self._cache, self._slot
         assert plan is not None
@@ -195,8 +189,8 @@ class StreamingChunk:
             first = plan.edges[span.edge]
             k, v = assemble(pieces, Interval(first, span.at.end))
             keys = SpanKeys(k, v, first, sink_k, sink_v, at_edges[span.edge])
-            q_span = q[:, :, span.offset : span.offset + len(span.at)]
-            queries = Queries(q_span, span.at.begin, scale, slopes)
+            own = query.tokens(slice(span.offset, span.offset + len(span.at)))
+            queries = SpanQueries(own, span.at.begin)
             outs.append(window_attention(queries, span, keys, policy))
         return torch.cat(outs, dim=2) if outs else None
 

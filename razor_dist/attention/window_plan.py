@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.heads.policy import Run, StreamingPolicy
+from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.parallel.halo import Exchange, KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
 
@@ -31,14 +31,14 @@ class QuerySpan:
         Index of the first one among the rank's tokens of the chunk.
     edge : int
         Which edge of `WindowPlan.edges` is the window start of the first query.
-    runs : list of Run
+    runs : list of WindowRun
         Those of them that are not sinks, by where their window starts.
     """
 
     at: Interval
     offset: int
     edge: int
-    runs: list[Run]
+    runs: list[WindowRun]
 
 
 @dataclass

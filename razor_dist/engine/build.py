@@ -89,7 +89,7 @@ class _NoAttention:
         k: Tensor,
         v: Tensor,
         scale: float,
-        slopes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         return torch.zeros_like(q).transpose(0, 1)

@@ -80,7 +80,7 @@ class PromptEncoder:
 
         A text by itself may begin with a space of the tokenizer's making, as SentencePiece's do.
         So it is tokenised behind the end of what it continues; and where a token would reach over
-        the border, behind a letter or a line feed.
+        the border, behind a line feed.
 
         Parameters
         ----------
@@ -95,7 +95,7 @@ class PromptEncoder:
         """
         tokenizer = self._need("text prompts", "prompt")
         end = token_texts(tokenizer).decode(before, skip_special=False)
-        for context in (end, "\n", "a"):
+        for context in (end, "\n"):
             alone = self.text(context, special_tokens=False)
             both = self.text(context + text, special_tokens=False)
             same = len(alone) and both[: len(alone)] == alone

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.heads.decision import Windows
+from razor_dist.kernels.query import Query
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ class LayerHeads:
     def of_retrieval(self, x: Tensor) -> Tensor:
         """The retrieval heads of ``x`` along its first dimension; ``x`` if those are all."""
         return x if self.num_streaming == 0 else x[self.retrieval]
+
+    def retrieval_query(self, query: Query) -> Query:
+        """The retrieval heads' queries."""
+        return query if self.num_streaming == 0 else query.heads(self.retrieval)
+
+    def streaming_query(self, query: Query) -> Query:
+        """The streaming heads' queries, by group."""
+        whole = self.num_retrieval == 0 and len(self.groups) == 1
+        return query if whole else query.heads(self.streaming)
 
     def of_streaming(self, x: Tensor) -> Tensor:
         """Return the streaming heads of ``x`` by group; ``x`` itself if it is one whole group."""

@@ -25,7 +25,7 @@ from razor_dist.config.schema import EngineConfig
 _SETTINGS = EngineConfig.model_fields
 
 
-class Run(NamedTuple):
+class WindowRun(NamedTuple):
     """Consecutive queries ``[begin, end)`` whose window starts at the same ``start``."""
 
     begin: int
@@ -133,7 +133,7 @@ class StreamingPolicy:
             length = np.minimum(length, self.window_max)
         return np.maximum(0, self.block * ((i + 1 - length) // self.block))
 
-    def runs(self, begin: int, end: int) -> list[Run]:
+    def runs(self, begin: int, end: int) -> list[WindowRun]:
         """Split the queries ``[begin, end)`` where their window start changes."""
         if begin >= end:
             return []
@@ -141,5 +141,6 @@ class StreamingPolicy:
         edges = np.flatnonzero(np.diff(starts)) + 1
         bounds = [0, *edges.tolist(), end - begin]
         return [
-            Run(begin + lo, begin + hi, int(starts[lo])) for lo, hi in itertools.pairwise(bounds)
+            WindowRun(begin + lo, begin + hi, int(starts[lo]))
+            for lo, hi in itertools.pairwise(bounds)
         ]

@@ -73,7 +73,7 @@ class AlibiContext(Protocol):
         k: Tensor,
         v: Tensor,
         scale: float,
-        slopes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -81,8 +81,8 @@ class AlibiContext(Protocol):
         ----------
         layer, q, k, v, scale
             As of `AttentionContext`.
-        slopes : Tensor, optional
-            float32 ``[Hq]``: a key's score is lowered by its head's slope times its distance.
+        bias : Tensor, optional
+            float32 ``[Hq]``, the heads' slopes: see `razor_dist.kernels.query.Query`.
         """
         ...
 

@@ -1,12 +1,23 @@
 """Ring attention over one zigzag chunk and over the shards that earlier chunks left.
 
-Every rank starts with the keys of its own two shards. P-1 times it hands its current block to
-the next rank and receives the previous rank's, computing on one block while the next is under way.
-Which queries see which part of a block follows from the zigzag (`parallel.zigzag`):
+Every rank starts with the keys of its own two shards. P-1 times it hands its current block to the
+next rank and receives the previous rank's, computing on one block while the next is under way.
+With three ranks, where rank r holds shards r and 5 - r::
 
-* a rank's own block: causal, for its two shards are in order;
-* from a lower rank: its early shard precedes, and its late shard follows, all our queries;
-* from a higher rank: both its shards lie between our early and our late shard.
+    positions   | 0 | 1 | 2 | 3 | 4 | 5 |       step 0   step 1   step 2
+    rank 0        E                   L         own      from 2   from 1
+    rank 1            E           L             own      from 0   from 2
+    rank 2                E   L                 own      from 1   from 0
+
+Which queries see which part of a block follows from the picture: no mask is needed but the causal
+one of a rank's own block.
+
+* own block: causal, for its two shards are in order;
+* a lower rank's: its early shard (E) precedes all our queries, its late shard (L) follows them;
+* a higher rank's: both its shards lie between our early queries and our late ones.
+
+So the early and the late queries are merged apart. Every rank computes about two shards' worth of
+scores in each step, and none waits for another that has more to do.
 
 Keys of earlier chunks precede every query. They either travel with the block (pass-KV) or stay
 where they are while the queries travel (pass-Q), whichever moves fewer bytes.
@@ -20,14 +31,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Alibi, Partial, attend, empty_partial, merge
+from razor_dist.kernels import Partial, empty_partial, merge
+from razor_dist.kernels.query import Places, Query
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.zigzag import Chunk
 
 Segments = Sequence[tuple[Tensor, Tensor]]
-RingAttention = Callable[
-    [Communicator, Chunk, Tensor, Tensor, Tensor, "Earlier", float, Tensor | None], Tensor
-]  # the signature of `ring_attention`
+# The signature of `ring_attention`.
+RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, "Earlier"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,14 +86,7 @@ def queries_travel(
 
 
 def ring_attention(
-    comm: Communicator,
-    chunk: Chunk,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    earlier: Earlier,
-    scale: float,
-    slopes: Tensor | None = None,
+    comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Tensor:
     """Causal attention of a chunk's queries to the chunk's keys and to all earlier ones.
 
@@ -90,103 +94,60 @@ def ring_attention(
     ----------
     comm : Communicator
     chunk : Chunk
-    q : Tensor
-        ``[K, G, T, D]``: this rank's queries, early shard then late shard.
+    query : Query
+        Of this rank's tokens ``[K, G, T, D]``, early shard then late shard.
     k, v : Tensor
         ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
     earlier : Earlier
-    scale : float
-    slopes : Tensor, optional
-        float32 ``[K, G]``, of heads biased by distance.
 
     Returns
     -------
     Tensor
         ``[K, G, T, D]`` float32.
     """
-    kv_heads, group, _, dim = q.shape
-    see = _BoundAttention(chunk, scale, slopes, earlier.positions)
+    kv_heads, group, _, dim = query.q.shape
     if comm.size == 1:
-        own = see(q, see.queries(0), k, v, see.chunk_keys(0, k.device), causal=True)
-        return merge([own, *see.earlier(q, see.queries(0), earlier.segments, 0)]).out
+        where = _Positions(chunk, earlier, query.by_distance, k.device)
+        own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
+        return merge([own, *_see_earlier(query, 0, where, earlier, 0)]).out
     if earlier.total and queries_travel(
-        chunk, earlier.total, kv_heads, group, dim, q.element_size(), k.element_size()
+        chunk, earlier.total, kv_heads, group, dim, query.q.element_size(), k.element_size()
     ):
-        returning = _start_pass_q(comm, chunk, q, earlier, see)
-        nothing = Earlier((), [0] * comm.size)
-        see_chunk = _BoundAttention(chunk, scale, slopes, ())
-        own = _pass_kv(comm, chunk, q, k, v, nothing, see_chunk)
+        returning = _start_pass_q(comm, chunk, query, earlier)
+        own = _pass_kv(comm, chunk, query, k, v, Earlier((), [0] * comm.size))
         return merge([own, *returning.finish()]).out
-    return _pass_kv(comm, chunk, q, k, v, earlier, see).out
+    return _pass_kv(comm, chunk, query, k, v, earlier).out
 
 
 @dataclass(frozen=True)
-class _BoundAttention:
-    """`attend`, told of positions where heads are biased by distance."""
+class _Positions:
+    """Where queries and keys of every rank stand, for queries that score by distance."""
 
     chunk: Chunk
-    scale: float
-    slopes: Tensor | None
-    positions: Sequence[Tensor]
-
-    def __call__(
-        self,
-        q: Tensor,
-        queries: Sequence[range],
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor | None,
-        *,
-        causal: bool = False,
-    ) -> Partial:
-        alibi = None
-        if self.slopes is not None:
-            assert keys is not None
-            alibi = Alibi(self.slopes, queries, keys)
-        return attend(q, k, v, scale=self.scale, causal=causal, alibi=alibi)
-
-    def part(
-        self,
-        q: Tensor,
-        queries: Sequence[range],
-        block: Tensor,
-        places: Tensor | None,
-        at: slice,
-        *,
-        causal: bool = False,
-    ) -> Partial:
-        """Attention to the tokens ``at`` of a block ``[2, K, n, D]`` whose positions are given."""
-        keys = None if places is None else places[at]
-        return self(q, queries, block[0, :, at], block[1, :, at], keys, causal=causal)
+    earlier: Earlier
+    matter: bool
+    device: torch.device
 
     def queries(self, rank: int) -> list[range]:
-        """Positions of a rank's tokens of the chunk: the early shard's, the late shard's."""
+        """A rank's tokens of the chunk: the early shard's, the late shard's."""
         return [range(shard.begin, shard.end) for shard in self.chunk.owned(rank)]
 
-    def chunk_keys(self, rank: int, device: torch.device) -> Tensor | None:
-        """The same positions, where they matter."""
-        if self.slopes is None:
-            return None
-        return positions_of(self.queries(rank), device)
+    def new(self, rank: int) -> Tensor | None:
+        """The keys of the same tokens."""
+        return positions_of(self.queries(rank), self.device) if self.matter else None
 
-    def block_keys(self, rank: int, device: torch.device) -> Tensor | None:
-        """Positions of a rank's block: its shard of earlier chunks, then its tokens of this one."""
-        keys = self.chunk_keys(rank, device)
-        if keys is None or not self.positions:
-            return keys
-        return torch.cat([self.positions[rank], keys])
+    def block(self, rank: int) -> Tensor | None:
+        """The keys of a rank's block: its shard of earlier chunks, then its tokens of this one."""
+        new = self.new(rank)
+        if new is None or not self.earlier.positions:
+            return new
+        return torch.cat([self.earlier.positions[rank], new])
 
-    def earlier(
-        self, q: Tensor, queries: Sequence[range], segments: Segments, rank: int
-    ) -> list[Partial]:
-        """Attention to each segment of a rank's shard."""
-        partials, done = [], 0
-        for k, v in segments:
-            here = slice(done, done + k.shape[1])
-            keys = self.positions[rank][here] if self.slopes is not None else None
-            partials.append(self(q, queries, k, v, keys))
-            done = here.stop
-        return partials
+    def of(
+        self, rank: int, keys: Tensor | None, at: slice = slice(None), shards: slice = slice(None)
+    ) -> Places | None:
+        """The places of a rank's queries and of the keys ``at``, for `Query.attend`."""
+        return None if keys is None else Places(self.queries(rank)[shards], keys[at])
 
 
 def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
@@ -195,30 +156,41 @@ def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat(parts or [torch.arange(0, device=device)])
 
 
-def _merged(partials: Sequence[Partial], q: Tensor) -> Partial:
-    return merge(partials) if partials else empty_partial(q)
+def _see_earlier(
+    query: Query, owner: int, where: _Positions, earlier: Earlier, rank: int
+) -> list[Partial]:
+    """Attention of ``owner``'s queries to each segment of this rank's shard of earlier chunks."""
+    keys = earlier.positions[rank] if where.matter else None
+    partials, done = [], 0
+    for k, v in earlier.segments:
+        at = slice(done, done + k.shape[1])
+        partials.append(query.attend(k, v, where=where.of(owner, keys, at)))
+        done = at.stop
+    return partials
+
+
+def _merged(partials: Sequence[Partial], query: Query) -> Partial:
+    return merge(partials) if partials else empty_partial(query.q)
 
 
 def _pass_kv(
-    comm: Communicator,
-    chunk: Chunk,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    earlier: Earlier,
-    see: _BoundAttention,
+    comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Partial:
+    """Keys and values go round; block by block, queries see what precedes them.
+
+    A block is ``[2, K, n, D]``: of n tokens, the ``before`` ones of earlier chunks come first, then
+    the early shard, then the late one.
+    """
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
     keys = torch.cat([*(s[0] for s in earlier.segments), k], dim=1)
     values = torch.cat([*(s[1] for s in earlier.segments), v], dim=1)
     block = torch.stack([keys, values])
-    queries = see.queries(rank)
-    split = len(queries[0])
-    q_early, q_late = q[:, :, :split], q[:, :, split:]
+    where = _Positions(chunk, earlier, query.by_distance, k.device)
+    split = len(chunk.owned(rank)[0])
+    query_early, query_late = query.tokens(slice(0, split)), query.tokens(slice(split, None))
 
     pending: Pending | None = None
-    partial: Partial | None = None
     for step in range(size):
         owner = (rank - step) % size
         if pending is not None:
@@ -229,23 +201,27 @@ def _pass_kv(
             tokens = earlier.tokens[source] + chunk.tokens(source)
             buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
             pending = comm.shift(block, buffer, 1, "ring")
-        before = earlier.tokens[owner]
-        places = see.block_keys(owner, k.device)
+        before, places = earlier.tokens[owner], where.block(owner)
+        block_k, block_v = block
         if owner == rank:
-            own = see.part(q, queries, block, places, slice(before, None), causal=True)
-            old = _merged(see.earlier(q, queries, earlier.segments, rank), q)
-            partial = merge([own, old]) if before else merge([own])
-            early, late = _split(partial, split)
+            new = slice(before, None)
+            at = where.of(rank, places, new)
+            own = query.attend(block_k[:, new], block_v[:, new], causal=True, where=at)
+            old = _see_earlier(query, rank, where, earlier, rank)
+            early, late = _split(merge([own, *old]), split)
         elif owner < rank:
-            seen = before + len(chunk.owned(owner)[0])
-            got = see.part(q, queries, block, places, slice(0, seen))
+            seen = slice(0, before + len(chunk.owned(owner)[0]))  # all but its late shard
+            at = where.of(rank, places, seen)
+            got = query.attend(block_k[:, seen], block_v[:, seen], where=at)
             got_early, got_late = _split(got, split)
             early, late = merge([early, got_early]), merge([late, got_late])
         else:
-            got = see.part(q_late, queries[1:], block, places, slice(None))
-            late = merge([late, got])
+            at = where.of(rank, places, shards=slice(1, None))
+            late = merge([late, query_late.attend(block_k, block_v, where=at)])
             if before:
-                got = see.part(q_early, queries[:1], block, places, slice(0, before))
+                seen = slice(0, before)
+                at = where.of(rank, places, seen, slice(0, 1))
+                got = query_early.attend(block_k[:, seen], block_v[:, seen], where=at)
                 early = merge([early, got])
     return Partial(torch.cat([early.out, late.out], 2), torch.cat([early.lse, late.lse], 2))
 
@@ -272,28 +248,35 @@ class _Returning:
         return partials
 
 
-def _start_pass_q(
-    comm: Communicator, chunk: Chunk, q: Tensor, earlier: Earlier, see: _BoundAttention
-) -> _Returning:
+def _start_pass_q(comm: Communicator, chunk: Chunk, query: Query, earlier: Earlier) -> _Returning:
+    """Queries go round past the earlier keys, which stay; what each rank found is sent back.
+
+    In step s this rank has the queries of rank - s and sends their owner a partial result, while
+    rank + s has ours and sends us one. The last of these are under way when this returns, so that
+    the chunk's own keys can go round meanwhile.
+    """
     rank, size = comm.rank, comm.size
-    heads, group, tokens, dim = q.shape
-    block = q.contiguous()
+    heads, group, tokens, dim = query.q.shape
+    where = _Positions(chunk, earlier, query.by_distance, query.q.device)
+    block = query.q.contiguous()
 
     def receive_next(owner: int) -> Pending:
         shape = (heads, group, chunk.tokens((owner - 1) % size), dim)
-        return comm.shift(block, torch.empty(shape, dtype=q.dtype, device=q.device), 1, "ring")
+        return comm.shift(block, block.new_empty(shape), 1, "ring")
 
     arriving = receive_next(rank)
-    own = _merged(see.earlier(q, see.queries(rank), earlier.segments, rank), q)
+    own = _merged(_see_earlier(query, rank, where, earlier, rank), query)
     returning: list[Pending] = []
     for step in range(1, size):
         owner, holder = (rank - step) % size, (rank + step) % size
         (block,) = arriving.wait()
         if step + 1 < size:
             arriving = receive_next(owner)
-        partial = _merged(see.earlier(block, see.queries(owner), earlier.segments, rank), block)
+        visitor = query._replace(q=block)
+        partial = _merged(_see_earlier(visitor, owner, where, earlier, rank), visitor)
         packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
-        buffer = torch.empty(heads, group, tokens, dim + 1, dtype=torch.float32, device=q.device)
+        shape = (heads, group, tokens, dim + 1)
+        buffer = torch.empty(shape, dtype=torch.float32, device=block.device)
         sends = [(owner, packed)] if packed.numel() else []
         receives = [(holder, buffer)] if buffer.numel() else []
         returning.append(comm.exchange(sends, receives, "ring"))

@@ -16,6 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import Earlier, ring_attention
 from razor_dist.parallel.zigzag import Chunk
@@ -58,18 +59,12 @@ def serves(comm: Communicator, chunk: Chunk, earlier: Earlier, dim: int) -> bool
 
 
 def ring_flash_attention(
-    comm: Communicator,
-    chunk: Chunk,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    earlier: Earlier,
-    scale: float,
-    slopes: Tensor | None = None,
+    comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Tensor:
     """The same as `razor_dist.parallel.ring.ring_attention`, by the package where it can."""
-    if slopes is not None or not serves(comm, chunk, earlier, q.shape[-1]):
-        return ring_attention(comm, chunk, q, k, v, earlier, scale, slopes)
+    q = query.q
+    if query.by_distance or not serves(comm, chunk, earlier, q.shape[-1]):
+        return ring_attention(comm, chunk, query, k, v, earlier)
     heads, group, tokens, dim = q.shape
     # [batch, tokens, heads, dim], contiguous for the package's sends.
     out, _ = load_zigzag().zigzag_ring_flash_attn_forward(
@@ -77,7 +72,7 @@ def ring_flash_attention(
         q.reshape(1, heads * group, tokens, dim).transpose(1, 2).contiguous(),
         k.unsqueeze(0).transpose(1, 2).contiguous(),
         v.unsqueeze(0).transpose(1, 2).contiguous(),
-        softmax_scale=scale,
+        softmax_scale=query.scale,
     )
     comm.note("ring", (comm.size - 1) * (k.nbytes + v.nbytes))
     return out.transpose(1, 2).reshape(heads, group, tokens, dim).float()

@@ -22,7 +22,7 @@ from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.engine.runner import CacheConfig, ModelRunner
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.heads.policy import Run, StreamingPolicy
+from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.models.loader import model_from_config
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
 from razor_dist.parallel.halo import KVPiece
@@ -74,12 +74,12 @@ class _FewRuns(StreamingPolicy):
     hundredths of the streaming heads' results.
     """
 
-    def runs(self, begin: int, end: int) -> list[Run]:
+    def runs(self, begin: int, end: int) -> list[WindowRun]:
         """See `StreamingPolicy`."""
         runs = super().runs(begin, end)
         step = -(-len(runs) // _MOST_RUNS) or 1
         groups = [runs[i : i + step] for i in range(0, len(runs), step)]
-        return [Run(group[0].begin, group[-1].end, group[0].start) for group in groups]
+        return [WindowRun(group[0].begin, group[-1].end, group[0].start) for group in groups]
 
 
 class DryRun:

@@ -14,6 +14,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import ring_of
 from razor_dist.kernels import attend
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import Earlier, ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
@@ -69,7 +70,7 @@ def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Ten
     results, sent = [], []
     for ring in (ring_attention, ring_flash_attention):
         comm.bytes_sent.clear()
-        results.append(ring(comm, chunk, q, k, v, nothing, 0.25))
+        results.append(ring(comm, chunk, Query(q, 0.25), k, v, nothing))
         sent.append(comm.bytes_sent["ring"])
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         del sys.modules[name]

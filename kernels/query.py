@@ -1,0 +1,108 @@
+"""Queries with all that scoring keys takes, so that code above the kernels need not know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from razor_dist.kernels import attend, compensate
+from razor_dist.kernels.alibi import Alibi, Distance, RelativeBias, distance_bias
+from razor_dist.kernels.partial import Partial
+
+
+class Places(NamedTuple):
+    """Where the tokens of an attention call stand in their sequence.
+
+    Attributes
+    ----------
+    queries : sequence of range
+        Positions of the queries, in order, as runs of consecutive ones.
+    keys : Tensor
+        int64 ``[S]``, positions of the keys, in any order.
+    """
+
+    queries: Sequence[range]
+    keys: Tensor
+
+
+class Query(NamedTuple):
+    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance.
+
+    Attributes
+    ----------
+    q : Tensor
+        ``[K, G, T, D]``.
+    scale : float
+    slopes : Tensor or None
+        float32 ``[K, G]``, ALiBi's; None where positions are in queries and keys already.
+    """
+
+    q: Tensor
+    scale: float
+    slopes: Tensor | None = None
+
+    @classmethod
+    def grouped(cls, q: Tensor, scale: float, slopes: Tensor | None, kv_heads: int) -> Query:
+        """Of a model's ``q`` ``[Hq, T, D]`` and slopes ``[Hq]``."""
+        if slopes is not None:
+            slopes = slopes.unflatten(0, (kv_heads, -1))
+        return cls(q.unflatten(0, (kv_heads, -1)), scale, slopes)
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether scores depend on where the tokens stand, beyond what queries and keys hold."""
+        return self.slopes is not None
+
+    def heads(self, index: slice | Tensor) -> Query:
+        """The queries of some KV heads."""
+        slopes = None if self.slopes is None else self.slopes[index]
+        return Query(self.q[index], self.scale, slopes)
+
+    def tokens(self, span: slice) -> Query:
+        """The queries of some tokens."""
+        return self._replace(q=self.q[:, :, span])
+
+    def attend(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        bias: Tensor | None = None,
+        where: Places | Distance | None = None,
+    ) -> Partial:
+        """Attention to one segment of keys: see `razor_dist.kernels.attend`.
+
+        Parameters
+        ----------
+        k, v : Tensor
+            ``[K, S, D]``.
+        causal : bool
+        bias : Tensor, optional
+        where : Places or Distance
+            Needed if `by_distance`: where queries and keys stand, or how far the keys are from
+            queries that all stand in one place.
+        """
+        alibi: Alibi | RelativeBias | None = None
+        if self.slopes is not None:
+            if isinstance(where, Places):
+                alibi = Alibi(self.slopes, *where)
+            else:
+                assert where is not None
+                alibi = RelativeBias(self.slopes, where)
+        return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias, alibi=alibi)
+
+    def compensate(
+        self, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, away: Tensor | None = None
+    ) -> Partial:
+        """Attention to a compensation token: see `razor_dist.kernels.compensate`.
+
+        ``away`` is needed if `by_distance`: float32 ``[T]``, how far the token is from each query.
+        """
+        found = compensate(self.q, k_mean, v_mean, count, scale=self.scale)
+        if self.slopes is None:
+            return found
+        assert away is not None
+        return Partial(found.out, found.lse + distance_bias(self.slopes, away))
