@@ -8,6 +8,7 @@ literal definition's with streaming heads.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from razor_dist.cache.streaming import StreamingCache
+from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
-from tests.cases import Case, logits_of, model_and_shape
+from razor_dist.parallel.zigzag import chunks
+from tests.cases import Case, logits_of, make_runner, model_and_shape
 from tests.literal import literal_logits
 from tests.ranks import RankPool
 
@@ -100,11 +103,14 @@ def test_local_heads_are_the_literal_definition(
     n, k = 120, 4
     tokens = tokens_of(n + k, seed=2)
     path = tiny(family)
-    policy = dataclasses.replace(POLICY, window_max=26, compensation=compensation)
+    # The window grows from 48 tokens on and is at its cap from 104 on.
+    policy = dataclasses.replace(
+        POLICY, window_min=12, window_ratio=4, window_max=26, compensation=compensation
+    )
     literal = {
-        "minimum": 20,
+        "minimum": 12,
         "maximum": 26,
-        "ratio": 6,
+        "ratio": 4,
         "sinks": 4,
         "block": 8,
         "compensation": compensation,
@@ -181,6 +187,47 @@ def test_exact_prefill_is_full_attention_until_the_prompt_ends(ranks: Ranks, tin
     case = Case(str(path), split_of(path), POLICY, tokens, exact=True, chunked_prefill_size=60)
     for world in (1, 4):
         assert_same(ranks(world).run(logits_of, case)[0], want)
+
+
+def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torch.Tensor | None:
+    """Rank 0's logits of the last prompt token, the prompt read in parts by forks of forks."""
+    runner = make_runner(comm, case, sequences=len(ends))
+    total, cut = len(case.prompt), case.chunked_prefill_size
+    logits = None
+    for key, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+        opened = StepPlan(
+            Op.FORK if key else Op.OPEN,
+            key,
+            end=end,
+            total=total,
+            chunked_prefill_size=cut,
+            source=key - 1,
+            reach=total,
+        )
+        runner.execute(opened)
+        for chunk in chunks(begin, end, cut, comm.size):
+            plan = StepPlan(
+                Op.PREFILL,
+                key,
+                begin=chunk.begin,
+                end=chunk.end,
+                last=chunk.end == end,
+                payload=case.prompt[chunk.begin : chunk.end],
+            )
+            logits = runner.execute(plan)
+    return None if logits is None else logits.clone()
+
+
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_a_prompt_read_by_forks_of_forks_is_the_whole_prompt(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    base = Case(str(path), split_of(path), POLICY, tokens_of(190, seed=9), page_size=8)
+    want = ranks(1).run(logits_of, base)[0]
+    case = dataclasses.replace(base, chunked_prefill_size=19)
+    for ends in ((101, 190), (7, 95, 190), (150, 151, 190)):
+        assert_same(ranks(world).run(forked_logits, case, ends)[0], want)
 
 
 @st.composite

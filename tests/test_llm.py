@@ -17,6 +17,7 @@ import pytest
 import razor_dist
 from razor_dist import LLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
+from razor_dist.engine.tokens import as_tokens
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.request_stream import RequestStream
 from razor_dist.llm.prefix import Prefix
@@ -260,7 +261,9 @@ def test_a_closed_llm_has_no_ranks() -> None:
 @pytest.mark.filterwarnings("error")  # a coroutine that nobody runs is one
 def test_a_closed_llm_says_so() -> None:
     llm = FakeLLM()
-    prefix = Prefix(RequestStream("a", print), llm._engine.client, 1, llm._loop._loop)
+    prefix = Prefix(
+        RequestStream("a", print), llm._engine.client, as_tokens([5], 9), llm._loop._loop
+    )
     llm.close()
     calls: list[Callable[[], object]] = [
         lambda: llm.generate([[5]]),

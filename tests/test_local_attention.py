@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.attention import streaming as streaming_attention
-from razor_dist.attention.streaming import Queries, SpanKeys, window_attention
+from razor_dist.attention.streaming import SpanKeys, SpanQueries, window_attention
 from razor_dist.attention.window_plan import QuerySpan
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels import query as query_module
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Interval
 
 TOKENS = 300
@@ -35,15 +37,15 @@ def attention(policy: StreamingPolicy, begin: int, end: int) -> tuple[Tensor, in
     )
     span = QuerySpan(at=Interval(begin, end), offset=0, edge=0, runs=runs)
     calls = []
-    attend = streaming_attention.attend
+    attend = query_module.attend
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return attend(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming_attention, "attend", counted)
-        queries = Queries(q[:, :, begin:end], begin, 0.3, None)
+        patch.setattr(query_module, "attend", counted)
+        queries = SpanQueries(Query(q[:, :, begin:end], 0.3), begin)
         return window_attention(queries, span, keys, policy), len(calls)
 
 

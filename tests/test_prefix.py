@@ -288,6 +288,28 @@ def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
     assert held(llm) == 0
 
 
+class FailingLLM(LLM):
+    """One whose last rank raises in the middle of its first prompt, once."""
+
+    _worker = "tests.engine.failing_rank"
+
+
+def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILED_ONCE", str(tmp_path / "failed"))
+    with FailingLLM(
+        str(model), world_size=3, attention="streaming", max_model_len=MAX_LEN, page_size=8,
+        chunked_prefill_size=40, window_min=24,
+    ) as llm:  # fmt: skip
+        with pytest.raises(EngineError, match="the engine failed"):
+            llm.generate(DOCUMENT, GREEDY)
+        assert (tmp_path / "failed").exists()
+        [answer] = llm.generate(DOCUMENT, GREEDY)
+        assert len(answer.outputs[0].token_ids) == 8
+        assert held(llm) == 0
+
+
 def test_a_prefix_is_lost_with_its_ranks_and_closing_releases_it(
     start: Callable[[int], LLM],
 ) -> None:

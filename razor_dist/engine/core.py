@@ -203,7 +203,7 @@ class EngineCore:
             self._prompt_tokens += plan.end - plan.begin
             return self._after_prefill(plan, logits)
         assert logits is not None
-        keys = plan.payload[::2]
+        keys = plan.payload[::2].tolist()
         running = self.scheduler.running
         return [self._advance(running[key], row) for key, row in zip(keys, logits, strict=True)]
 

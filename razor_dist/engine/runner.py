@@ -33,7 +33,7 @@ from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
-from razor_dist.parallel.ring import RingAttention, ring_attention
+from razor_dist.parallel.ring import RingAttention, positions_of, ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)
@@ -260,48 +260,46 @@ class ModelRunner:
         context = PrefillContext(
             self.comm, self.caches, sequence, chunk, last=plan.last, ring=self._ring
         )
-        positions = [
-            p for shard in chunk.owned(self.comm.rank) for p in range(shard.begin, shard.end)
-        ]
-        tokens = [plan.payload[p - chunk.begin] for p in positions]
-        self.prompt_logprobs = None
+        payload = plan.payload.to(self.device)
+        shards = [range(shard.begin, shard.end) for shard in chunk.owned(self.comm.rank)]
+        positions = positions_of(shards, self.device)
+        at = positions - chunk.begin
+        samples = plan.last and self.comm.rank == 0  # it holds the last token of every chunk
         if plan.prompt_logprobs >= 0:
-            keep = list(range(len(positions)))
+            keep = torch.arange(len(at), device=self.device)
         else:
-            # The last token of a chunk is on rank 0, which samples.
-            keep = [len(tokens) - 1] if plan.last and self.comm.rank == 0 else []
+            keep = self._integers([len(at) - 1] if samples else [])
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
+        dummy = self._integers([] if len(at) else [0])
         logits = self._forward(
-            self._integers(tokens or [0]),
-            self._integers([p + sequence.position_mark for p in positions or [0]]),
+            torch.cat([payload[at], dummy]),
+            torch.cat([positions, dummy]) + sequence.position_mark,
             context,
-            self._integers(keep),
+            keep,
         )
         context.finish()
         self._note_peak()
+        self.prompt_logprobs = None
         if plan.prompt_logprobs >= 0:
-            self.prompt_logprobs = self._gather_logprobs(plan, chunk, positions, logits)
-        return logits[-1:] if plan.last and self.comm.rank == 0 else None
+            # The prompt's last token has no next token: any id does, its row is cut off below.
+            padded = torch.cat([payload[1:], self._integers([0])])
+            self.prompt_logprobs = self._gather_logprobs(plan, chunk, padded[at], logits)
+        return logits[-1:] if samples else None
 
     def _gather_logprobs(
-        self, plan: StepPlan, chunk: Chunk, positions: list[int], logits: Tensor
+        self, plan: StepPlan, chunk: Chunk, following: Tensor, logits: Tensor
     ) -> PromptLogprobs:
-        """Log-probabilities of the tokens after each of the chunk's, from all ranks."""
+        """Log-probabilities of the tokens ``following`` each of the chunk's, from all ranks."""
         count = plan.prompt_logprobs
-        # The prompt's last token has no next token: any id does, its row is cut off below.
-        following = [*plan.payload[1:], 0]
-        target = torch.tensor(
-            [following[p - chunk.begin] for p in positions], dtype=torch.int64, device=self.device
-        )
         logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(-1, target.unsqueeze(-1))
+        chosen = logprobs.gather(-1, following.unsqueeze(-1))
         rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
         top = logprobs.topk(count, dim=-1)
         # Ids and ranks are exact in float64, so one tensor carries all.
         table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
         most = max(chunk.tokens(r) for r in range(self.comm.size))
         padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
-        padded[: len(positions)] = table
+        padded[: len(following)] = table
         gathered = self.comm.all_gather(padded, "control")
         rows = torch.empty(chunk.end - chunk.begin, table.shape[1], dtype=torch.float64)
         for r in range(self.comm.size):
@@ -317,7 +315,7 @@ class ModelRunner:
         )
 
     def _decode(self, plan: StepPlan) -> Tensor | None:
-        keys, tokens = plan.payload[::2], plan.payload[1::2]
+        keys, tokens = plan.payload.view(-1, 2).T.tolist()
         sequences = [self.sequences[key] for key in keys]
         drop_outdated(self.caches, sequences)
         inputs = step_inputs(self.comm, self.caches, sequences, tokens)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Request
@@ -209,8 +212,8 @@ class Scheduler:
             return self._prefill_plan(prefilling[0])
         if decoding:
             self._decoded_last = True
-            payload = [number for r in decoding for number in (r.key, r.generated[-1])]
-            return StepPlan(Op.DECODE, payload=tuple(payload))
+            pairs = [number for r in decoding for number in (r.key, r.generated[-1])]
+            return StepPlan(Op.DECODE, payload=torch.tensor(pairs))
         return None
 
     def _prefill_plan(self, request: Request) -> StepPlan:
@@ -224,8 +227,8 @@ class Scheduler:
             end=chunk.end,
             last=chunk.end == request.end,
             prompt_logprobs=-1 if count is None else count,
-            payload=tuple(
-                request.prompt[chunk.begin - begin : chunk.end - begin + following].tolist()
+            payload=torch.from_numpy(
+                request.prompt[chunk.begin - begin : chunk.end - begin + following].astype(np.int64)
             ),
         )
 

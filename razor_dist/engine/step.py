@@ -6,7 +6,7 @@ Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -30,7 +30,7 @@ class Op(IntEnum):
     STOP = 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step.
 
@@ -55,9 +55,10 @@ class StepPlan:
     reach : int
         OPEN: the most tokens that the model may ever read of the sequence, or of one that FORK
         makes of it.
-    payload : tuple of int
-        PREFILL: the chunk's token ids, and the next one if log-probabilities are asked for and
-        there is one. DECODE: pairs (sequence, token id).
+    payload : Tensor
+        int64 ``[n]``; made of any integers that are given. PREFILL: the chunk's token ids, and the
+        next one if log-probabilities are asked for and there is one. DECODE: pairs (sequence,
+        token id).
     """
 
     op: Op
@@ -70,7 +71,10 @@ class StepPlan:
     prompt_logprobs: int = -1
     source: int = 0
     reach: int = 0
-    payload: tuple[int, ...] = ()
+    payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "payload", torch.as_tensor(self.payload, dtype=torch.int64))
 
     def _header(self) -> list[int]:
         return [
@@ -95,28 +99,26 @@ class StepPlan:
         header = self._header()
         frame[: len(header)] = torch.tensor(header)
         inline = len(self.payload) <= FRAME - HEADER
-        payload = torch.tensor(self.payload, dtype=torch.int64)
         if inline:
-            frame[HEADER : HEADER + len(self.payload)] = payload
+            frame[HEADER : HEADER + len(self.payload)] = self.payload
         comm.broadcast(frame.to(device), 0, "control")
         if not inline:
-            comm.broadcast(payload.to(device), 0, "control")
+            comm.broadcast(self.payload.to(device), 0, "control")
 
     @classmethod
     def receive(cls, comm: Communicator, device: torch.device) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
         frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
         comm.broadcast(frame, 0, "control")
-        numbers = frame.tolist()
-        op, sequence, begin, end, total, chunked_prefill_size, last, logprobs = numbers[:8]
-        source, reach, n = numbers[8:11]
+        header = frame[:HEADER].tolist()
+        op, sequence, begin, end, total, chunked_prefill_size, last, logprobs = header[:8]
+        source, reach, n = header[8:11]
         if n <= FRAME - HEADER:
-            payload: list[int] = numbers[HEADER : HEADER + n]
+            payload = frame[HEADER : HEADER + n]
         else:
-            rest: Tensor = torch.empty(n, dtype=torch.int64, device=device)
-            comm.broadcast(rest, 0, "control")
-            payload = rest.tolist()
+            payload = torch.empty(n, dtype=torch.int64, device=device)
+            comm.broadcast(payload, 0, "control")
         return cls(
             Op(op), sequence, begin, end, total, chunked_prefill_size, bool(last), logprobs, source,
-            reach, tuple(payload),
+            reach, payload,
         )  # fmt: skip

@@ -160,7 +160,7 @@ class DryRun:
             begin=chunk.begin,
             end=chunk.end,
             last=chunk.end == prompt,
-            payload=(0,) * (chunk.end - chunk.begin),
+            payload=torch.zeros(chunk.end - chunk.begin, dtype=torch.int64),
         )
         with allocations:
             runner.execute(plan)

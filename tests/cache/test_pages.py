@@ -106,6 +106,21 @@ def test_an_admitted_sequence_is_one_contiguous_run_if_the_pool_allows_it() -> N
     assert c.pages == [4, 5]
 
 
+def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
+    pool = make_pool()
+    pool.k.normal_()
+    pool.v.normal_()
+    first = pool.allocate(2 * SIZE)
+    first.tokens = SIZE + 1
+    other = pool.fork(first, 3 * SIZE)
+    assert other.pages[0] == first.pages[0] and other.pages[1] != first.pages[1]
+    [(a, _)], [(b, _)] = (pool.extents(table, SIZE, SIZE + 1) for table in (first, other))
+    for store in (pool.k, pool.v):
+        assert (store[:, a] == store[:, b]).all()
+        store[:, a] = 0.0  # what one of them writes, the other does not see
+        assert (store[:, b] != 0).all()
+
+
 def test_pages_are_cleared_when_they_are_taken_if_that_is_asked_for() -> None:
     pool = PagePool(ROWS, 4, SIZE, DIM, dtype=torch.float32, device=torch.device("cpu"), clear=True)
     for store in (pool.k, pool.v):

@@ -80,7 +80,7 @@ class PagesOnly:
                     self._release_scratch(plan.sequence)
             case Op.DECODE:
                 rows = len(plan.payload) // 2
-                for key in plan.payload[::2]:
+                for key in plan.payload[::2].tolist():
                     owner = owner_of(self.lengths[key], self.comm.size)
                     self.tables[key][owner].tokens += 1
                     self.lengths[key] += 1

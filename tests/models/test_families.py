@@ -26,8 +26,9 @@ Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
 
 OTHERS = [family for family in FAMILIES if family not in test_invariance.FAMILIES]
-POLICY = StreamingPolicy(window_min=20, window_ratio=6, window_max=26, sinks=4, block=8)
-LITERAL = {"minimum": 20, "maximum": 26, "ratio": 6, "sinks": 4, "block": 8, "compensation": True}
+# The window grows from 48 tokens on and is at its cap from 104 on.
+POLICY = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
+LITERAL = {"minimum": 12, "maximum": 26, "ratio": 4, "sinks": 4, "block": 8, "compensation": True}
 
 
 def stock_logits(path: Path, tokens: tuple[int, ...]) -> Tensor:

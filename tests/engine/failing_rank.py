@@ -1,0 +1,25 @@
+"""A real rank; the last one raises in the second chunk of the first prompt, once.
+
+The file named by ``FAILED_ONCE`` says that it has.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.worker import main
+
+
+def _fail_once(self: ModelRunner, plan: Any) -> Any:
+    failed = Path(os.environ["FAILED_ONCE"])
+    if plan.begin > 0 and self.comm.rank == self.comm.size - 1 and not failed.exists():
+        failed.touch()
+        raise RuntimeError("a rank fails in the middle of a prompt")
+    return _prefill(self, plan)
+
+
+if __name__ == "__main__":
+    _prefill = ModelRunner._prefill
+    ModelRunner._prefill = _fail_once  # type: ignore[method-assign]
+    main()
