@@ -15,7 +15,7 @@ from razor_dist.evals.needle.results import FULL
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.verification import Verification
-from razor_dist.models.alibi import is_alibi
+from razor_dist.models.adapters import is_alibi
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape

@@ -7,24 +7,14 @@ Each has a small adapter (`bloom`, `mpt`, `baichuan`): a model class whose atten
 
 from __future__ import annotations
 
-import importlib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-if TYPE_CHECKING:
-    from razor_dist.models.bridge import AlibiContext
-
-# Model types with an adapter, and where its class `Model` and its `reason` to refuse are.
-_ADAPTERS = {
-    "bloom": "razor_dist.models.bloom",
-    "mpt": "razor_dist.models.mpt",
-    "baichuan": "razor_dist.models.baichuan",
-}
+from razor_dist.models.bridge import AlibiContext
 
 
 class LayerWeights(NamedTuple):
@@ -127,32 +117,6 @@ class CausalLM:
         kept = logits_to_keep
         rows = slice(-kept, None) if isinstance(kept, int) else kept
         return CausalLMOutput(logits=self.lm_head(hidden[:, rows]))
-
-
-def adapter(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that serves models with this configuration in place of transformers' own."""
-    if config.model_type not in _ADAPTERS:
-        return None
-    model: type[PreTrainedModel] = importlib.import_module(_ADAPTERS[config.model_type]).Model
-    return model
-
-
-def adapter_reason(config: PretrainedConfig) -> str | None:
-    """Why a model that has an adapter cannot be served all the same, as the end of a sentence."""
-    reason: str | None = importlib.import_module(_ADAPTERS[config.model_type]).reason(config)
-    return reason
-
-
-def is_alibi(config: PretrainedConfig) -> bool:
-    """Whether a model that can be served is biased by distance."""
-    return config.model_type in _ADAPTERS
-
-
-def register_configs() -> None:
-    """Make `AutoConfig` read the configurations that transformers does not know."""
-    from razor_dist.models.baichuan import BaichuanConfig
-
-    AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
 
 
 def press_slopes(heads: int) -> list[float]:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from razor_dist.config.errors import ModelError
 from razor_dist.kernels.linear import use_fast_linear
-from razor_dist.models.alibi import adapter, is_alibi, register_configs
+from razor_dist.models.adapters import adapter, is_alibi, register_configs
 from razor_dist.models.bridge import NAME as RAZOR_ATTENTION
 from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions

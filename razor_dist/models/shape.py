@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from razor_dist.config.errors import ModelError
-from razor_dist.models.alibi import is_alibi
+from razor_dist.models.adapters import is_alibi
 
 _BLOOM_TRAINED = 2048
 _BEYOND_CHUNK = (

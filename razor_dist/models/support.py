@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from razor_dist.config.errors import ModelError
-from razor_dist.models.alibi import adapter, adapter_reason, is_alibi
+from razor_dist.models.adapters import adapter, adapter_reason, is_alibi
 
 # Whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`). PhiMoE's,
 # say, rescales the embedding by length as well.

@@ -26,7 +26,8 @@ from razor_dist.heads.duo.pattern import write_pattern
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.scope import Bound, ScopeSettings, scopes, window_of
-from razor_dist.models.alibi import LayerWeights, adapter
+from razor_dist.models.adapters import adapter
+from razor_dist.models.alibi import LayerWeights
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import context_length
-from razor_dist.models.alibi import register_configs
+from razor_dist.models.adapters import register_configs
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.support import check_supported, without_idle_window

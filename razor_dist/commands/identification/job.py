@@ -17,7 +17,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.evals.needle.verify import Check
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.alibi import is_alibi
+from razor_dist.models.adapters import is_alibi
 
 _FIND: Mapping[Method, Callable[[Model, IdentifyOptions], HeadMap | None]] = {
     "razor": razor.find,
