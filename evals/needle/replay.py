@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import Engine, check_model, make_engine
+from razor_dist.engine.build import RankEngine, check_model, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.engine.runner import ModelRunner
@@ -161,13 +161,13 @@ class ReplayModel:
         self.dtype = dtype_name(self.replay.dtype)
         self._eos = eos_token_ids(path)
         # The document read last with full attention, by the engine that holds its caches.
-        self._read: tuple[list[int], Engine] | None = None
+        self._read: tuple[list[int], RankEngine] | None = None
 
     def close(self) -> None:
         """Let go of the last document's caches."""
         self._read = None
 
-    def engine(self, method: Method, tokens: int) -> Engine:
+    def engine(self, method: Method, tokens: int) -> RankEngine:
         """Make an engine with a method's settings around the model."""
         own = {name: value for name, value in method.settings.items() if name != "head_map"}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
@@ -187,7 +187,7 @@ class ReplayModel:
             ring=self.replay.ring,
         )
 
-    def read(self, method: Method, tokens: int, document: list[int]) -> Engine:
+    def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
         """Return an engine of a method that has read a document; see the module."""
         if not method.shares_prefill:
             engine = self.engine(method, tokens)

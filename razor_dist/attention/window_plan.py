@@ -3,6 +3,19 @@
 `WindowPlan` says, from positions alone, what a chunk needs: the halo before every shard, the sinks,
 the compensation sums at the edges where they change, and at the prompt's end the whole window on
 every rank. What is computed with it is in `razor_dist.attention.streaming`.
+
+Each shard's window begins where that of its first query does, at an *edge*; keys before it have
+been dropped by then, and the shard's queries need their sum. For a chunk of four shards::
+
+    dropped before | dropped during it |    window of the next query     |
+    ...............+----+----+----+----+---------+-------+-------+-------+
+                  e0   e1   e2   e3   e4   ...   shard 0   1   2   3
+                 base  edges of shards 0 to 3, then of the query after the chunk
+
+The sums up to ``base`` are known from the chunk before. Every rank adds up what it holds between
+consecutive edges; one all-reduce of these few rows and a running sum then give every rank the sums
+at every edge, though no rank has seen all the keys. Tokens between an edge and a later query's
+window start are in the halo, so that the rank adds them up by itself.
 """
 
 from __future__ import annotations
@@ -95,11 +108,13 @@ def plan_window(
         Whether the prompt ends with this chunk.
     """
     sinks = policy.sinks
+    # Sinks are kept for good: a window, and what is dropped, begin after them.
     starts = [max(sinks, policy.start(c.begin)) for c in chunk.shards]
     next_start = max(sinks, policy.start(chunk.end))
     edges = [max(sinks, base), *starts, next_start]
 
     window = Interval(next_start, max(next_start, chunk.end)) if last else None
+    # At a prompt's end every rank wants the window, which decode reads without traffic.
     wants: list[list[Interval]] = [[window] if window else [] for _ in range(chunk.world_size)]
     for owner in range(chunk.world_size):
         for index in chunk.indices(owner):
@@ -111,7 +126,7 @@ def plan_window(
     offset = 0
     for index in chunk.indices(rank):
         shard = chunk.shards[index]
-        if spans and spans[-1].at.end == shard.begin:
+        if spans and spans[-1].at.end == shard.begin:  # the last rank's shards are neighbours
             before = spans.pop()
             at = Interval(before.at.begin, shard.end)
             spans.append(_span(policy, at, before.offset, before.edge))

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Engine:
+class RankEngine:
     """One rank's engine.
 
     Attributes
@@ -49,12 +49,12 @@ class Engine:
     info: dict[str, Any]
 
 
-def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> Engine:
+def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> RankEngine:
     """`load` and `start`: a rank's engine, where no other rank can have failed meanwhile."""
     return start(config, load(config, comm, device), comm)
 
 
-def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> Engine:
+def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngine:
     """One rank's engine; with sharded weights, all ranks start theirs together.
 
     Raises
@@ -126,7 +126,7 @@ def make_engine(
     eos_token_ids: tuple[int, ...],
     windows: Windows | None = None,
     ring: RingAttention | None = None,
-) -> Engine:
+) -> RankEngine:
     """One rank's engine around a model that is loaded with our attention.
 
     Parameters
@@ -194,7 +194,7 @@ def make_engine(
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
         "kv_reserved_bytes_per_rank": runner.reserved_bytes,
     }
-    return Engine(runner, core, info)
+    return RankEngine(runner, core, info)
 
 
 def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) -> Recorder | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import Engine, start
+from razor_dist.engine.build import RankEngine, start
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.heartbeat import Heartbeat, interval
 from razor_dist.engine.messages import (
@@ -140,7 +140,7 @@ class Link:
         return messages
 
 
-def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
+def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
     """Rank 0's loop: take messages, make a step, send what came of it.
 
     ``idle_seconds`` is the time that the ranks may go without hearing from each other.
@@ -174,7 +174,7 @@ def serve_frontend(engine: Engine, link: Link, idle_seconds: float) -> None:
         core.stop()
 
 
-def _handle(engine: Engine, message: Message) -> Message | None:
+def _handle(engine: RankEngine, message: Message) -> Message | None:
     core = engine.core
     match message["t"]:
         case "add":
@@ -197,7 +197,7 @@ def _handle(engine: Engine, message: Message) -> Message | None:
     return None
 
 
-def follow(engine: Engine) -> None:
+def follow(engine: RankEngine) -> None:
     """The other ranks' loop: carry out rank 0's plans until it says stop."""
     runner = engine.runner
     while True:
@@ -270,7 +270,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
         dist.destroy_process_group()
 
 
-def _engine(config: EngineConfig, local_rank: int) -> Engine:
+def _engine(config: EngineConfig, local_rank: int) -> RankEngine:
     """This rank's engine, in the process group of all."""
     device = torch_device(config, local_rank)
     if device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -19,66 +20,55 @@ from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import PromptBar, UseTqdm
 
 
-class Question(NamedTuple):
+class CheckedPrompt(NamedTuple):
     """A prompt as the caller gave it, and as the engine gets it."""
 
     given: Encoded
     checked: Checked
 
 
-class Answers:
-    """Answers one call's prompts.
+@dataclass(frozen=True)
+class GenerationCall:
+    """One call of `LLM.generate` or `LLM.chat`.
 
-    Parameters
+    Attributes
     ----------
     client : EngineClient
     tokenizer : PreTrainedTokenizerBase or None
         Without one an answer has no text.
     ids : iterator of int
         Names for the requests.
-    prefix : Prefix, optional
+    prefix : Prefix or None
         Continued by every prompt.
+    together : int
+        Requests that the engine is given at a time: it keeps the waiting prompts in memory.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: PreTrainedTokenizerBase | None,
-        ids: Iterator[int],
-        prefix: Prefix | None = None,
-    ) -> None:
-        self._client, self._tokenizer = client, tokenizer
-        self._ids, self._prefix = ids, prefix
+    client: EngineClient
+    tokenizer: PreTrainedTokenizerBase | None
+    ids: Iterator[int]
+    prefix: Prefix | None
+    together: int
 
-    async def to(
-        self, questions: Sequence[Question], *, together: int, use_tqdm: UseTqdm
-    ) -> list[RequestOutput]:
-        """The answers, in the order of the questions.
-
-        Parameters
-        ----------
-        questions : sequence of Question
-        together : int
-            Requests that the engine is given at a time: it keeps the waiting prompts in memory.
-        use_tqdm : bool or callable
-            See `PromptBar`.
+    async def run(self, prompts: Sequence[CheckedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """Return the answers in the order of the prompts.
 
         Raises
         ------
         RequestError, EngineError
             The first failure; the other requests are aborted.
         """
-        room = asyncio.Semaphore(together)
-        bar = PromptBar(use_tqdm, [len(question.checked.tokens) for question in questions])
+        room = asyncio.Semaphore(self.together)
+        bar = PromptBar(use_tqdm, [len(prompt.checked.tokens) for prompt in prompts])
 
-        async def answer(question: Question) -> RequestOutput:
+        async def answer(prompt: CheckedPrompt) -> RequestOutput:
             async with room:
-                output = await self._answer(question, bar)
+                output = await self._answer(prompt, bar)
             bar.answered()
             return output
 
         with bar:
-            tasks = [asyncio.create_task(answer(question)) for question in questions]
+            tasks = [asyncio.create_task(answer(prompt)) for prompt in prompts]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -86,18 +76,18 @@ class Answers:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, question: Question, bar: PromptBar) -> RequestOutput:
-        (text, ids), (tokens, params) = question
-        assembler = Assembler(self._tokenizer, params)
-        result = RequestOutput(str(next(self._ids)), text, ids)
+    async def _answer(self, prompt: CheckedPrompt, bar: PromptBar) -> RequestOutput:
+        (text, ids), (tokens, params) = prompt
+        assembler = Assembler(self.tokenizer, params)
+        result = RequestOutput(str(next(self.ids)), text, ids)
         pieces: list[TextPiece] = []
         entries: list[Any] = []
-        kept = None
-        if self._prefix is not None:
-            result.num_cached_tokens = self._prefix.num_tokens
-            kept = self._prefix.stream_for(self._client)  # another thread may have released it
+        pinned = None
+        if self.prefix is not None:
+            result.num_cached_tokens = self.prefix.num_tokens
+            pinned = self.prefix.stream_for(self.client)  # another thread may have released it
         begin = time.perf_counter()
-        with self._client.generate(result.request_id, tokens, params, prefix=kept) as stream:
+        with self.client.generate(result.request_id, tokens, params, prefix=pinned) as stream:
             async for message in stream:
                 if message["t"] == "progress":
                     bar.progress(message)
@@ -112,13 +102,13 @@ class Answers:
                         break
         result.metrics.total_seconds = time.perf_counter() - begin
         if params.prompt_logprobs is not None:
-            result.prompt_logprobs = prompt_logprobs(self._tokenizer, ids, entries)
+            result.prompt_logprobs = prompt_logprobs(self.tokenizer, ids, entries)
         result.outputs, result.finished = [_joined(pieces, params)], True
         return result
 
 
 def _joined(pieces: Sequence[TextPiece], params: SamplingParams) -> CompletionOutput:
-    """An answer of its pieces, the last of which says why it ends."""
+    """Return an answer made of its pieces, the last of which says why it ends."""
     answer = CompletionOutput(
         text="".join(piece.text for piece in pieces),
         token_ids=[piece.token for piece in pieces],

@@ -19,7 +19,7 @@ from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
 from razor_dist.frontend.ranks import WORKER
-from razor_dist.llm.generation import Answers, Question
+from razor_dist.llm.generation import CheckedPrompt, GenerationCall
 from razor_dist.llm.inputs import (
     Conversation,
     Encoded,
@@ -347,13 +347,15 @@ class LLM:
         params = params_for(sampling_params, len(prompts), self.get_default_sampling_params())
         before = 0 if prefix is None else prefix.num_tokens
         checked = self._check([prompt.ids for prompt in prompts], params, before)
-        questions = [Question(*both) for both in zip(prompts, checked, strict=True)]
-        answers = Answers(self._engine.client, self._encoder.tokenizer, self._ids, prefix)
-        # As many as keep it busy, and no more.
-        together = 2 * self.config.max_num_seqs
-        return self._loop.run(
-            answers.to(questions, together=together, use_tqdm=self._bar(use_tqdm))
+        call = GenerationCall(
+            self._engine.client,
+            self._encoder.tokenizer,
+            self._ids,
+            prefix,
+            together=2 * self.config.max_num_seqs,  # as many as keep it busy, and no more
         )
+        ready = [CheckedPrompt(*both) for both in zip(prompts, checked, strict=True)]
+        return self._loop.run(call.run(ready, self._bar(use_tqdm)))
 
     def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
         return self.use_tqdm if use_tqdm is None else use_tqdm

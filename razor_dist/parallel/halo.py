@@ -1,7 +1,17 @@
 """Streaming heads' keys between ranks: who needs which positions, by interval arithmetic.
 
-Every rank computes the same plan from positions alone, so nothing is asked for: each pair of ranks
-exchanges at most one message per layer.
+A shard's first query needs the keys of its window, which other ranks hold: the shard's *halo*. With
+a window of W tokens and two ranks::
+
+    shard         |   0   |   1   |   2   |   3   |
+    held by         rank 0  rank 1  rank 1  rank 0
+    halo of 3                 |<---- W --->|          rank 0 wants it of rank 1, parts of 1 and 2
+    halo of 2         |<---- W --->|                  rank 1 wants of rank 0 what lies in shard 0
+
+What is held and what is wanted are intervals of positions, and follow from the chunk and the policy
+alone. So every rank works out the same `Exchange` once for all layers, nothing is asked for, and
+each pair of ranks exchanges at most one message per layer: all that one wants of the other, end to
+end. Sinks, and the window that every rank keeps at a prompt's end, travel the same way.
 """
 
 from __future__ import annotations
@@ -80,6 +90,8 @@ class Exchange:
         wants: Sequence[Sequence[Interval]],
         rank: int,
     ) -> None:
+        # By peer, what goes to it and what comes from it, in the order of positions: a message
+        # carries no positions, so both ends must list its intervals alike.
         self._sends: dict[int, list[Interval]] = {}
         self._receives: dict[int, list[Interval]] = {}
         in_order = sorted(holdings, key=lambda h: h[0].begin)

@@ -24,7 +24,7 @@ from razor_dist.parallel.comm import Communicator
 CPU = torch.device("cpu")
 
 
-def build_full(path: Path, **settings: Any) -> build.Engine:
+def build_full(path: Path, **settings: Any) -> build.RankEngine:
     config = EngineConfig(model=str(path), attention="full", max_model_len=64, **settings)
     return build.build_engine(config, Communicator(None), CPU)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import Engine, build_engine
+from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import agree
 from razor_dist.heads.head_map import HeadMap
@@ -95,10 +95,10 @@ def test_a_mistake_is_told_once(
 def fail_on(comm: Communicator, rank: int) -> str:
     """What `agree` raises when one rank alone cannot be built."""
 
-    def build() -> Engine:
+    def build() -> RankEngine:
         if comm.rank == rank:
             raise ModelError("no such folder here")
-        return Engine(None, None, {})  # type: ignore[arg-type]
+        return RankEngine(None, None, {})  # type: ignore[arg-type]
 
     try:
         agree(comm, build)
@@ -117,10 +117,10 @@ def load_slowly(comm: Communicator) -> str:
     """`agree` on ranks whose collectives are impatient, where one rank takes its time."""
     impatient = dist.new_group(timeout=timedelta(seconds=1))
 
-    def build() -> Engine:
+    def build() -> RankEngine:
         if comm.rank == 1:
             time.sleep(3)
-        return Engine(None, None, {"rank": comm.rank})  # type: ignore[arg-type]
+        return RankEngine(None, None, {"rank": comm.rank})  # type: ignore[arg-type]
 
     return str(agree(Communicator(impatient), build).info)
 
@@ -152,7 +152,7 @@ def test_a_rank_0_that_finds_no_front_says_so(tmp_path: Path) -> None:
 
 
 def test_an_error_without_other_ranks_is_itself() -> None:
-    def build() -> Engine:
+    def build() -> RankEngine:
         raise ConfigError("as it was")
 
     with pytest.raises(ConfigError, match="as it was"):
