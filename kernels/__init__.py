@@ -169,10 +169,6 @@ def compensate(
         ``[K, D]`` float32 means of the dropped keys and values.
     count : int or Tensor
         How many tokens were dropped, at least 1; a tensor ``[K]`` if they differ.
-
-    Returns
-    -------
-    Partial
     """
     import math
 

@@ -86,7 +86,6 @@ class RelativeBias(NamedTuple):
     ----------
     slopes : Tensor
         float32 ``[K, G]``.
-    distance : Distance
     """
 
     slopes: Tensor
@@ -122,7 +121,6 @@ def attend_alibi(
         What computes it without.
     q, k, v, scale, causal
         As of `razor_dist.kernels.attend`.
-    alibi : Alibi
 
     Returns
     -------
@@ -202,7 +200,6 @@ def attend_relative(
         As of `razor_dist.kernels.attend`.
     bias : Tensor or None
         float32 ``[S]``, to be added as well.
-    away : RelativeBias
 
     Returns
     -------
@@ -253,7 +250,6 @@ def widened(
         ``[K, G, T, D]`` bfloat16.
     k, v : Tensor
         ``[K, S, D]``.
-    scale : float
     slopes : Tensor
         float32 ``[K, G]``.
     digits : Tensor

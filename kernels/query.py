@@ -34,7 +34,6 @@ class Query(NamedTuple):
     ----------
     q : Tensor
         ``[K, G, T, D]``.
-    scale : float
     slopes : Tensor or None
         float32 ``[K, G]``, ALiBi's; None where positions are in queries and keys already.
     """
@@ -79,8 +78,6 @@ class Query(NamedTuple):
         ----------
         k, v : Tensor
             ``[K, S, D]``.
-        causal : bool
-        bias : Tensor, optional
         where : Places or Distance
             Needed if `by_distance`: where queries and keys stand, or how far the keys are from
             queries that all stand in one place.

@@ -44,7 +44,6 @@ def attend_folded(
 
     Parameters
     ----------
-    op : callable
     q : Tensor
         ``[K, G, T, D]``.
     k, v : Tensor

@@ -32,8 +32,6 @@ class DecodeContext:
 
     Parameters
     ----------
-    comm : Communicator
-    caches : Caches
     extents : sequence of ReadExtent
         One per token of the step.
     inputs : StepInputs

@@ -76,8 +76,6 @@ def padded_extent(
 
     Parameters
     ----------
-    caches : Caches
-    sequence : Sequence
     widths : tuple of int
         Of its slot in each streaming cache.
     stored : int

@@ -25,7 +25,6 @@ class Caches:
 
     Attributes
     ----------
-    layout : HeadLayout
     pages : PagePool
         Retrieval heads.
     streaming : tuple of StreamingCache
@@ -58,9 +57,6 @@ class PrefillContext:
 
     Parameters
     ----------
-    comm : Communicator
-    caches : Caches
-    sequence : Sequence
     chunk : Chunk
         Starts at ``sequence.length``.
     last : bool

@@ -168,9 +168,6 @@ def window_attention(
     ----------
     queries : SpanQueries
         All of ``span.at``.
-    span : QuerySpan
-    keys : SpanKeys
-    policy : StreamingPolicy
 
     Returns
     -------

@@ -36,14 +36,10 @@ class StreamingChunk:
 
     Parameters
     ----------
-    comm : Communicator
-    cache : StreamingCache
     slot : StreamingSlot
         The sequence's, of ``cache``.
-    sequence : Sequence
     earlier : dict of list of KVPiece
         By layer, what this rank holds of the window since the chunk before.
-    chunk : Chunk
     last : bool
         Whether the prompt ends with this chunk.
     """
@@ -91,7 +87,6 @@ class StreamingChunk:
 
         Parameters
         ----------
-        layer : int
         rows : slice
             Of the cache.
         stored : list of KVPiece
@@ -133,7 +128,6 @@ class StreamingChunk:
 
         Parameters
         ----------
-        layer : int
         rows : slice
             Of the cache.
         query : Query

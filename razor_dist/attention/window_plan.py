@@ -64,7 +64,6 @@ class WindowPlan:
         Ascending positions, none below N0; compensation sums are needed at each of them.
     spans : list of QuerySpan
         This rank's queries; empty where streaming heads attend in full (exact prefill).
-    halo, sinks : Exchange
     new_sinks : Interval
         Sinks among the chunk's tokens.
     window : Interval or None

@@ -59,7 +59,6 @@ class PagePool:
         Retrieval KV heads of all layers together; layer by layer.
     num_pages, page_size : int
         Size of the pool in pages, and of a page in tokens.
-    head_dim : int
     dtype, device
         Of the stored keys and values.
     clear : bool

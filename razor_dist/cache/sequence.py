@@ -73,7 +73,6 @@ def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> l
         In order; tokens before the first are not in the shard, others between them were decoded.
     end : int
         Tokens ``[done[-1].end, end)`` were decoded as well.
-    rank, world_size : int
     """
     found: list[range] = []
 

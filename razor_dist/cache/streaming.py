@@ -59,8 +59,6 @@ class StreamingCache:
         Sequences held at once.
     max_tokens : int
         Longest sequence, which sizes the slots.
-    policy : StreamingPolicy
-    head_dim : int
     dtype, device
         Of keys and values; the sums are float32.
     queries : torch.dtype, optional
@@ -148,8 +146,6 @@ class StreamingCache:
 
         Parameters
         ----------
-        slot : StreamingSlot
-        length : int
         total : int
             Up to how many tokens the copy will come to have.
         """
@@ -214,7 +210,6 @@ class StreamingCache:
 
         Parameters
         ----------
-        slot : StreamingSlot
         width : int
             At least `width` of the tokens up to the query; what is beyond has never been written.
         position, start : Tensor
@@ -267,7 +262,6 @@ def _shares(count: Tensor, entries: int) -> Tensor:
     ----------
     count : Tensor
         int64 of no dimensions; without tokens, every entry is hidden.
-    entries : int
 
     Returns
     -------

@@ -37,7 +37,6 @@ class RankEngine:
 
     Attributes
     ----------
-    runner : ModelRunner
     core : EngineCore
         Of use on rank 0 only.
     info : dict
@@ -131,12 +130,8 @@ def make_engine(
 
     Parameters
     ----------
-    model : PreTrainedModel
-    config : EngineConfig
     retrieval : sequence of sequence of bool
         For every layer and KV head, whether it is a retrieval head.
-    comm : Communicator
-    eos_token_ids : tuple of int
     windows : tuple of tuple of (int or None), optional
         For every layer and KV head, a streaming head's own window.
     ring : RingAttention, optional

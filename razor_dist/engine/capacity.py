@@ -76,12 +76,8 @@ def chunk_length(
 
     Parameters
     ----------
-    config : EngineConfig
-    shape : ModelShape
     windows : sequence of (int or None)
         The streaming heads' (`HeadLayout.windows`).
-    max_model_len, world_size : int
-    device : torch.device
     """
     if config.chunked_prefill_size:
         return config.chunked_prefill_size

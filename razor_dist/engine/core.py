@@ -35,7 +35,6 @@ class EngineCore:
         Tokens of prompt and answer together.
     chunked_prefill_size : int
         Tokens of a prompt that are prefilled together.
-    eos_token_ids : tuple of int
     seed : int
         Source of the seeds of requests that bring none.
     """
@@ -79,10 +78,8 @@ class EngineCore:
 
         Parameters
         ----------
-        request_id : str
         prompt : sequence of int, or Tokens
             Token ids.
-        params : SamplingParams
         prefix_id : str, optional
             A pinned request that ``prompt`` continues: its pages are shared, its streaming caches
             copied.

@@ -68,12 +68,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """Records into CUDA graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -150,13 +145,11 @@ class DecodeGraphs:
 
     Parameters
     ----------
-    comm : Communicator
     caches : Caches
         The page pool must clear the pages that it lends.
     forward : callable
         Logits of one step, from its extents and inputs. It may run several times for a step: it
         must not do more than compute, and write the new token's keys and values.
-    recorder : Recorder
     dtype : torch.dtype
         In which the model computes.
     pad : int
@@ -202,7 +195,6 @@ class DecodeGraphs:
 
         Parameters
         ----------
-        sequences : sequence of Sequence
         inputs : Tensor
             `razor_dist.attention.decode_inputs.step_inputs` of them.
         """

@@ -24,7 +24,6 @@ class Request:
         The ranks' name for its sequence.
     prompt : Tokens
         ``[n]``, those of ``prefix`` not included.
-    params : SamplingParams
     max_tokens : int
         Tokens to generate at most; 0 if the prompt is only to be kept.
     chunked_prefill_size : int

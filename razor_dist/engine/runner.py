@@ -45,7 +45,6 @@ class CacheConfig:
 
     Attributes
     ----------
-    policy : StreamingPolicy
     max_sequences : int
         Slots of the streaming cache.
     max_tokens : int
@@ -92,10 +91,6 @@ class ModelRunner:
     ----------
     model : PreTrainedModel
         Loaded with our attention implementation.
-    shape : ModelShape
-    layout : HeadLayout
-    cache : CacheConfig
-    comm : Communicator
     ring : RingAttention
         Which implementation of ring attention prefill uses.
     recorder : Recorder, optional

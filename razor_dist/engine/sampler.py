@@ -21,7 +21,6 @@ class Sampled:
 
     Attributes
     ----------
-    token : int
     logprob : float or None
         Its log-probability under the model (temperature 1), if asked for.
     top : list of (int, float)
@@ -45,10 +44,6 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
         token, the one of lowest index among equals.
     generator : torch.Generator
         The request's own source of randomness, on CPU.
-
-    Returns
-    -------
-    Sampled
 
     Raises
     ------

@@ -39,11 +39,9 @@ class Scheduler:
     cache : CacheConfig
         Every rank's pools have these sizes; how much of them is free differs by rank, and is
         known here by the same arithmetic that the ranks allocate with.
-    world_size : int
 
     Attributes
     ----------
-    waiting : deque of Request
     running : dict of int to Request
         Admitted requests by key, pinned prefixes included.
     """

@@ -36,7 +36,6 @@ class StepPlan:
 
     Attributes
     ----------
-    op : Op
     sequence : int
         Key of the sequence that OPEN, PREFILL, CLOSE and FORK are about.
     begin, end : int

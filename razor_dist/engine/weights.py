@@ -39,7 +39,6 @@ class Loaded:
         With our attention.
     head_map : HeadMap
         Of its heads.
-    eos_token_ids : tuple of int
     shares : ShardedWeights or None
         This rank's part of the weights, if they are sharded: the model cannot run yet.
     """

@@ -28,7 +28,6 @@ class TokenTexts:
 
     Attributes
     ----------
-    tokenizer : PreTrainedTokenizerBase
     special, bytes : frozenset of int
         Special tokens, which have no text, and the byte tokens of byte fallback.
     anchor : tuple of int

@@ -62,7 +62,6 @@ class PromptEncoder:
 
         Parameters
         ----------
-        text : str
         special_tokens : bool
             Add those that the model's texts begin with; wrong for a text that continues another.
 
@@ -86,7 +85,6 @@ class PromptEncoder:
         ----------
         before : sequence of int
             The last tokens of what it continues.
-        text : str
 
         Raises
         ------

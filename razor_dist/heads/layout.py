@@ -91,7 +91,6 @@ class HeadLayout:
 
     Attributes
     ----------
-    layers : tuple of LayerHeads
     windows : tuple of (int or None)
         The streaming heads' windows, each once, ascending; None, the last, is what the settings
         say.

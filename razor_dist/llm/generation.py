@@ -33,7 +33,6 @@ class GenerationCall:
 
     Attributes
     ----------
-    client : EngineClient
     tokenizer : PreTrainedTokenizerBase or None
         Without one an answer has no text.
     ids : iterator of int

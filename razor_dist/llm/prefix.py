@@ -136,9 +136,6 @@ async def read_prefix(
 
     Parameters
     ----------
-    client : EngineClient
-    request_id : str
-    prompt : Checked
     use_tqdm : bool or callable
         See `PromptBar`.
     chat_text : str, optional

@@ -34,7 +34,6 @@ class LayerWeights(NamedTuple):
         ``[K, D, E]``.
     gain, shift : Tensor
         ``[E]``, of the norm before; ``shift`` is 0 where it has none.
-    scale : float
     clip : float or None
         Bound on the coordinates of queries and keys.
     """

@@ -162,7 +162,6 @@ def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContex
         Loaded with our attention.
     input_ids : Tensor
         int64 ``[N]``.
-    context : AttentionContext
     """
     ids = input_ids.to(model.device)
     body = model.base_model

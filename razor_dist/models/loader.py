@@ -185,8 +185,6 @@ def model_from_config(
     ----------
     config : PretrainedConfig
         From `read_config`, which refuses models that cannot be served.
-    device : torch.device
-    dtype : torch.dtype
     trust_remote_code : bool
         Run Python code that the configuration names.
 

@@ -81,10 +81,6 @@ class Communicator:
         receives : sequence of (rank, Tensor)
             Contiguous buffers to fill and where their content comes from. Between two ranks,
             messages match in the order in which they are posted.
-
-        Returns
-        -------
-        Pending
         """
         ops = []
         for peer, tensor in sends:

@@ -116,10 +116,8 @@ class Exchange:
 
         Parameters
         ----------
-        comm : Communicator
         pieces : sequence of KVPiece
             What this rank holds of the layer; at least one piece, perhaps empty.
-        purpose : Purpose
         """
         sends = []
         for receiver, intervals in self._sends.items():

@@ -92,13 +92,10 @@ def ring_attention(
 
     Parameters
     ----------
-    comm : Communicator
-    chunk : Chunk
     query : Query
         Of this rank's tokens ``[K, G, T, D]``, early shard then late shard.
     k, v : Tensor
         ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
-    earlier : Earlier
 
     Returns
     -------
