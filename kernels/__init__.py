@@ -11,14 +11,6 @@ from types import ModuleType
 
 from torch import Tensor
 
-from razor_dist.kernels.alibi import (
-    Alibi,
-    Distance,
-    RelativeBias,
-    attend_alibi,
-    attend_relative,
-    distance_bias,
-)
 from razor_dist.kernels.partial import (
     HIDDEN,
     Partial,
@@ -31,13 +23,9 @@ from razor_dist.kernels.partial import (
 __all__ = [
     "BACKENDS",
     "HIDDEN",
-    "Alibi",
-    "Distance",
     "Partial",
-    "RelativeBias",
     "attend",
     "compensate",
-    "distance_bias",
     "empty_partial",
     "merge",
     "merge_stacked",
@@ -64,7 +52,6 @@ def attend(
     scale: float,
     causal: bool = False,
     bias: Tensor | None = None,
-    alibi: Alibi | RelativeBias | None = None,
     backend: str | None = None,
 ) -> Partial:
     """Softmax attention of grouped queries over one segment of keys.
@@ -83,9 +70,6 @@ def attend(
     bias : Tensor, optional
         float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite, added to the scaled scores; `HIDDEN`
         hides a key. It may be rounded to the dtype of ``q``.
-    alibi : Alibi or RelativeBias, optional
-        Adds ``slope * (j - i)`` to the scores, i and j being positions. Beside `RelativeBias`,
-        ``bias`` must be ``[S]``; beside `Alibi` there can be none.
     backend : str, optional
         One of `BACKENDS`; by default the first that supports the input.
 
@@ -97,22 +81,13 @@ def attend(
     Raises
     ------
     ValueError
-        If ``causal`` and ``T != S``, both ``bias`` and an `Alibi`, or an unknown backend.
+        If ``causal`` and ``T != S``, or the backend is unknown.
     """
     if causal and q.shape[2] != k.shape[1]:
         raise ValueError(f"causal needs as many queries as keys, got {q.shape[2]} and {k.shape[1]}")
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    if alibi is not None:
-        plain = functools.partial(attend, backend=backend)
-        if isinstance(alibi, RelativeBias):
-            return attend_relative(
-                plain, q, k, v, scale=scale, causal=causal, bias=bias, away=alibi
-            )
-        if bias is not None:
-            raise ValueError("give bias or Alibi, not both; RelativeBias may have a bias beside it")
-        return attend_alibi(plain, q, k, v, scale=scale, causal=causal, alibi=alibi)
     if k.dtype != q.dtype:
         return _attend_converted(q, k, v, scale, causal, bias, backend)
     if backend is not None:

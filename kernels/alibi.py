@@ -19,11 +19,12 @@ How the bias gets into the fused ops depends on what they take:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from razor_dist.kernels import attend
 from razor_dist.kernels.partial import Partial, merge, over_keys
 
 # Queries that share a reference.
@@ -37,26 +38,19 @@ WIDENED_KEYS = 16384
 WIDER = 2 * len(_PLACES)
 
 
-class Alibi(NamedTuple):
-    """Slopes, and where the tokens of an attention call stand.
+class Places(NamedTuple):
+    """Where the tokens of an attention call stand in their sequence.
 
     Attributes
     ----------
-    slopes : Tensor
-        float32 ``[K, G]``, not negative; below 1 in every published model.
     queries : sequence of range
         Positions of the queries, in order, as runs of consecutive ones.
     keys : Tensor
         int64 ``[S]``, positions of the keys, in any order.
     """
 
-    slopes: Tensor
     queries: Sequence[range]
     keys: Tensor
-
-    def distance(self, reference: int) -> Tensor:
-        """``j - reference`` of the keys, float32 ``[S]``; exact below 2**24."""
-        return (self.keys - reference).float()
 
 
 class Distance(NamedTuple):
@@ -79,30 +73,9 @@ class Distance(NamedTuple):
         return cls(number, digits_of(number) if needs_digits(number.device, queries) else None)
 
 
-class RelativeBias(NamedTuple):
-    """Slopes, and how far keys are from queries that stand in one place, or are taken to.
-
-    Attributes
-    ----------
-    slopes : Tensor
-        float32 ``[K, G]``.
-    """
-
-    slopes: Tensor
-    distance: Distance
-
-
 def needs_digits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the bias of queries of this dtype gets into the ops by `widened`."""
     return device.type == "cuda" and dtype == torch.bfloat16
-
-
-class Attend(Protocol):
-    """`razor_dist.kernels.attend` without ALiBi."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bias: Tensor | None
-    ) -> Partial: ...
 
 
 def distance_bias(slopes: Tensor, distance: Tensor) -> Tensor:
@@ -110,41 +83,38 @@ def distance_bias(slopes: Tensor, distance: Tensor) -> Tensor:
     return slopes.unsqueeze(-1) * distance
 
 
-def attend_alibi(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, alibi: Alibi
+def attend_at_places(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    places: Places,
+    *,
+    scale: float,
+    causal: bool,
 ) -> Partial:
     """Attention over one segment with the distance added to the scores.
 
-    Parameters
-    ----------
-    attend : callable
-        What computes it without.
-    q, k, v, scale, causal
-        As of `razor_dist.kernels.attend`.
-
-    Returns
-    -------
-    Partial
-        Its lse holds the bias ``slope * (j - i)``, so that it merges with any other segment's.
+    The parameters are those of `razor_dist.kernels.attend`, and ``slopes`` is float32 ``[K, G]``,
+    not negative; below 1 in every published model. The lse holds the bias ``slope * (j - i)``, so
+    that the result merges with any other segment's.
     """
     partials = []
-    for begin, positions in _blocks(alibi.queries):
+    for begin, positions in _blocks(places.queries):
         end = begin + len(positions)
-        q_block = q[:, :, begin:end]
+        seen = [(slice(0, k.shape[1]), False)]
         if causal:
-            parts = [
-                _attend_block(attend, q_block, k[:, at], v[:, at], scale, own, alibi, positions, at)
-                for at, own in ((slice(0, begin), False), (slice(begin, end), True))
-                if at.stop > at.start
-            ]
-        else:
-            everything = slice(0, k.shape[1])
-            parts = [
-                _attend_block(attend, q_block, k, v, scale, False, alibi, positions, everything)
-            ]
-        block = merge(parts) if len(parts) > 1 else parts[0]
+            parts = ((slice(0, begin), False), (slice(begin, end), True))
+            seen = [(at, own) for at, own in parts if at.stop > at.start]
+        found = []
+        for at, own in seen:
+            # Exact below 2**24.
+            number = (places.keys[at] - positions[0]).float()
+            keys = k[:, at], v[:, at], slopes, Distance.of(number, q.dtype)
+            found.append(attend_at_distance(q[:, :, begin:end], *keys, scale=scale, causal=own))
+        block = merge(found) if len(found) > 1 else found[0]
         shift = torch.arange(0, -len(positions), -1, device=q.device, dtype=torch.float32)
-        partials.append(Partial(block.out, block.lse + distance_bias(alibi.slopes, shift)))
+        partials.append(Partial(block.out, block.lse + distance_bias(slopes, shift)))
     if len(partials) == 1:
         return partials[0]
     # A causal block is merged, so in float32, unless it is the first.
@@ -162,51 +132,23 @@ def _blocks(queries: Sequence[range]) -> Iterator[tuple[int, range]]:
         done += len(run)
 
 
-def _attend_block(
-    attend: Attend,
+def attend_at_distance(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    causal: bool,
-    alibi: Alibi,
-    positions: range,
-    at: slice,
-) -> Partial:
-    """Attention to the keys ``at``, relative to the first of the queries' positions."""
-    number = alibi._replace(keys=alibi.keys[at]).distance(positions[0])
-    away = RelativeBias(alibi.slopes, Distance.of(number, q.dtype))
-    return attend_relative(attend, q, k, v, scale=scale, causal=causal, bias=None, away=away)
-
-
-def attend_relative(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    slopes: Tensor,
+    distance: Distance,
     *,
     scale: float,
-    causal: bool,
-    bias: Tensor | None,
-    away: RelativeBias,
+    causal: bool = False,
+    bias: Tensor | None = None,
 ) -> Partial:
     """Attention over one segment whose keys are at the same distance from all queries.
 
-    Parameters
-    ----------
-    attend : callable
-        What computes it without.
-    q, k, v, scale, causal
-        As of `razor_dist.kernels.attend`.
-    bias : Tensor or None
-        float32 ``[S]``, to be added as well.
-
-    Returns
-    -------
-    Partial
-        Its lse holds both biases.
+    The parameters are those of `razor_dist.kernels.attend`, but ``bias`` is float32 ``[S]``; the
+    lse holds both biases.
     """
-    slopes, (number, digits) = away
+    number, digits = distance
     if digits is not None:
 
         def wider(span: slice) -> Partial:

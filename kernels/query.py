@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from razor_dist.kernels import attend, compensate
-from razor_dist.kernels.alibi import Alibi, Distance, RelativeBias, distance_bias
+from razor_dist.kernels import attend, compensate, empty_partial
+from razor_dist.kernels.alibi import (
+    Distance,
+    Places,
+    attend_at_distance,
+    attend_at_places,
+    distance_bias,
+)
 from razor_dist.kernels.partial import Partial
-
-
-class Places(NamedTuple):
-    """Where the tokens of an attention call stand in their sequence.
-
-    Attributes
-    ----------
-    queries : sequence of range
-        Positions of the queries, in order, as runs of consecutive ones.
-    keys : Tensor
-        int64 ``[S]``, positions of the keys, in any order.
-    """
-
-    queries: Sequence[range]
-    keys: Tensor
 
 
 class Query(NamedTuple):
@@ -82,14 +72,16 @@ class Query(NamedTuple):
             Needed if `by_distance`: where queries and keys stand, or how far the keys are from
             queries that all stand in one place.
         """
-        alibi: Alibi | RelativeBias | None = None
-        if self.slopes is not None:
-            if isinstance(where, Places):
-                alibi = Alibi(self.slopes, *where)
-            else:
-                assert where is not None
-                alibi = RelativeBias(self.slopes, where)
-        return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias, alibi=alibi)
+        if self.slopes is None:
+            return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias)
+        assert where is not None
+        if not self.q.shape[2] or not k.shape[1]:
+            return empty_partial(self.q)
+        both = self.q, k, v, self.slopes
+        if isinstance(where, Distance):
+            return attend_at_distance(*both, where, scale=self.scale, causal=causal, bias=bias)
+        assert bias is None, "a bias goes with a distance only"
+        return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
     def compensate(
         self, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, away: Tensor | None = None

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import (
-    HIDDEN,
-    Alibi,
+from razor_dist.kernels import HIDDEN, Partial, alibi, attend, merge, torch_cpu
+from razor_dist.kernels.alibi import (
+    BLOCK,
     Distance,
-    Partial,
-    RelativeBias,
-    alibi,
-    attend,
+    Places,
+    digits_of,
     distance_bias,
-    merge,
-    torch_cpu,
+    widened,
 )
-from razor_dist.kernels.alibi import BLOCK, digits_of, widened
+from razor_dist.kernels.query import Query
 from tests.test_kernels import draw
 
 SLOPES = torch.tensor([[0.84, 0.3], [0.1, 0.05], [0.01, 0.004]])
@@ -42,12 +41,13 @@ def places(runs: list[range]) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
 @pytest.mark.parametrize("at", [0, 1_000_000])
-def test_alibi_is_its_definition(backend: str, at: int) -> None:
+def test_alibi_is_its_definition(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of two runs, longer than a block; errors do not grow with the position."""
     runs = [range(at, at + 300), range(at + 700, at + 700 + BLOCK)]
     own = places(runs)
     q, k, v = draw(3, 2, len(own), len(own))
-    got = attend(q, k, v, scale=0.25, causal=True, alibi=Alibi(SLOPES, runs, own), backend=backend)
+    monkeypatch.setattr(alibi, "attend", functools.partial(attend, backend=backend))
+    got = Query(q, 0.25, SLOPES).attend(k, v, causal=True, where=Places(runs, own))
     want = literal(q, k, v, 0.25, own, own, True)
     torch.testing.assert_close(got.out, want.out.float(), atol=1e-4, rtol=0)
     torch.testing.assert_close(got.lse, want.lse.float(), atol=1e-4, rtol=1e-6)
@@ -59,7 +59,7 @@ def test_partials_of_any_segments_merge_to_the_whole() -> None:
     runs = [range(900_100, 900_104)]
     q, k, v = draw(3, 2, 4, len(keys))
     parts = [
-        attend(q, k[:, span], v[:, span], scale=0.25, alibi=Alibi(SLOPES, runs, keys[span]))
+        Query(q, 0.25, SLOPES).attend(k[:, span], v[:, span], where=Places(runs, keys[span]))
         for span in (slice(0, 200), slice(200, 510), slice(510, 600))
     ]
     want = literal(q, k, v, 0.25, places(runs), keys, False)
@@ -74,7 +74,7 @@ def test_positions_from_the_beginning_would_not_do() -> None:
     q, k, v = draw(3, 2, 1, 50)
     want = literal(q, k, v, 0.25, places(runs), keys, False)
     naive = attend(q, k, v, scale=0.25, bias=distance_bias(SLOPES, keys.float()))
-    ours = attend(q, k, v, scale=0.25, alibi=Alibi(SLOPES, runs, keys))
+    ours = Query(q, 0.25, SLOPES).attend(k, v, where=Places(runs, keys))
     errors = [float((p.out - want.out).abs().max()) for p in (naive, ours)]
     assert errors[0] > 1e-3 and errors[1] < 1e-6
 
@@ -141,8 +141,8 @@ def test_decode_in_bfloat16_a_million_tokens_out(monkeypatch: pytest.MonkeyPatch
     errors = []
     for digits in (True, False):
         monkeypatch.setattr(alibi, "needs_digits", lambda *_, digits=digits: digits)
-        away = RelativeBias(SLOPES, Distance.of((keys - at).float(), q.dtype))
-        got = attend(q, k, v, scale=0.125, bias=hidden, alibi=away)
+        away = Distance.of((keys - at).float(), q.dtype)
+        got = Query(q, 0.125, SLOPES).attend(k, v, bias=hidden, where=away)
         errors.append(float((got.lse - want.lse).abs().max()))
         if digits:
             torch.testing.assert_close(got.out, want.out.float(), atol=1e-4, rtol=0)
@@ -152,8 +152,9 @@ def test_decode_in_bfloat16_a_million_tokens_out(monkeypatch: pytest.MonkeyPatch
     assert [m.shape[-1] for m in masks if m is not None] == [1000] * 4 + [100, 4100]
 
 
-def test_alibi_and_bias_are_one_or_the_other() -> None:
+def test_no_keys_are_no_attention() -> None:
     q, k, v = draw(3, 2, 1, 4)
-    biased = Alibi(SLOPES, [range(4, 5)], torch.arange(4))
-    with pytest.raises(ValueError, match="bias or Alibi, not both"):
-        attend(q, k, v, scale=1.0, bias=torch.zeros(4), alibi=biased)
+    nowhere = Places([range(4, 5)], torch.arange(0))
+    got = Query(q, 1.0, SLOPES).attend(k[:, :0], v[:, :0], where=nowhere)
+    assert (got.lse == -torch.inf).all()
+    assert not got.out.any()

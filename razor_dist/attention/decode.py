@@ -16,7 +16,8 @@ from torch import Tensor
 from razor_dist.attention.decode_inputs import ReadExtent, StepInputs
 from razor_dist.attention.prefill import Caches
 from razor_dist.heads.layout import LayerHeads, StreamingGroup
-from razor_dist.kernels import HIDDEN, Distance, Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels import HIDDEN, Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.alibi import Distance
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 

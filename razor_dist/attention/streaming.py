@@ -37,7 +37,8 @@ from torch import Tensor
 from razor_dist.attention.window_plan import QuerySpan
 from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.kernels import Partial, merge
-from razor_dist.kernels.query import Places, Query
+from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Interval
 
 # Queries in a batch of runs, at most: results before they are merged take memory, and more saves no

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels import Partial, empty_partial, merge
-from razor_dist.kernels.query import Places, Query
+from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.zigzag import Chunk
 
