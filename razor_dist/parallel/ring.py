@@ -158,7 +158,7 @@ def _see_earlier(
     query: Query, owner: int, where: _Positions, earlier: Earlier, rank: int
 ) -> list[Partial]:
     """Attention of ``owner``'s queries to each segment of this rank's shard of earlier chunks."""
-    keys = earlier.positions[rank] if where.matter else None
+    keys = earlier.positions[rank] if where.matter and earlier.segments else None
     partials, done = [], 0
     for k, v in earlier.segments:
         at = slice(done, done + k.shape[1])
