@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from razor_dist.engine.build import Engine, build_engine
+from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.messages import exception_of
 from razor_dist.engine.sampling_params import SamplingParams
@@ -117,7 +117,7 @@ class _Clock:
 class OwnEngine:
     """Our engine in this process, one rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankEngine) -> None:
         self.vocab_size: int = engine.info["vocab_size"]
         self.core = engine.core
 

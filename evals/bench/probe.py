@@ -37,7 +37,7 @@ from razor_dist.heads.razor import (
     plain_vocabulary,
     probe_input,
 )
-from razor_dist.models.alibi import is_alibi
+from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.registry import display_name, resolve_model
