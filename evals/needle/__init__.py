@@ -1,6 +1,10 @@
 """The needle test: is a sentence found, wherever it stands in however long a document?
 
-`config` holds its settings, `presets` what is hidden, asked and scored, `documents` the prompts,
-`task` runs them as a job (`razor_dist.jobs`), `results` and `report` tell what came of it, with
-the pictures of `heatmaps`.
+- ``config``, ``presets``, ``facts``: settings; what is hidden, asked and scored;
+- ``haystack``, ``documents``: texts with hidden sentences, prompts as token ids;
+- ``task``: the test as a job (`razor_dist.jobs`);
+- ``grid``, ``replay``: the job that tries many settings of one model, sharing prefills; with it
+  ``verify`` (``identify --verify``) and ``studies`` (``eval heads``, ``eval ablations``);
+- ``results``, ``report``, ``heatmaps``: scores, tables and pictures of all of these;
+- ``model``, ``tokenizer``: the needle model.
 """

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.sizes import size_or_itself
+from razor_dist.config.sizes import Size
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
 
@@ -65,11 +65,11 @@ class NeedleConfig(ComparingConfig):
         min_length=1,
         description="essays, reference, noise, auto, a folder of .txt files; none: the preset's.",
     )
-    context_lengths: tuple[int, ...] | None = Field(
+    context_lengths: tuple[Size, ...] | None = Field(
         default=None, description="Tokens of prompt and answer; none: from min to max."
     )
-    context_lengths_min: int = Field(default=1000, ge=1, description="The shortest.")
-    context_lengths_max: int | None = Field(
+    context_lengths_min: Size = Field(default=1000, ge=1, description="The shortest.")
+    context_lengths_max: Size | None = Field(
         default=None, ge=1, description="The longest; none: all that the model holds."
     )
     context_lengths_num_intervals: int | None = Field(
@@ -99,18 +99,10 @@ class NeedleConfig(ComparingConfig):
         super().__init__(**values)
         self._check()
 
-    @field_validator("context_lengths", "context_lengths_min", "context_lengths_max", mode="before")
-    @classmethod
-    def _lengths_may_have_units(cls, value: Any) -> Any:
-        # pydantic calls the last of several validators first: a text is split by now.
-        if isinstance(value, list | tuple):
-            return tuple(map(size_or_itself, value))
-        return size_or_itself(value)
-
     @field_validator("methods", "context_lengths", "document_depth_percents", mode="before")
     @classmethod
     def _words_of_a_text(cls, value: Any) -> Any:
-        """The parts of a text such as 1000,2000; one number is a list of one."""
+        """Split a text such as 1000,2000; one number is a list of one."""
         if isinstance(value, str):
             return tuple(word.strip() for word in value.split(","))
         if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
@@ -187,7 +179,7 @@ class NeedleConfig(ComparingConfig):
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Percents of a document before the needle, ascending."""
+        """Return the percents of a document before the needle, ascending."""
         if self.document_depth_percents is not None:
             return tuple(sorted(self.document_depth_percents))
         count = self.document_depth_percent_intervals or self.settings.depths
@@ -197,7 +189,7 @@ class NeedleConfig(ComparingConfig):
         return tuple(sorted({sigmoid(depth) for depth in even}))
 
     def lengths(self, most: int) -> tuple[int, ...]:
-        """Tokens of prompt and answer, ascending.
+        """Return the tokens of prompt and answer, ascending.
 
         Parameters
         ----------
@@ -228,7 +220,7 @@ class NeedleConfig(ComparingConfig):
         return found
 
     def engine(self, method: str, longest: int) -> EngineConfig:
-        """The settings of a method's engine, for prompts of at most ``longest`` tokens."""
+        """Return the settings of a method's engine, for prompts of at most ``longest`` tokens."""
         own = self.model_dump(include=set(EngineConfig.model_fields))
         own |= {"max_model_len": longest}
         if method in PRESSES:

@@ -80,14 +80,14 @@ class Prompter:
 
 
 class Spot(NamedTuple):
-    """Where a needle is hidden: percent of the document before it, and which of those there."""
+    """A needle's place: percent of the document before it, and its number there."""
 
     depth: float
     needle: int
 
 
 class Question(NamedTuple):
-    """What continues a prefix, up to where the answer begins."""
+    """A continuation of a prefix, up to where the answer begins."""
 
     spot: Spot
     expected: str
@@ -139,19 +139,16 @@ def readings(
 
     Parameters
     ----------
-    preset : Preset
-    query : str
-        ``after``, ``before`` or ``middle``.
+    preset, query
+        Settings of `NeedleConfig`.
     prompter : Prompter
     haystack : Haystack or None
         None for the preset that makes its own text.
     length : int
-        Tokens of the longest prompt with its answer: the document fills what the rest leaves.
+        Tokens of the longest prompt with its answer: the document fills what the rest leaves. Of
+        the ``document_alone`` in a grid.
     spots : sequence of Spot
     seed : int
-        Equal seeds give equal documents.
-    document_alone : bool
-        ``length`` is the document's, whatever stands around it.
 
     Raises
     ------

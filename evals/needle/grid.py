@@ -33,7 +33,7 @@ from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
 
 KIND = "grid"
-"""What the settings of a grid call it."""
+"""The kind of task in the settings of a grid."""
 PRESET = PRESETS["number"]
 Place = tuple[int, int, int]
 """Length, depth and which needle."""
@@ -202,7 +202,7 @@ class GridTask:
         return {"grid": self.config}
 
     def items(self) -> Sequence[Item]:
-        """Each method's turn at each document; first those that share its prefill."""
+        """Return each method's turn at each document; first those that share its prefill."""
         shared = [number for number, m in enumerate(self.methods) if m.shares_prefill]
         own = [number for number, m in enumerate(self.methods) if not m.shares_prefill]
         return [

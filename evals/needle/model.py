@@ -125,7 +125,7 @@ def build_needle_model(folder: str | Path) -> Path:
 
 
 def needle_config() -> GlmConfig:
-    """The needle model's configuration."""
+    """Return the needle model's configuration."""
     vocabulary = needle_vocabulary()
     return GlmConfig(
         vocab_size=len(vocabulary),
@@ -201,7 +201,7 @@ def _construct(config: GlmConfig, vocabulary: dict[str, int]) -> GlmForCausalLM:
 
 
 def _unit(squared_norm: float) -> float:
-    """What a 1 of the hidden state has become behind RMSNorm."""
+    """Return the value of a 1 of the hidden state behind RMSNorm."""
     return math.sqrt(_HIDDEN / squared_norm)
 
 

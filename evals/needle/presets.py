@@ -21,7 +21,7 @@ from razor_dist.evals.needle.facts import (
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands around a document and in it; ``{question}`` and ``{subject}`` are the fact's.
+    """Words around a document and in it; ``{question}`` and ``{subject}`` are the fact's.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Layout:
     cue: str = ""
 
     def fill(self, part: str, fact: Fact) -> str:
-        """A part of the layout for a fact."""
+        """Return a part of the layout for a fact."""
         text: str = getattr(self, part)
         return text.format(question=fact.question, subject=fact.subject, sentence=fact.sentence)
 
@@ -91,7 +91,7 @@ _BEST_THING = "the best thing to do in San Francisco"
 
 def _sandwich(beginning: str, question: str) -> Callable[[Sequence[float], int], list[Fact]]:
     def draw(depths: Sequence[float], seed: int) -> list[Fact]:
-        """The same fact for every seed."""
+        """Return the same fact for every seed."""
         sentence = f"{beginning} is {_SANDWICH}"
         return [Fact(sentence, question, _SANDWICH, _BEST_THING, depth) for depth in depths]
 

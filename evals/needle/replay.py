@@ -62,12 +62,12 @@ class Method:
 
     @property
     def is_full(self) -> bool:
-        """Whether every head keeps the whole context."""
+        """True where every head keeps the whole context."""
         return bool(self.settings.get("attention") == "full")
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether a document's keys and values are those of full attention."""
+        """True where a document's keys and values are those of full attention."""
         return self.is_full or self.settings.get("prefill") == "exact"
 
     @property
@@ -92,7 +92,7 @@ class Replay:
         self._layers: Layers | None = None
 
     def parameters(self) -> Iterator[Tensor]:
-        """The model's."""
+        """Return the model's parameters."""
         return self.model.parameters()
 
     @contextmanager
@@ -105,7 +105,7 @@ class Replay:
             self._layers = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """A forward pass, or the replay of one: without attention, and with logits of 0."""
+        """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
         if self._layers is None:
             return self.model(**inputs)
         positions = plain_positions(inputs["position_ids"][0])

@@ -101,7 +101,7 @@ def _page(run: NeedleRun, pictures: Sequence[str]) -> str:
 
 
 def _scores(runs: Sequence[NeedleRun]) -> str:
-    """Mean scores, methods of all runs by lengths; a hyphen where nothing was asked."""
+    """Tabulate mean scores, methods of all runs by lengths; a hyphen where nothing was asked."""
     lengths = sorted({length for run in runs for length in run.lengths})
     several = len(runs) > 1
     head = ["method", *map(short_length, lengths), "all", "questions", "lost", "gained"]
@@ -182,7 +182,7 @@ def _mean(score: float | None) -> str:
 
 
 def _engines(run: NeedleRun) -> list[str]:
-    """The settings in which engines differ, or that a streaming head's cache hangs on."""
+    """Tabulate the settings in which engines differ, or that a streaming head's cache hangs on."""
     names = ["attention", "head_map", "prefill", "window_min", "window_ratio", "window_max"]
     names += ["sink_tokens", "block", "compensation"]
     rows = [["method", *names]]
@@ -195,7 +195,7 @@ def _engines(run: NeedleRun) -> list[str]:
 
 
 def _presses(run: NeedleRun) -> list[str]:
-    """What kvpress's methods are given that ours are not."""
+    """Tabulate what kvpress's methods are given and ours are not."""
     rows = [["method", "class", "may keep", "sees the question before it drops anything"]]
     after = run.settings["query"] == "after"
     for method in run.methods:
@@ -221,7 +221,7 @@ def _presses(run: NeedleRun) -> list[str]:
 
 
 def _wrong(run: NeedleRun) -> list[str]:
-    """Some of the answers that are not what was expected."""
+    """Tabulate some of the answers that are not what was expected."""
     wrong = [cell for cell in run.cells if cell.score < 1]
     if not wrong:
         return []
@@ -235,7 +235,7 @@ def _wrong(run: NeedleRun) -> list[str]:
 
 
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
-    """The pictures that there is anything to show in; their names."""
+    """Draw the pictures that there are numbers for; return their names."""
 
     def panels(difference: bool) -> list[Panel]:
         return [

@@ -16,7 +16,7 @@ from razor_dist.jobs.results import read_job
 FULL = "full"
 """The name of the method that others are measured against."""
 KIND = "needle"
-"""What the settings of a needle test call it."""
+"""The kind of task in the settings of a needle test."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class NeedleRun(NeedleResults):
 
     @property
     def answered(self) -> list[str]:
-        """Those of which there are results."""
+        """The methods of which there are results."""
         found = {cell.method for cell in self.cells}
         return [method for method in self.methods if method in found]
 
@@ -210,7 +210,7 @@ class NeedleRun(NeedleResults):
 
     @property
     def expected_cells(self) -> int:
-        """Of each method, once the job is done."""
+        """Number of cells of each method, once the job is done."""
         own = self.settings
         return len(own["lengths"]) * len(own["depths"]) * own["needles"] * own["repeats"]
 

@@ -96,7 +96,7 @@ class HeadMapComparison:
 
     @cached_property
     def choices(self) -> dict[tuple[str, float], Choice]:
-        """What each map keeps at each budget."""
+        """The choice of each map at each budget."""
         return {
             (name, percent): choose(head_map, kv_budget(head_map, percent))
             for name, head_map in self.maps.items()
@@ -105,7 +105,7 @@ class HeadMapComparison:
 
     @property
     def methods(self) -> list[Method]:
-        """What to run, the references first."""
+        """The methods to run, the references first."""
         own: dict[str, tuple[Flags, Mapping[str, Any]]] = {
             f"{name} {percent:g} %": (choice.retrieval, {})
             for (name, percent), choice in self.choices.items()
@@ -113,7 +113,7 @@ class HeadMapComparison:
         return _methods(self.config, self.prefills, own)
 
     def overlaps(self, percent: float) -> list[tuple[str, str, Overlap, float]]:
-        """Each two maps at a budget: their overlap, and the heads in both if they were random."""
+        """Return of each two maps their overlap, and the heads in both if they were random."""
         total = sum(map(len, next(iter(self.maps.values())).retrieval))
         found = []
         for a, b in combinations(self.maps, 2):
@@ -248,15 +248,7 @@ INDUCTION = (5.0, 8.0, 11.0, 14.0)
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table.
-
-    Attributes
-    ----------
-    name, source : str
-        ``source`` is the paper's table or figure.
-    retrieval : tuple
-    compensation : bool
-    """
+    """One row of the ablations; its source is the paper's table or figure."""
 
     name: str
     source: str
@@ -273,16 +265,8 @@ class Variant:
 class Ablations:
     """The paper's ablations on one model.
 
-    Parameters
-    ----------
-    head_map : HeadMap
-        With induction and echo scores.
-    config : EngineConfig
-        What a streaming head sees.
-    prefills : sequence of str
-        ``exact``, ``local`` or both.
-    seeds : int
-        Draws of random heads.
+    The map has induction and echo scores; `seeds` are the draws of random heads, and the rest is as
+    in `HeadMapComparison`.
 
     Raises
     ------
@@ -311,7 +295,7 @@ class Ablations:
 
     @property
     def _random(self) -> list[Variant]:
-        """As many KV heads as 14 % + 1 % keep, drawn from all.
+        """Draws of as many KV heads as 14 % + 1 % keep, from all.
 
         Not as many query heads: drawn at random these would promote far more groups, and a
         comparison is of equal memory.
@@ -344,7 +328,7 @@ class Ablations:
 
     @property
     def methods(self) -> list[Method]:
-        """What to run, the references first."""
+        """The methods to run, the references first."""
         own = {v.name: (v.retrieval, {"compensation": v.compensation}) for v in self.variants}
         return _methods(self.config, self.prefills, own)
 

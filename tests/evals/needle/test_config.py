@@ -115,7 +115,10 @@ def test_engines_are_the_methods() -> None:
         ({"attention": "full"}, "attention is not for the needle test"),
         ({"methods": "full", "head_map": "r.json"}, "head_map is for the method razor"),
         ({"context_lengths": "1000,0"}, "context_lengths must be at least 1 each"),
-        ({"context_lengths": "1.5"}, "context_lengths must be a list of integers or none"),
+        (
+            {"context_lengths": "1.5"},
+            "context_lengths must be a list of integers such as 8192 or 8K or none",
+        ),
         (
             {"context_lengths": "1000", "context_lengths_max": 2000},
             "give either context_lengths or context_lengths_max",
