@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import razor_dist
 from razor_dist.engine.build import make_engine
+from razor_dist.engine.messages import exception_of
 from razor_dist.evals.bench import shape
 from razor_dist.evals.bench.attention import measure_attention, recorded
 from razor_dist.evals.bench.engine import OwnEngine, greedy
@@ -119,7 +120,6 @@ def model_shape(device: torch.device) -> PartResult:
     return record.as_json(), record.tables
 
 
-@torch.inference_mode()
 def replay(device: torch.device) -> PartResult:
     """Profile one decode step of the model: kernels of a replay, or ops on CPU, by name."""
     settings = shape_settings(device)
@@ -132,7 +132,10 @@ def replay(device: torch.device) -> PartResult:
     engine.core.add("bench", random_tokens(engine.vocab_size, length, 0), greedy(16))
     tokens = 0
     while tokens < 8:  # the second step is recorded, the others are replayed
-        tokens += sum(message["t"] == "token" for message in engine.core.step())
+        messages = engine.core.step()
+        if error := next((message for message in messages if message["t"] == "error"), None):
+            raise exception_of(error)
+        tokens += sum(message["t"] == "token" for message in messages)
     synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiled:
