@@ -104,7 +104,6 @@ class Frontend:
             uvicorn.Config(
                 build_app(self._service),
                 log_config=None,
-                log_level=config.log_level,
                 lifespan="off",
                 timeout_graceful_shutdown=_GRACE,
             )
