@@ -54,6 +54,13 @@ def test_a_text_prompt(llm: LLM, prompt: Any) -> None:
     assert 0 < metrics.time_to_first_token <= metrics.total_seconds
 
 
+def test_sampling_defaults_are_the_models(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_p) == (0.2, 0.9)
+    with FakeLLM(world_size=1, generation_config="none") as plain:
+        assert plain.get_default_sampling_params() == SamplingParams()
+
+
 @pytest.mark.parametrize(
     "prompts",
     [[5, 6], {"prompt_token_ids": [5, 6]}, [[5, 6]], [{"prompt_token_ids": [5, 6]}]],

@@ -29,6 +29,14 @@ def build_full(path: Path, **settings: Any) -> build.RankEngine:
     return build.build_engine(config, Communicator(None), CPU)
 
 
+def test_without_a_seed_every_start_draws_differently(tiny: Callable[[str], Path]) -> None:
+    def seed_of(**settings: Any) -> int:
+        return build_full(tiny("llama"), **settings).core._seeds.initial_seed()
+
+    assert seed_of() != seed_of()
+    assert seed_of(seed=3) == seed_of(seed=3) == 3
+
+
 def test_attention_that_cannot_be_honoured_is_refused_at_start(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
