@@ -29,14 +29,15 @@ from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
 from razor_dist.evals.bench.timing import random_tokens
+from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.heads.razor import (
     ProbeContext,
     ProbeScores,
-    RazorSettings,
     plain_vocabulary,
     probe_input,
 )
+from razor_dist.heads.settings import RazorSettings
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
@@ -201,7 +202,7 @@ def _load(
         return model, torch.arange(ModelShape.from_config(model.config).vocab_size)
     path = resolve_model(settings.source)
     model = load_model(path, device=device, dtype=dtype)
-    return model, plain_vocabulary(path, model.config)
+    return model, plain_vocabulary(load_tokenizer(path), model.config)
 
 
 @torch.inference_mode()
@@ -227,11 +228,9 @@ def _probe(
 def _training(
     settings: ProbeBenchSettings, model: PreTrainedModel, device: torch.device
 ) -> dict[str, Any]:
-    from razor_dist.heads.duo.settings import DuoSettings
     from razor_dist.heads.duo.train import train
-    from razor_dist.parallel.zero import join_ranks
+    from razor_dist.heads.settings import DuoSettings
 
-    group = join_ranks(device)
     vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens
     mask = torch.zeros(tokens, dtype=torch.bool)
     mask[-RECALLED_TOKENS:] = True
@@ -243,7 +242,7 @@ def _training(
         most = RECALLED_TOKENS + 1
         return PasskeySample(sample(index).ids[:most], mask[-most:])
 
-    train(model, short, DuoSettings(steps=1), group)  # DeepSpeed's own set-up, and the weights
+    train(model, short, DuoSettings(steps=1))  # reads the weights
     with Peak(device) as peak:
-        train(model, sample, DuoSettings(steps=settings.steps), group)
+        train(model, sample, DuoSettings(steps=settings.steps))
     return _cost(peak, tokens * settings.steps)

@@ -21,9 +21,8 @@ from razor_dist.evals.markdown import markdown
 from razor_dist.evals.needle.grid import streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method
 from razor_dist.evals.needle.results import FULL, NeedleResults, score_heads
-from razor_dist.heads.budget import Choice, choose, kv_budget
 from razor_dist.heads.compare import Overlap
-from razor_dist.heads.decision import Flags, decide, flags
+from razor_dist.heads.decision import Choice, Flags, choose, decide, flags, kv_budget
 from razor_dist.heads.head_map import HeadMap
 
 

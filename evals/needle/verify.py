@@ -12,9 +12,8 @@ from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, ReplayModel
 from razor_dist.evals.needle.results import FULL
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, Verification
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.heads.verification import Verification
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.loader import read_config
 from razor_dist.models.registry import resolve_model

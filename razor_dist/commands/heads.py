@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from razor_dist.heads.compare import Comparison, Overlap, Summary
+    from razor_dist.heads.compare import Comparison, Overlap
 
 heads = typer.Typer(
     help="Import, export, compare and show head maps.",
@@ -35,7 +35,7 @@ def import_(
     sparsity: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of KV heads to make local, 0 to 1. [default: the pattern's own, else "
+            help="Fraction of KV heads to stream, 0 to 1. [default: the pattern's own, else "
             "0.5, or 0.75 without grouped heads, as published]",
         ),
     ] = None,
@@ -46,21 +46,23 @@ def import_(
 ) -> None:
     """Make a head map from the pattern in FOLDER, of DuoAttention's form."""
     # Imported here, like below, so that --help does not wait.
-    from razor_dist.heads.compare import Summary
+    from razor_dist.heads.compare import HeadMapSummary
     from razor_dist.heads.duo import pattern as duo_pattern
-    from razor_dist.heads.duo.folder import read_pattern
 
-    # Before the model's configuration, which takes transformers seconds.
-    pattern = read_pattern(folder)
-    name, shape, fingerprint = duo_pattern.model_facts(model)
+    pattern = duo_pattern.read_pattern(folder)
+    # Transformers takes seconds to import: first the pattern.
+    from razor_dist.models.loader import read_config
+    from razor_dist.models.registry import config_folder, display_name
+
+    config = read_config(config_folder(model))
     found = duo_pattern.head_map(
-        pattern, name, shape, fingerprint, sparsity=sparsity, threshold=threshold
+        pattern, display_name(model), config, sparsity=sparsity, threshold=threshold
     )
     found.save(out)
     if pattern.clipped:
         typer.echo(f"clipped {pattern.clipped} gates a little outside [0, 1]")
     rule, value = next(iter(found.settings.items()))
-    typer.echo(f"{rule} {value:g}: {_kept(Summary.of(str(out), found))}")
+    typer.echo(f"{rule} {value:g}: kept {HeadMapSummary.of(str(out), found)}")
     typer.echo(f"wrote {out}")
 
 
@@ -105,12 +107,12 @@ def show(
     head_map: Annotated[Path, typer.Argument(metavar="MAP", help="Head map (JSON).")],
     plot: Annotated[Path | None, typer.Option(help="Picture to write as well (PNG).")] = None,
 ) -> None:
-    """Say what a head map is: its model, method, settings, and a row per layer."""
-    from razor_dist.heads.compare import Summary, drawn_rows
+    """Print a head map: its model, method, settings, and a row per layer."""
+    from razor_dist.heads.compare import HeadMapSummary, drawn_rows
     from razor_dist.heads.head_map import HeadMap
 
     found = HeadMap.load(head_map)
-    summary = Summary.of(str(head_map), found)
+    summary = HeadMapSummary.of(str(head_map), found)
     typer.echo(f"model   {found.model} ({found.fingerprint})")
     typer.echo(f"method  {found.method}")
     for key, value in found.settings.items():
@@ -123,7 +125,7 @@ def show(
         query_heads = summary.layers * found.query_heads
         chosen = round(summary.selected * query_heads)
         typer.echo(f"selected {chosen} of {query_heads} query heads ({summary.selected:.1%})")
-    typer.echo(_kept(summary))
+    typer.echo(f"kept {summary}")
     if found.verification is not None:
         typer.echo(f"verified on {found.verification}")
     if found.windows is not None:
@@ -137,13 +139,6 @@ def show(
 
         plot_head_map(found, plot)
         typer.echo(f"wrote {plot}")
-
-
-def _kept(summary: Summary) -> str:
-    return (
-        f"kept {summary.kept_heads} of {summary.kv_heads} KV heads ({summary.kept:.1%}) on "
-        f"{summary.touched} of {summary.layers} layers"
-    )
 
 
 def _map_table(result: Comparison) -> Table:

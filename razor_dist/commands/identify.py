@@ -2,17 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from razor_dist.commands.identification.options import IdentifyOptions
+import typer
+from typer.core import TyperGroup
+from typing_extensions import Doc
+
 from razor_dist.commands.options import with_options
+from razor_dist.config.errors import ConfigError
+from razor_dist.files import check_writable
+from razor_dist.heads.settings import (
+    DuoSettings,
+    OnTheFlySettings,
+    RazorSettings,
+    ScopeSettings,
+)
+
+_NO_VALUE = ("--verify", "--trust-remote-code", "--no-trust-remote-code")
+# Flags that are not named like their settings.
+_FLAGS = {
+    "induction_percent": "--induction",
+    "echo_percent": "--echo",
+    "sinks": "--sink-tokens",
+    "recent": "--recent-tokens",
+}
 
 
-@with_options(IdentifyOptions)
-def identify(options: IdentifyOptions, given: AbstractSet[str]) -> None:
-    """Find the retrieval heads of MODEL and write its head map."""
-    options.check(given)
-    # Imported here, so that --help does not wait for torch.
-    from razor_dist.commands.identification.job import run
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """Options of all methods."""
 
-    run(options, given)
+    model: Annotated[
+        str, typer.Argument(help="smollm2 (embedded), a local folder or a hub id org/name.")
+    ]
+    out: Annotated[Path, typer.Option(help="Head map to write (JSON).")]
+    plot: Annotated[Path | None, Doc("Picture to write as well (PNG).")] = None
+    seed: Annotated[int, Doc("Of random tokens, passkeys and needles.")] = 0
+    device: Annotated[Literal["auto", "cpu", "cuda"], Doc("Where the model runs.")] = "auto"
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], Doc("auto: fp32 on cpu, bf16 on cuda.")] = (
+        "auto"
+    )
+    trust_remote_code: Annotated[bool, Doc("Run Python code that comes with the model.")] = False
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then ask for needles in documents, with full attention and with the new map, and "
+            "record what it loses.",
+        ),
+    ] = False
+    verify_tokens: Annotated[
+        int | None,
+        Doc(
+            "Of each of the 5 documents. [default: twice the least window, 2500 or more, as the "
+            "model's context allows]"
+        ),
+    ] = None
+    haystack: Annotated[
+        Path | None,
+        Doc(
+            "Folder of .txt files to hide passkeys or needles in. [default: Python's language "
+            "reference; for needles, essays if they are installed]"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """Options of the methods whose maps leave the window to the settings."""
+
+    verify_window: Annotated[
+        int | None,
+        Doc("Least window of a streaming head in --verify, in tokens. [default: the model's]"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyOptions(WindowOptions):
+    """Options of the methods that hide passkeys."""
+
+    passkeys: Annotated[int, Doc("Passkeys of 32 words hidden in a sample.")] = 10
+    max_tokens: Annotated[
+        int | None, Doc("Longest sample. [default: the model's context, up to 32000]")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PasskeyOptions):
+    """Options of a training that may be continued."""
+
+    checkpoint: Annotated[Path | None, Doc("New folder to keep the run's state in.")] = None
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Steps from one state to the next, and from one line to the next in a log."
+        ),
+    ] = 50
+    resume: Annotated[
+        Path | None, Doc("--checkpoint folder of a run to continue, with its settings.")
+    ] = None
+
+
+def _options_of(*classes: type) -> Any:
+    """Make one dataclass of typer's annotations from the fields of several."""
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for cls in classes:
+        hints = get_type_hints(cls, include_extras=True)
+        for field in dataclasses.fields(cls):
+            kind, *notes = get_args(hints[field.name])
+            flag = [_FLAGS[field.name]] if field.name in _FLAGS else []
+            notes = [
+                typer.Option(*flag, help=note.documentation) if isinstance(note, Doc) else note
+                for note in notes
+            ]
+            default = dataclasses.field(default=field.default, kw_only=True)
+            fields[field.name] = field.name, Annotated[(kind, *notes)], default
+    return dataclasses.make_dataclass("IdentifyOptions", fields.values(), frozen=True)
+
+
+class MethodGroup(TyperGroup):
+    """The methods, and the older form of the command, ``identify MODEL --method METHOD``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, in either form."""
+        if args and args[0] not in (*self.commands, "--help"):
+            args = method_first(args)
+        return super().parse_args(ctx, args)
+
+
+def method_first(args: Sequence[str]) -> list[str]:
+    """Rewrite ``MODEL --method METHOD ...`` as ``METHOD MODEL ...``.
+
+    Without a method, or with ``auto``, it is ``alibi`` for a model that is biased by distance and
+    ``razor`` for others.
+    """
+    rest = [word for arg in args for word in (arg.split("=", 1) if "--method=" in arg else [arg])]
+    method = "auto"
+    if "--method" in rest[:-1]:
+        at = rest.index("--method")
+        method = rest[at + 1]
+        del rest[at : at + 2]
+    if method != "auto":
+        return [method, *rest]
+    models = (
+        arg
+        for last, arg in zip(["", *rest], rest, strict=False)
+        if not arg.startswith("-") and (last[:2] != "--" or "=" in last or last in _NO_VALUE)
+    )
+    return [_default_method(next(models, None)), *rest]
+
+
+def _default_method(model: str | None) -> str:
+    if model is None:
+        return "razor"
+    # Imported here, so that --help does not wait for transformers.
+    from razor_dist.models.adapters import is_alibi
+    from razor_dist.models.loader import read_config
+    from razor_dist.models.registry import config_folder
+
+    return "alibi" if is_alibi(read_config(config_folder(model))) else "razor"
+
+
+identify = typer.Typer(
+    cls=MethodGroup,
+    help="Find the retrieval heads of a model and write its head map.",
+    subcommand_metavar="METHOD MODEL --out FILE [OPTIONS]",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+def _method(name: str, help: str, *classes: type) -> None:
+    """Add a method as a command, with the options that the classes have for fields."""
+
+    @identify.command(name, help=help)
+    @with_options(_options_of(CommonOptions, *classes))
+    def command(options: Any, given: frozenset[str]) -> None:
+        _check(name, options)
+        # Imported here, so that --help does not wait for torch.
+        from razor_dist.commands.identify_run import run
+
+        run(name, options)
+
+
+_method(
+    "razor",
+    "RazorAttention's induction and echo scores, in one pass.",
+    RazorSettings,
+    WindowOptions,
+)
+_method(
+    "duo",
+    "DuoAttention's gates, trained; ranks of torchrun may share the work.",
+    DuoSettings,
+    RunOptions,
+)
+_method(
+    "onthefly",
+    "The loss of each KV head if it alone is cut, in a few passes.",
+    OnTheFlySettings,
+    PasskeyOptions,
+)
+_method(
+    "alibi",
+    "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
+    ScopeSettings,
+)
+
+
+def _check(method: str, options: Any) -> None:
+    """Raise `ConfigError` for what can be seen to be wrong without a look at the model."""
+    check_writable(options.out, options.plot)
+    if method != "duo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(f"method {method} runs in one process; only duo uses torchrun's ranks")
+    hides_passkeys = hasattr(options, "passkeys")
+    for name in ("verify_tokens", "verify_window", *(() if hides_passkeys else ("haystack",))):
+        if not options.verify and getattr(options, name, None) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --verify")

@@ -1,10 +1,9 @@
-"""What head maps say, in numbers and text: one alone, or several side by side."""
+"""Head maps in numbers and text: one alone, or several side by side."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, combinations
 
@@ -14,7 +13,7 @@ from razor_dist.heads.head_map import HeadMap
 
 
 @dataclass(frozen=True)
-class Summary:
+class HeadMapSummary:
     """One head map in numbers.
 
     Attributes
@@ -43,8 +42,8 @@ class Summary:
     layers: int
 
     @classmethod
-    def of(cls, name: str, head_map: HeadMap) -> Summary:
-        """Count."""
+    def of(cls, name: str, head_map: HeadMap) -> HeadMapSummary:
+        """Count the heads of a map."""
         rows = head_map.retrieval
         return cls(
             name=name,
@@ -56,6 +55,13 @@ class Summary:
             kv_heads=sum(map(len, rows)),
             touched=sum(map(any, rows)),
             layers=len(rows),
+        )
+
+    def __str__(self) -> str:
+        """Say it in a phrase."""
+        return (
+            f"{self.kept_heads} of {self.kv_heads} KV heads ({self.kept:.1%}) on {self.touched} of "
+            f"{self.layers} layers"
         )
 
 
@@ -80,8 +86,8 @@ class Overlap:
     b_in_a: float | None
 
     @classmethod
-    def of(cls, a: AbstractSet[tuple[int, int]], b: AbstractSet[tuple[int, int]]) -> Overlap:
-        """Count."""
+    def of(cls, a: set[tuple[int, int]], b: set[tuple[int, int]]) -> Overlap:
+        """Count the heads of two sets."""
         both, either = len(a & b), len(a | b)
         return cls(
             both=both,
@@ -93,7 +99,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two head maps.
+    """Two head maps side by side.
 
     Attributes
     ----------
@@ -104,8 +110,8 @@ class Pair:
     query_heads : Overlap or None
         Of the query heads selected; None if a map selects none.
     correlations : dict
-        For each kind of score that both maps have, for query heads or for KV heads, its rank
-        correlation over all heads (see `rank_correlation`).
+        For each kind of score that both maps have, its rank correlation over all heads (see
+        `rank_correlation`).
     """
 
     a: str
@@ -117,34 +123,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several head maps.
+    """Several head maps, in the order given; each two of them; and reasons to doubt the result."""
 
-    Attributes
-    ----------
-    maps : tuple of Summary
-        In the order given.
-    pairs : tuple of Pair
-        Each two of them, the one given earlier first.
-    warnings : tuple of str
-        Reasons to doubt that they may be compared.
-    """
-
-    maps: tuple[Summary, ...]
+    maps: tuple[HeadMapSummary, ...]
     pairs: tuple[Pair, ...]
     warnings: tuple[str, ...]
 
 
 def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
-    """Compare head maps of one model, or of models of the same sizes.
-
-    Parameters
-    ----------
-    maps : sequence of (str, HeadMap)
-        Two or more, with their names.
-
-    Returns
-    -------
-    Comparison
+    """Compare two head maps or more, with their names, of models of the same sizes.
 
     Raises
     ------
@@ -157,21 +144,17 @@ def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
         raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
     for name, head_map in maps[1:]:
         _check_sizes(*maps[0], name, head_map)
-    return Comparison(
-        maps=tuple(Summary.of(name, head_map) for name, head_map in maps),
-        pairs=tuple(_pair(*a, *b) for a, b in combinations(maps, 2)),
-        warnings=_doubts(maps),
-    )
-
-
-def _doubts(maps: Sequence[tuple[str, HeadMap]]) -> tuple[str, ...]:
-    # A map for any model ("full", "streaming") is no other model's.
+    # A map for any model ("full", "streaming") raises no doubt.
     bound = [(name, head_map) for name, head_map in maps if head_map.fingerprint != "any"]
-    return tuple(
-        f"{bound[0][0]} is for {bound[0][1].model!r} and {name} for {head_map.model!r}: models of "
-        "the same sizes, but with different configurations"
-        for name, head_map in bound[1:]
-        if head_map.fingerprint != bound[0][1].fingerprint
+    return Comparison(
+        maps=tuple(HeadMapSummary.of(name, head_map) for name, head_map in maps),
+        pairs=tuple(_pair(*a, *b) for a, b in combinations(maps, 2)),
+        warnings=tuple(
+            f"{bound[0][0]} is for {bound[0][1].model!r} and {name} for {head_map.model!r}: models "
+            "of the same sizes, but with different configurations"
+            for name, head_map in bound[1:]
+            if head_map.fingerprint != bound[0][1].fingerprint
+        ),
     )
 
 
@@ -189,11 +172,15 @@ def _check_sizes(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> None:
 
 
 def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:
-    a_selected, b_selected = _selected(a), _selected(b)
+    a_kept, b_kept = (
+        {(i, j) for i, row in enumerate(m.retrieval) for j, flag in enumerate(row) if flag}
+        for m in (a, b)
+    )
+    a_selected, b_selected = (set(chain.from_iterable(m.selected.values())) for m in (a, b))
     return Pair(
         a=a_name,
         b=b_name,
-        kv_heads=Overlap.of(_kept(a), _kept(b)),
+        kv_heads=Overlap.of(a_kept, b_kept),
         query_heads=Overlap.of(a_selected, b_selected) if a_selected and b_selected else None,
         correlations={
             kind: rank_correlation(mine[kind], theirs[kind])
@@ -204,50 +191,32 @@ def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:
     )
 
 
-def _kept(head_map: HeadMap) -> set[tuple[int, int]]:
-    return {
-        (layer, head)
-        for layer, row in enumerate(head_map.retrieval)
-        for head, flag in enumerate(row)
-        if flag
-    }
-
-
-def _selected(head_map: HeadMap) -> set[tuple[int, int]]:
-    return set(chain.from_iterable(head_map.selected.values()))
-
-
 def rank_correlation(a: Scores, b: Scores) -> float | None:
-    """Spearman's rank correlation of two tables of scores; ties get the mean of their ranks.
+    """Compute Spearman's rank correlation of two tables of scores; ties share their mean rank.
 
     Returns
     -------
     float or None
-        From -1 to 1; None if all scores of a table are equal, which rank nothing.
+        From -1 to 1; None if all scores of a table are equal.
     """
-    ranks = [_ranks(list(chain.from_iterable(rows))) for rows in (a, b)]
     try:
-        return statistics.correlation(*ranks)
+        return statistics.correlation(_ranks(a), _ranks(b))
     except statistics.StatisticsError:
         return None
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for stop in range(1, len(order) + 1):
-        if stop == len(order) or values[order[stop]] != values[order[start]]:
-            for index in order[start:stop]:
-                ranks[index] = (start + stop - 1) / 2
-            start = stop
-    return ranks
+def _ranks(scores: Scores) -> list[float]:
+    places: dict[float, list[int]] = {}
+    flat = list(chain.from_iterable(scores))
+    for place, value in enumerate(sorted(flat)):
+        places.setdefault(value, []).append(place)
+    return [(places[value][0] + places[value][-1]) / 2 for value in flat]
 
 
 def drawn_rows(head_map: HeadMap) -> list[str]:
-    """A line of text per layer: ``■`` for a KV head that keeps the whole context, ``·`` for others.
+    """Draw a line of text per layer: ``■`` for a retrieval head, ``·`` for a streaming head.
 
-    Layers stand before their rows, and the number of kept heads behind them.
+    Layers stand before their rows, and the number of retrieval heads behind them.
     """
     width = len(str(len(head_map.retrieval) - 1))
     lines = []

@@ -1,35 +1,70 @@
-"""From heads' scores to the KV heads that keep the whole context; what both are written as."""
+"""Rules that turn heads' scores into the KV heads that keep the whole context."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from razor_dist.config.ranges import check_percent
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.ranges import check_fraction, check_percent
+
+if TYPE_CHECKING:
+    from razor_dist.heads.head_map import HeadMap
 
 Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Scores: TypeAlias = tuple[tuple[Score, ...], ...]
 """``[layers][query heads]``, or ``[layers][KV heads]`` in `HeadMap.kv_scores`."""
 Flags: TypeAlias = tuple[tuple[bool, ...], ...]
-"""``[layers][KV heads]``."""
+"""``[layers][KV heads]``: True for a retrieval head."""
 Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
-"""``[layers][KV heads]``: windows of their own that streaming heads have, in tokens."""
+"""``[layers][KV heads]``: each streaming head's own window, in tokens."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
 
-# Significant digits with which scores are written and decided upon: what a reader of the file can
-# check is what was decided, and noise in the last bits of a float cannot order two heads.
-_DIGITS = 6
+# Scores are decided upon as they are written, so that a reader of the file can check the decision
+# and noise in a float's last bits cannot order two heads.
+_DIGITS: Final = 6
+# RazorAttention's Table 4 varies the share of induction heads beside 1 % of echo heads.
+_ECHO_PERCENT: Final = 1.0
 
 
 class Decision(NamedTuple):
-    """What `decide` makes of scores."""
+    """Retrieval heads, and the query heads selected for each kind of score."""
 
     retrieval: Flags
     selected: dict[str, Pairs]
+
+
+def rounded(scores: Sequence[Sequence[float]]) -> Scores:
+    """Round scores to the 6 significant digits that a head map keeps."""
+    return tuple(tuple(float(f"{score:.{_DIGITS}g}") for score in row) for row in scores)
+
+
+def ranked(scores: Scores) -> Pairs:
+    """Sort all ``(layer, head)`` by score, the best first; equal scores by layer, then head."""
+    order = sorted(
+        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
+    )
+    return tuple((layer, head) for _, layer, head in order)
+
+
+def flags(kept: Iterable[tuple[int, int]], layers: int, heads: int) -> Flags:
+    """Make a table ``[layers][heads]`` that is True for each ``(layer, head)`` in ``kept``."""
+    kept = set(kept)
+    return tuple(tuple((layer, head) in kept for head in range(heads)) for layer in range(layers))
+
+
+def heads_of_percent(percent: float, heads: int) -> int:
+    """Count the heads that are ``percent`` of ``heads``.
+
+    Rounded to the nearest whole (halves up), and at least 1 for a percentage above 0.
+    """
+    count = math.floor(percent * heads / 100 + 0.5)
+    return max(count, 1) if percent > 0 else count
 
 
 def decide(
@@ -37,31 +72,25 @@ def decide(
 ) -> Decision:
     """Choose the retrieval heads: the best by induction score and the best by echo score.
 
-    The paper's Table 2 takes the top 14 % and 1 % of all query heads. Their number is
-    `heads_of_percent`. Equal scores are ordered by layer, then head. A KV head is a retrieval head
-    if any query head of its group was chosen for either score (section 4.1 of the paper, on GQA).
+    The paper's Table 2 takes the top 14 % and 1 % of all query heads. A KV head is a retrieval
+    head if any query head of its group was chosen for either score (section 4.1 of the paper).
 
     Parameters
     ----------
     scores : mapping
         ``induction`` and ``echo``: ``[layers][query heads]``, see `rounded`.
     induction_percent, echo_percent : float
-        Of all query heads, 0 to 100.
+        Of all query heads, 0 to 100; see `heads_of_percent`.
     group : int
         Query heads per KV head.
-
-    Returns
-    -------
-    Decision
 
     Raises
     ------
     ConfigError
         If a percentage is out of range.
     """
-    percents = {"induction": induction_percent, "echo": echo_percent}
     selected: dict[str, Pairs] = {}
-    for kind, percent in percents.items():
+    for kind, percent in (("induction", induction_percent), ("echo", echo_percent)):
         check_percent(kind, percent)
         order = ranked(scores[kind])
         selected[kind] = order[: heads_of_percent(percent, len(order))]
@@ -70,41 +99,137 @@ def decide(
     return Decision(flags(promoted, layers, kv_heads), selected)
 
 
-def heads_of_percent(percent: float, heads: int) -> int:
-    """How many heads are ``percent`` of ``heads``.
+def published_sparsity(group: int) -> float:
+    """Return the sparsity of DuoAttention's experiments: 0.75, or 0.5 with grouped heads.
 
-    Rounded to the nearest whole (halves up), and at least 1 for a percentage above 0.
+    ``group`` is the number of query heads per KV head.
     """
-    count = math.floor(percent * heads / 100 + 0.5)
-    return max(count, 1) if percent > 0 else count
+    return 0.5 if group > 1 else 0.75
 
 
-def rounded(scores: Sequence[Sequence[float]]) -> Scores:
-    """Scores as a head map keeps them: 6 significant digits."""
-    return tuple(tuple(float(f"{score:.{_DIGITS}g}") for score in row) for row in scores)
+def check_rule(sparsity: float | None, threshold: float | None = None) -> None:
+    """Raise `ConfigError` if both rules are given, or one is not from 0 to 1."""
+    if sparsity is not None and threshold is not None:
+        raise ConfigError("give sparsity or threshold, not both: each decides alone")
+    for name, value in (("sparsity", sparsity), ("threshold", threshold)):
+        if value is not None:
+            check_fraction(name, value)
 
 
-def ranked(scores: Scores) -> Pairs:
-    """All ``(layer, head)``, the best score first; equal scores by layer, then head."""
-    order = sorted(
-        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
-    )
-    return tuple((layer, head) for _, layer, head in order)
+def by_sparsity(scores: Scores, sparsity: float) -> Flags:
+    """Make the fraction ``sparsity`` of all KV heads streaming heads, those that score lowest.
+
+    Of n heads with different scores, numpy's interpolated quantile has ``ceil(sparsity (n - 1))``
+    below it, which is DuoAttention's number; a sparsity of 1 takes all n. DuoAttention adds noise
+    to break ties; here the lower layer's and then the lower head's is the last to be taken.
+
+    Parameters
+    ----------
+    scores : tuple
+        ``[layers][KV heads]``.
+    sparsity : float
+        From 0 to 1, see `check_rule`.
+    """
+    order = ranked(scores)
+    total = len(order)
+    # Rounded first: 0.07 x 100 is 7.000000000000001, which asks for no eighth head.
+    streaming = total if sparsity == 1 else math.ceil(round(sparsity * (total - 1), 9))
+    return flags(order[: total - streaming], len(scores), len(scores[0]))
 
 
-def flags(kept: Iterable[tuple[int, int]], layers: int, heads: int) -> Flags:
-    """A table ``[layers][heads]`` of which ``(layer, head)`` are in ``kept``."""
-    kept = set(kept)
-    return tuple(tuple((layer, head) in kept for head in range(heads)) for layer in range(layers))
+def by_threshold(scores: Scores, threshold: float) -> Flags:
+    """Keep the whole context of KV heads that score at least ``threshold``.
+
+    Equation (4) of the paper has "above"; DuoAttention's code has "at least", and many of its
+    gates are exactly 1.
+    """
+    return tuple(tuple(score >= threshold for score in row) for row in scores)
 
 
 def spread(kept: float, layers: int, kv_heads: int) -> Flags:
-    """A decision that keeps a fraction of the KV heads, evenly spread over the model.
+    """Keep a fraction of the KV heads, at least one, evenly spread over the model.
 
-    For sizes alone, where no head map is at hand. At least one head is kept, and the count is the
-    nearest to ``kept`` of all.
+    For sizes alone, where there is no head map.
     """
     total = layers * kv_heads
     count = max(1, round(kept * total))
     flat = [(i + 1) * count // total > i * count // total for i in range(total)]
     return tuple(tuple(flat[i : i + kv_heads]) for i in range(0, total, kv_heads))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The KV heads that a map would keep at a budget.
+
+    Attributes
+    ----------
+    kept : tuple
+        ``(layer, KV head)`` in the order in which they were chosen. A larger budget's begins with
+        a smaller one's.
+    retrieval : tuple
+        The same as ``[layers][KV heads]`` bool.
+    selected : dict
+        For a map with scores of query heads: how many were selected by each score.
+    """
+
+    kept: Pairs
+    retrieval: Flags
+    selected: dict[str, int] = field(default_factory=dict)
+
+
+def kv_budget(head_map: HeadMap, percent: float) -> int:
+    """Count the KV heads that are ``percent`` of all; raise `ConfigError` unless 0 < it <= 100."""
+    if not 0 < percent <= 100:
+        raise ConfigError(f"a budget must be a percentage above 0 and up to 100, got {percent:g}")
+    return heads_of_percent(percent, sum(map(len, head_map.retrieval)))
+
+
+def choose(head_map: HeadMap, kv_heads: int) -> Choice:
+    """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
+
+    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
+    1 % of all by echo score, whatever the budget, then one by one by induction score, until the
+    groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
+    is met exactly.
+
+    Parameters
+    ----------
+    head_map : HeadMap
+        With induction and echo scores, or with one score of KV heads.
+    kv_heads : int
+        The budget, from 1 to all KV heads.
+
+    Raises
+    ------
+    HeadMapError
+        If the map has no such scores.
+    """
+    selected: dict[str, int] = {}
+    if head_map.scores.keys() >= {"induction", "echo"}:
+        kept, selected = _by_query_heads(head_map, kv_heads)
+    elif len(head_map.kv_scores) == 1 and not head_map.scores:
+        (scores,) = head_map.kv_scores.values()
+        kept = ranked(scores)[:kv_heads]
+    else:
+        kinds = [*head_map.scores, *head_map.kv_scores]
+        raise HeadMapError(
+            f"a head map of method {head_map.method!r} with scores {kinds} ranks no KV heads: it "
+            "needs induction and echo scores, or one score of KV heads"
+        )
+    retrieval = flags(kept, len(head_map.retrieval), len(head_map.retrieval[0]))
+    return Choice(kept, retrieval, selected)
+
+
+def _by_query_heads(head_map: HeadMap, kv_heads: int) -> tuple[Pairs, dict[str, int]]:
+    echo = ranked(head_map.scores["echo"])
+    echo = echo[: heads_of_percent(_ECHO_PERCENT, len(echo))]
+    selected = {"echo": 0, "induction": 0}
+    # Insertion-ordered: the KV heads, first come first.
+    kept: dict[tuple[int, int], None] = {}
+    for kind, order in (("echo", echo), ("induction", ranked(head_map.scores["induction"]))):
+        for layer, head in order:
+            if len(kept) == kv_heads:
+                break
+            selected[kind] += 1
+            kept[layer, head // head_map.group] = None
+    return tuple(kept), selected

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -12,32 +15,85 @@ from pydantic.dataclasses import dataclass
 
 from razor_dist.config.errors import HeadMapError
 from razor_dist.heads.decision import Flags, Pairs, Scores, Windows
-from razor_dist.heads.head_map_json import readable_json
-from razor_dist.heads.verification import Verification
 from razor_dist.models import smollm2
 
 if TYPE_CHECKING:
-    # Its module imports transformers, which a reader of head maps need not wait for.
+    # Slow to import, and a reader of head maps needs neither.
+    from transformers import PretrainedConfig
+
     from razor_dist.models.shape import ModelShape
 
 FORMAT_VERSION: Final = 1
 FOLDER_HEAD_MAP: Final = "head_map.json"
 """The file in a model's folder that is its head map unless another is named."""
+_STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Verification:
+    """Needles found with full attention and with a head map.
+
+    Attributes
+    ----------
+    documents : int
+        Asked for one needle each.
+    tokens : int
+        Of a document.
+    haystack, haystack_fingerprint : str
+        The text around the needles.
+    seed : int
+    dtype : str
+    settings : dict
+        The engine's: prefill and the streaming policy; the window is the map's own if the map has
+        windows.
+    found_full, found : int
+        Needles found with full attention, and with the map.
+    lost, gained : int
+        Needles that only full attention finds, and those that only the map finds.
+    kv_bytes_full, kv_bytes : int
+        Keys and values of a document, measured, the median over the documents.
+    """
+
+    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    haystack: str
+    haystack_fingerprint: str
+    seed: int
+    dtype: str
+    settings: dict[str, Any]
+    found_full: int = Field(ge=0)
+    found: int = Field(ge=0)
+    lost: int = Field(ge=0)
+    gained: int = Field(ge=0)
+    kv_bytes_full: int = Field(ge=1)
+    kv_bytes: int = Field(ge=1)
+
+    def __str__(self) -> str:
+        """Say it in two lines."""
+        least = self.settings.get("window_min")
+        window = "" if least is None else f", window of at least {least}"
+        return (
+            f"{self.documents} documents of {self.tokens} tokens ({self.haystack}), "
+            f"{self.settings.get('prefill')} prefill{window}: full attention finds "
+            f"{self.found_full}, this map {self.found}; {self.lost} lost, {self.gained} gained\n"
+            f"KV of a document: {self.kv_bytes / 2**20:.1f} MiB instead of "
+            f"{self.kv_bytes_full / 2**20:.1f} ({self.kv_bytes / self.kv_bytes_full:.0%})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class HeadMap:
-    """The retrieval heads of one model (DESIGN.md section 10).
+    """The retrieval heads of one model.
 
     Attributes
     ----------
     model : str
-        Name of the model it was made for, for people.
+        The model's name, for people.
     fingerprint : str
         `razor_dist.models.loader.model_fingerprint` of that model.
     method : str
-        How the heads were found: ``razor``, ``duo``, ``onthefly`` or ``alibi``; ``constructed`` in
-        the needle model; ``full`` and ``streaming`` for all heads and none.
+        ``razor``, ``duo``, ``onthefly`` or ``alibi``; ``constructed`` in the needle model; ``full``
+        and ``streaming`` for all heads and none.
     settings : dict
         Of the method.
     query_heads : int
@@ -53,10 +109,9 @@ class HeadMap:
         For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
     windows : tuple, optional
         ``[layers][KV heads]``: the window of every streaming head, in tokens; None for a retrieval
-        head. Without it, streaming heads have the window of the settings. A file may leave it out;
-        releases from before there were any refuse one that does not.
+        head. Without it, streaming heads have the window of the settings. A file may leave it out.
     verification : Verification, optional
-        What the map was found to lose. A file may leave it out.
+        What the map loses, measured. A file may leave it out.
     format_version : int
     """
 
@@ -80,7 +135,7 @@ class HeadMap:
             raise ValueError(f"retrieval: every layer needs {kv_heads} KV heads, like the first")
         if kv_heads == 0 or self.query_heads % kv_heads:
             raise ValueError(
-                f"query_heads: {self.query_heads} is no multiple of the {kv_heads} KV heads"
+                f"query_heads: {self.query_heads} is not a multiple of the {kv_heads} KV heads"
             )
         for field, tables, heads, what in (
             ("scores", self.scores, self.query_heads, "query heads"),
@@ -122,11 +177,7 @@ class HeadMap:
 
     @property
     def kv_fraction(self) -> float:
-        """Fraction of KV heads that keep the whole context.
-
-        With groups of one size it is also the fraction of query heads that read it all, group
-        mates of the selected ones included.
-        """
+        """Fraction of KV heads that keep the whole context."""
         flags = [flag for row in self.retrieval for flag in row]
         return sum(flags) / len(flags)
 
@@ -137,13 +188,41 @@ class HeadMap:
         return len(chosen) / (len(self.retrieval) * self.query_heads)
 
     @classmethod
+    def of_model(
+        cls,
+        name: str,
+        config: PretrainedConfig,
+        *,
+        method: str,
+        settings: dict[str, Any],
+        retrieval: Flags,
+        **tables: Any,
+    ) -> HeadMap:
+        """Build a map of the model that a transformers configuration describes.
+
+        ``tables`` are ``selected``, ``scores``, ``kv_scores`` and ``windows``, where there are any.
+        """
+        from razor_dist.models.loader import model_fingerprint
+        from razor_dist.models.shape import ModelShape
+
+        return cls(
+            model=name,
+            fingerprint=model_fingerprint(config),
+            method=method,
+            settings=settings,
+            query_heads=ModelShape.from_config(config).query_heads,
+            retrieval=retrieval,
+            **{"selected": {}, "scores": {}, **tables},
+        )
+
+    @classmethod
     def full(cls, shape: ModelShape) -> HeadMap:
-        """Every head keeps everything: ordinary attention."""
+        """Return the map in which every head keeps everything: ordinary attention."""
         return cls._uniform("full", shape, True)
 
     @classmethod
     def streaming(cls, shape: ModelShape) -> HeadMap:
-        """No head keeps everything: StreamingLLM."""
+        """Return the map in which no head keeps everything: StreamingLLM."""
         return cls._uniform("streaming", shape, False)
 
     @classmethod
@@ -160,19 +239,9 @@ class HeadMap:
         )
 
     def validate(self, shape: ModelShape, fingerprint: str) -> None:
-        """Check that this map is one for the model at hand.
+        """Raise `HeadMapError`, with both values, unless this map fits the model at hand.
 
-        Parameters
-        ----------
-        shape : ModelShape
-            Of the model.
-        fingerprint : str
-            `razor_dist.models.loader.model_fingerprint` of its configuration.
-
-        Raises
-        ------
-        HeadMapError
-            Names what differs, with both values.
+        ``fingerprint`` is `razor_dist.models.loader.model_fingerprint` of its configuration.
         """
         wanted = {
             "layers": (len(self.retrieval), shape.layers),
@@ -193,13 +262,7 @@ class HeadMap:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadMap:
-        """Read a head map.
-
-        Raises
-        ------
-        HeadMapError
-            If the file cannot be read or a field is wrong; the message names it.
-        """
+        """Read a head map; raise `HeadMapError` if that fails, naming the field that is wrong."""
         try:
             return _adapter.validate_json(Path(path).read_bytes())
         except OSError as error:
@@ -216,7 +279,7 @@ class HeadMap:
             If the file cannot be written.
         """
         try:
-            Path(path).write_text(readable_json(dataclasses.asdict(self)), encoding="utf-8")
+            Path(path).write_text(_readable_json(dataclasses.asdict(self)), encoding="utf-8")
         except OSError as error:
             raise HeadMapError(f"cannot write the head map {path}: {error.strerror}") from error
 
@@ -225,7 +288,7 @@ _adapter = TypeAdapter(HeadMap)
 
 
 def default_head_map(model: str) -> Path:
-    """The head map of a model for which none is named: its folder's own, or the shipped one.
+    """Return the head map of a model for which none is named: its folder's own, or the shipped one.
 
     Parameters
     ----------
@@ -242,7 +305,7 @@ def default_head_map(model: str) -> Path:
 
 
 def shipped_head_map(model_name: str) -> Path:
-    """The head map that comes with razor_dist for a model.
+    """Return the path of the head map that comes with razor_dist for a model.
 
     Parameters
     ----------
@@ -271,3 +334,42 @@ def _first_fault(error: ValidationError) -> str:
     field = ".".join(str(part) for part in fault["loc"])
     message = fault["msg"].removeprefix("Value error, ")
     return f"{field}: {message}" if field else message
+
+
+def _readable_json(fields: dict[str, Any]) -> str:
+    """Format a map's fields as JSON with a layer's row on one line, which ``json`` cannot do.
+
+    Optional fields that are empty are left out, as in files from before there were any.
+    """
+    parts = {key: json.dumps(value) for key, value in fields.items()}
+    for name in ("settings", "verification"):
+        table = fields[name] or {}
+        parts[name] = _braced({k: json.dumps(v) for k, v in table.items()}, "  ")
+    parts["retrieval"] = _rows(fields["retrieval"], "  ")
+    parts["windows"] = _rows(fields["windows"] or (), "  ")
+    parts["selected"] = _braced({k: _pairs(v, "    ") for k, v in fields["selected"].items()}, "  ")
+    for name in ("scores", "kv_scores"):
+        parts[name] = _braced({k: _rows(v, "    ") for k, v in fields[name].items()}, "  ")
+    for name in ("kv_scores", "windows", "verification"):
+        if not fields[name]:
+            del parts[name]
+    return _braced(parts, "") + "\n"
+
+
+def _braced(parts: Mapping[str, str], indent: str) -> str:
+    if not parts:
+        return "{}"
+    lines = (f"{indent}  {json.dumps(key)}: {text}" for key, text in parts.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _rows(table: Sequence[Any], indent: str) -> str:
+    lines = (",\n" + indent + "  ").join(json.dumps(row) for row in table)
+    return f"[\n{indent}  {lines}\n{indent}]"
+
+
+def _pairs(pairs: Pairs, indent: str) -> str:
+    text = ", ".join(f"[{layer},{head}]" for layer, head in pairs)
+    inner = indent + "  "
+    lines = textwrap.fill(text, 100, initial_indent=inner, subsequent_indent=inner)
+    return f"[\n{lines}\n{indent}]" if pairs else "[]"

@@ -23,7 +23,7 @@ E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Final
 
 import torch
@@ -31,47 +31,20 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from razor_dist.config.errors import ModelError
-from razor_dist.config.ranges import check_fraction, check_least
-from razor_dist.heads.decision import Scores, rounded
-from razor_dist.heads.duo.gates import full_attention, streaming_attention
-from razor_dist.heads.duo.pattern import by_sparsity, published_sparsity
+from razor_dist.heads.decision import Scores, by_sparsity, published_sparsity, rounded
+from razor_dist.heads.duo.attention import full_attention, streaming_attention
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
+from razor_dist.heads.passkeys import PasskeySample
+from razor_dist.heads.settings import OnTheFlySettings, PasskeySettings
 from razor_dist.models.bridge import run_body
-from razor_dist.models.loader import dtype_name, model_fingerprint
+from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
-METHOD: Final = "onthefly"
 KIND: Final = "change"
 """The kind of score, in `HeadMap.kv_scores`."""
 
 # The names that transformers' models give to an attention's output projection.
 _PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
-
-
-@dataclass(frozen=True)
-class OnTheFlySettings:
-    """Settings of the measurement.
-
-    Attributes
-    ----------
-    sparsity : float, optional
-        Fraction of KV heads to make local, see `by_sparsity`; by default `published_sparsity`.
-    sinks, recent : int
-        What a cut head sees. The paper's while training, as in `duo`.
-    samples : int
-        Passkey samples, each one forward pass.
-    """
-
-    sparsity: float | None = None
-    sinks: int = 128
-    recent: int = 256
-    samples: int = 4
-
-    def __post_init__(self) -> None:
-        if self.sparsity is not None:
-            check_fraction("sparsity", self.sparsity)
-        check_least(self, sinks=0, recent=1, samples=1)
 
 
 class ChangeContext:
@@ -122,7 +95,7 @@ def _squared(x: Tensor) -> Tensor:
 
 
 def output_projections(model: PreTrainedModel, shape: ModelShape) -> list[Tensor]:
-    """The weight of each layer's output projection, ``[E, H D]``.
+    """Return the weight of each layer's output projection, ``[E, H D]``.
 
     Raises
     ------
@@ -194,39 +167,20 @@ def head_map(
     passkeys: PasskeySettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """The head map that the scores decide.
-
-    Parameters
-    ----------
-    model_name : str
-        As people know the model.
-    config : PretrainedConfig
-        Of the model.
-    scores : tuple
-        What `measure` returned.
-    settings : OnTheFlySettings
-    passkeys : PasskeySettings
-        Of the samples.
-    dtype : torch.dtype
-        In which the model ran.
-    """
-    shape = ModelShape.from_config(config)
+    """Build the head map that the scores of `measure` decide, with all settings recorded."""
     sparsity = settings.sparsity
     if sparsity is None:
-        sparsity = published_sparsity(shape.group)
-    return HeadMap(
-        model=model_name,
-        fingerprint=model_fingerprint(config),
-        method=METHOD,
+        sparsity = published_sparsity(ModelShape.from_config(config).group)
+    return HeadMap.of_model(
+        model_name,
+        config,
+        method="onthefly",
         settings={
             **asdict(settings),
             "sparsity": sparsity,
             "passkeys": asdict(passkeys),
             "dtype": dtype_name(dtype),
         },
-        query_heads=shape.query_heads,
         retrieval=by_sparsity(scores, sparsity),
-        selected={},
-        scores={},
         kv_scores={KIND: scores},
     )

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import ConfigError, ModelError
-from razor_dist.config.ranges import check_least, check_seed
+from razor_dist.config.errors import ConfigError
+from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs
+from razor_dist.heads.settings import PasskeySettings
 
 Encode = Callable[[str], list[int]]
 
@@ -37,7 +38,6 @@ _WORDS = (
     "tail tree valley wall water wheel window wing winter wood "
 )
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth"
-_MOST = 10
 _INTRODUCTION = "Here is a long text with passkeys in it. Remember them.\n\n"
 _PASSKEY = "\n\nRemember: the {} passkey is"
 _RECALL = "\n\nWhat is the {} passkey in the text? The {} passkey is"
@@ -46,48 +46,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 @dataclass(frozen=True)
-class PasskeySettings:
-    """What the samples are like; the defaults are the paper's (section 3.1).
-
-    Attributes
-    ----------
-    passkeys : int
-        In a sample, at most ten.
-    words : int
-        In a passkey.
-    min_tokens, max_tokens : int
-        Length of the shortest and of the longest samples. `Passkeys` raises the shortest to what
-        the passkeys take.
-    lengths : int
-        Different lengths, evenly spaced; a sample has one of them at random.
-    seed : int
-    """
-
-    passkeys: int = 10
-    words: int = 32
-    min_tokens: int = 1000
-    max_tokens: int = 32_000
-    lengths: int = 50
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.passkeys <= _MOST:
-            raise ConfigError(f"passkeys must be from 1 to {_MOST}, got {self.passkeys}")
-        check_least(self, words=1, min_tokens=1, max_tokens=1, lengths=1)
-        check_seed(self.seed)
-
-
-@dataclass(frozen=True)
 class PasskeySample:
-    """One sample.
-
-    Attributes
-    ----------
-    ids : Tensor
-        int64 ``[N]``.
-    mask : Tensor
-        bool ``[N]``: the words of the passkeys where they are recalled.
-    """
+    """One sample: tokens, int64 ``[N]``, and the mask of the recalled words, bool ``[N]``."""
 
     ids: Tensor
     mask: Tensor
@@ -149,7 +109,7 @@ class Passkeys:
         self._lengths[-1] = settings.max_tokens
 
     def sample(self, index: int) -> PasskeySample:
-        """The sample with this index: the same whenever it is asked for."""
+        """Draw the sample with this index, the same at every call."""
         draw = random.Random(f"{self.settings.seed}:{index}")
         length = draw.choice(self._lengths)
         passkeys = [
@@ -180,7 +140,7 @@ class Passkeys:
         return PasskeySample(torch.tensor(ids), torch.tensor(mask))
 
     def _text(self, tokens: int, draw: random.Random) -> list[list[int]]:
-        """Consecutive sentences of so many tokens in all, the last one cut."""
+        """Take consecutive sentences of so many tokens in all, the last one cut."""
         first = draw.randrange(len(self._sentences))
         text: list[list[int]] = []
         while tokens > 0:
@@ -191,38 +151,18 @@ class Passkeys:
 
 
 def open_passkeys(
-    path: Path,
-    settings: PasskeySettings,
-    haystack: Path | None = None,
-    *,
-    trust_remote_code: bool = False,
+    tokenizer: PreTrainedTokenizerBase, settings: PasskeySettings, haystack: Path | None = None
 ) -> Passkeys:
-    """Samples for the model in a folder.
+    """Make samples for the model of a tokenizer.
 
-    Parameters
-    ----------
-    path : Path
-        Folder with the model's tokenizer.
-    settings : PasskeySettings
-    haystack : Path, optional
-        Folder of ``.txt`` files to hide passkeys in. By default the prose of Python's language
-        reference: some 20,000 tokens, there wherever Python is.
-    trust_remote_code : bool
-        Run Python code that comes with the tokenizer.
+    ``haystack`` is a folder of ``.txt`` files to hide passkeys in; by default it is the prose of
+    Python's language reference: some 20,000 tokens, available wherever Python is.
 
     Raises
     ------
-    ModelError
-        If the folder has no tokenizer.
     ConfigError
         If the haystack has no text, or the passkeys do not fit.
     """
-    from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs
-    from razor_dist.frontend.prompts import load_tokenizer
-
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise ModelError(f"the model folder {path} has no tokenizer, and passkeys are words")
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -235,8 +175,10 @@ def open_passkeys(
     return Passkeys(encode, paragraphs, settings, start_tokens(tokenizer))
 
 
-def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that every prompt of a model begins with."""
+def start_tokens(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the special tokens that every prompt of a model begins with."""
+    if tokenizer is None:
+        return []
     empty: list[int] = tokenizer.encode("")
     # Some tokenizers end the text as well.
     return empty[:-1] if len(empty) > 1 and empty[-1] == tokenizer.eos_token_id else empty

@@ -17,7 +17,7 @@ from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 
 _CHOSEN = "#d62728"
-# What scores less than this fraction of the best is drawn like nothing.
+# A score below this fraction of the best is drawn like none.
 _FAINTEST = 1e-4
 
 
@@ -27,13 +27,6 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
     A panel's columns are the heads that its score is of: query heads or KV heads. Groups that
     keep the whole context are outlined in every panel; a dot marks the query heads that were
     selected for the panel's own score.
-
-    Parameters
-    ----------
-    head_map : HeadMap
-        With scores.
-    path : str or Path
-        Of the PNG.
 
     Raises
     ------
@@ -58,18 +51,9 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
         Patch(fill=False, edgecolor=_CHOSEN, linewidth=1.2, label="retrieval KV group")
     ]
     if any(head_map.selected.values()):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                marker="o",
-                linestyle="",
-                color=_CHOSEN,
-                markeredgecolor="white",
-                markersize=6,
-                label="query head selected by this score",
-            )
-        )
+        line = Line2D([], [], linestyle="", label="query head selected by this score")
+        line.set(marker="o", color=_CHOSEN, markeredgecolor="white", markersize=6)
+        handles.append(line)
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     try:
         # Fixed metadata: equal maps give equal files.
@@ -88,7 +72,7 @@ def _title(head_map: HeadMap) -> str:
 def _norm(rows: Scores, of_query_heads: bool) -> Normalize | None:
     lowest, top = min(map(min, rows)), max(map(max, rows))
     if of_query_heads:
-        # Logarithmic: the best heads score a thousand times what the weakest chosen ones do.
+        # Logarithmic: the best heads score a thousand times more than the weakest chosen ones.
         return LogNorm(vmin=top * _FAINTEST, vmax=top, clip=True) if top > 0 else None
     # A gate is a share of 1: equal differences are to look equal, and equal gates in two pictures.
     return Normalize(vmin=min(0.0, lowest), vmax=max(1.0, top))

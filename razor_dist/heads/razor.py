@@ -1,4 +1,4 @@
-"""RazorAttention's probe: which heads look back at repeated tokens (paper, section 3.3).
+"""RazorAttention's probe: score heads by how they look back at repeated tokens (section 3.3).
 
 n random tokens (the paper's K) are repeated R times, after the special tokens that every prompt of
 the model begins with, if any. At position i of repetition r = 0..R-1 the token has occurred r times
@@ -25,56 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist import kernels
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least, check_percent, check_seed
 from razor_dist.heads.decision import Decision, Scores, decide, rounded
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.settings import RazorSettings
 from razor_dist.models.bridge import run_body
-from razor_dist.models.loader import dtype_name, model_fingerprint
+from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
-
-METHOD = "razor"
-
-
-@dataclass(frozen=True)
-class RazorSettings:
-    """Settings of the probe; the defaults are the paper's (Table 2).
-
-    Attributes
-    ----------
-    induction_percent, echo_percent : float
-        Query heads to choose by each score, in percent of all.
-    tokens : int
-        Random tokens, n. Fewer are used where the model's context or vocabulary is short.
-    repeats : int
-        How often they are repeated, R.
-    seed : int
-        Of the random tokens.
-    """
-
-    induction_percent: float = 14.0
-    echo_percent: float = 1.0
-    tokens: int = 2500
-    repeats: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_percent("induction", self.induction_percent)
-        check_percent("echo", self.echo_percent)
-        check_seed(self.seed)
-        check_least(self, tokens=2)
-        if self.repeats < 2:
-            raise ConfigError(
-                f"repeats must be at least 2, got {self.repeats}: tokens that occur once have no "
-                "earlier occurrence to attend to"
-            )
 
 
 @dataclass(frozen=True)
@@ -97,13 +60,13 @@ class ProbeScores:
     per_token: dict[str, Scores]
 
     def decide(self, settings: RazorSettings, group: int) -> tuple[Decision, Decision]:
-        """The decision, and what it would be under the other reading."""
+        """Return the decision, and the one that the other reading would give."""
         percents = (settings.induction_percent, settings.echo_percent)
         return decide(self.scores, *percents, group), decide(self.per_token, *percents, group)
 
 
 class ProbeContext:
-    """An `AttentionContext` that computes exact causal attention and measures it on the way.
+    """An `AttentionContext` that computes exact causal attention and measures its weights.
 
     Parameters
     ----------
@@ -146,7 +109,7 @@ class ProbeContext:
     def _repetition(
         self, q_KGTD: Tensor, k: Tensor, lse_KGT: Tensor, scale: float, r: int
     ) -> Tensor:
-        """Weight of repetition ``r`` on its echo and its induction tokens, ``[2, H]`` float64."""
+        """Sum the weight of repetition ``r`` on induction and echo tokens, float64 ``[2, H]``."""
         n = self._tokens
         here = slice(self._start + r * n, self._start + (r + 1) * n)
         q = q_KGTD[:, :, here].float() * scale
@@ -160,7 +123,7 @@ class ProbeContext:
         return total.flatten(1)
 
     def scores(self) -> ProbeScores:
-        """Scores of every layer, once all have been measured."""
+        """Return the scores of every layer, once all have been measured."""
         n, repeats = self._tokens, self._repeats
         pairs = n * repeats * (repeats - 1) // 2
         occurrences = torch.arange(repeats, dtype=torch.float64).clamp(min=1)
@@ -176,7 +139,7 @@ def _named(scores: Tensor) -> dict[str, Scores]:
 def probe_tokens(
     settings: RazorSettings, shape: ModelShape, vocabulary: int, start: int = 0
 ) -> int:
-    """The largest n, up to ``settings.tokens``, that the model's context and vocabulary allow.
+    """Return the largest n, up to ``settings.tokens``, that context and vocabulary allow.
 
     The tokens of one repetition are distinct, so that a token's earlier occurrences are exactly
     those of the definition; hence n cannot exceed the vocabulary.
@@ -193,6 +156,24 @@ def probe_tokens(
             "does not hold that many repetitions of two tokens"
         )
     return tokens
+
+
+def probe_input(
+    shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
+) -> tuple[int, Tensor]:
+    """Draw n random tokens; return n and the prompt: ``start``, then these R times.
+
+    Raises
+    ------
+    ConfigError
+        If the model's context is too short for the repetitions.
+    """
+    tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
+    # Drawn on the CPU, so that a seed gives the same tokens on every device.
+    generator = torch.Generator().manual_seed(settings.seed)
+    chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
+    repeated = chosen.repeat(settings.repeats)
+    return tokens, torch.cat([torch.tensor(list(start)).long(), repeated])
 
 
 def probe(
@@ -216,10 +197,6 @@ def probe(
     start : sequence of int
         Special tokens that every prompt of the model begins with (`passkeys.start_tokens`).
 
-    Returns
-    -------
-    ProbeScores
-
     Raises
     ------
     ConfigError
@@ -232,34 +209,10 @@ def probe(
     return context.scores()
 
 
-def probe_input(
-    shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
-) -> tuple[int, Tensor]:
-    """How many random tokens are used, n, and the prompt: ``start``, then these R times.
+def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> Tensor:
+    """List the token ids of ordinary text: no special or added ones, no padding of the embedding.
 
-    Raises
-    ------
-    ConfigError
-        If the model's context is too short for the repetitions.
-    """
-    tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
-    # Drawn on the CPU, so that a seed gives the same tokens on every device.
-    generator = torch.Generator().manual_seed(settings.seed)
-    chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
-    repeated = chosen.repeat(settings.repeats)
-    return tokens, torch.cat([torch.tensor(list(start)).long(), repeated])
-
-
-def plain_vocabulary(path: str | Path, config: PretrainedConfig) -> Tensor:
-    """Token ids of ordinary text: all but special and added ones, and padding of the embedding.
-
-    Parameters
-    ----------
-    path : str or Path
-        Model folder. Without a tokenizer in it, only the special ids that ``config`` names are
-        left out.
-    config : PretrainedConfig
-        Of the model.
+    Without a tokenizer, only the special ids that the model's ``config`` names are left out.
 
     Returns
     -------
@@ -267,8 +220,7 @@ def plain_vocabulary(path: str | Path, config: PretrainedConfig) -> Tensor:
         int64 ``[V]``, ascending.
     """
     size: int = config.vocab_size
-    if any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer is not None:
         ids = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
         ids -= set(tokenizer.all_special_ids)
     else:
@@ -286,34 +238,22 @@ def head_map(
     settings: RazorSettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """The head map that a probe's scores decide.
+    """Build the head map that a probe's scores decide.
 
-    Parameters
-    ----------
-    model_name : str
-        As people know the model.
-    config : PretrainedConfig
-        Of the model.
-    result : ProbeScores
-        What `probe` returned.
-    settings : RazorSettings
-        Recorded, with the number of tokens used beside the number asked for.
-    dtype : torch.dtype
-        In which the model ran; recorded.
+    The settings are recorded with the number of tokens used beside the number asked for, and with
+    the dtype in which the model ran.
     """
-    shape = ModelShape.from_config(config)
-    decision, _ = result.decide(settings, shape.group)
-    return HeadMap(
-        model=model_name,
-        fingerprint=model_fingerprint(config),
-        method=METHOD,
+    decision, _ = result.decide(settings, ModelShape.from_config(config).group)
+    return HeadMap.of_model(
+        model_name,
+        config,
+        method="razor",
         settings={
             **asdict(settings),
             "tokens": result.tokens,
             "tokens_requested": settings.tokens,
             "dtype": dtype_name(dtype),
         },
-        query_heads=shape.query_heads,
         retrieval=decision.retrieval,
         selected=decision.selected,
         scores=result.scores,

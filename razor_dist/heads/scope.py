@@ -30,77 +30,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least
-from razor_dist.heads.decision import Scores, rounded
+from razor_dist.heads.decision import Scores, ranked, rounded
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.settings import Bound, ScopeSettings
 from razor_dist.models.alibi import AlibiModel, LayerWeights
-from razor_dist.models.loader import dtype_name, model_fingerprint
+from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
-METHOD: Final = "alibi"
 KIND: Final = "scope"
 """The kind of score, in `HeadMap.scores`: L of each query head, in tokens."""
 
-Bound = Literal["paper", "strict"]
-
-
-@dataclass(frozen=True)
-class ScopeSettings:
-    """Settings of the method.
-
-    Attributes
-    ----------
-    epsilon : float
-        Weights up to it are neglected; the paper's 0.001 (section 4.1.1).
-    bound : str
-        ``paper``: Theorem 1. ``strict``: what holds for all weights and inputs.
-    context : int, optional
-        Tokens; heads whose window would reach it are retrieval heads. By default the model's own.
-    """
-
-    epsilon: float = 0.001
-    bound: Bound = "paper"
-    context: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epsilon < 1:
-            raise ConfigError(f"epsilon must be above 0 and below 1, got {self.epsilon}")
-        if self.bound not in ("paper", "strict"):
-            raise ConfigError(f"bound must be paper or strict, got {self.bound!r}")
-        check_least(self, context=1)
-
 
 def scopes(weights: LayerWeights, slopes: Tensor, epsilon: float, bound: Bound = "paper") -> Tensor:
-    """L of every query head of a layer.
+    """Compute L of every query head of a layer, float64 ``[H]``, in tokens.
 
-    Parameters
-    ----------
-    weights : LayerWeights
-    slopes : Tensor
-        ``[H]``.
-    epsilon : float
-    bound : str
-        See `ScopeSettings`.
-
-    Returns
-    -------
-    Tensor
-        float64 ``[H]``, in tokens.
+    ``slopes`` is ``[H]``; for ``bound`` see `ScopeSettings`.
     """
     content = _paper_bound(weights) if bound == "paper" else _strict_bound(weights)
     return (content - math.log(epsilon)) / slopes.double().cpu()
 
 
 def _paper_bound(w: LayerWeights) -> Tensor:
-    """What Theorem 1 takes for the largest product of a query and a key, ``[H]``."""
+    """Bound the product of a query and a key as Theorem 1 does, ``[H]``."""
     squares = w.gain.double().square().sum() + w.shift.double().square().sum()
     query, key = _query(w, torch.ones_like(w.gain), w.shift.new_zeros(())), _key(w)
     if w.query_bias is not None:
@@ -116,7 +73,7 @@ def _paper_bound(w: LayerWeights) -> Tensor:
 
 
 def _strict_bound(w: LayerWeights) -> Tensor:
-    """What no ``q (k_n - k_m)`` exceeds, ``[H]``."""
+    """Bound ``q (k_n - k_m)`` for all weights and inputs, ``[H]``."""
     width = w.gain.numel()
     query, key = _query(w, w.gain, w.shift), _key(w) * w.gain.double()
     if w.clip is None:
@@ -149,7 +106,7 @@ def _product_norm(query: Tensor, key: Tensor) -> Tensor:
 
 
 def window_of(scope: float, context: int) -> int | None:
-    """The window that covers a scope, in tokens; None if it reaches the context.
+    """Return the window that covers a scope, in tokens; None if it reaches the context.
 
     Rounded up to ``2**n`` or ``3 * 2**(n-1)``: heads with one window share a cache and a kernel
     call, and a layer's scopes are all different. A window that holds the whole context would drop
@@ -164,24 +121,15 @@ def window_of(scope: float, context: int) -> int | None:
 def measure(
     model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None] | None = None
 ) -> Scores:
-    """L of every query head of a model, ``[layers][query heads]``.
+    """Compute L of every query head of a model, ``[layers][query heads]``.
 
-    Parameters
-    ----------
-    model : AlibiModel
-        From `razor_dist.models.loader.load_model`.
-    settings : ScopeSettings
-    on_layer : callable, optional
-        Told of every layer that is done.
+    ``on_layer``, if given, is called with the index of each layer that is done.
     """
     rows = []
     for layer in range(ModelShape.from_config(model.config).layers):
         weights = model.layer_weights(layer)
-        rows.append(
-            scopes(
-                weights, model.slopes(weights.key.device), settings.epsilon, settings.bound
-            ).tolist()
-        )
+        slopes = model.slopes(weights.key.device)
+        rows.append(scopes(weights, slopes, settings.epsilon, settings.bound).tolist())
         if on_layer is not None:
             on_layer(layer)
     return rounded(rows)
@@ -194,45 +142,36 @@ def head_map(
     settings: ScopeSettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """The head map that the scopes decide: a window for each streaming KV head.
+    """Build the head map that the scopes of `measure` decide.
 
-    Parameters
-    ----------
-    model_name : str
-        As people know the model.
-    config : PretrainedConfig
-        Of the model.
-    found : tuple
-        What `measure` returned. A KV head has the largest scope of its query heads.
-    settings : ScopeSettings
-    dtype : torch.dtype
-        Of the weights; recorded.
+    A KV head has the largest scope of its query heads; each streaming one gets a window of its own.
     """
     shape = ModelShape.from_config(config)
-    context = settings.context or shape.max_positions
-    group = shape.group
+    context = settings.context_tokens or shape.max_positions
     windows = tuple(
-        tuple(window_of(max(row[h : h + group]), context) for h in range(0, len(row), group))
+        tuple(
+            window_of(max(row[h : h + shape.group]), context)
+            for h in range(0, len(row), shape.group)
+        )
         for row in found
     )
-    reaching = [
-        (-scope, layer, head)
-        for layer, row in enumerate(found)
-        for head, scope in enumerate(row)
-        if window_of(scope, context) is None
-    ]
-    return HeadMap(
-        model=model_name,
-        fingerprint=model_fingerprint(config),
-        method=METHOD,
+    reaching = tuple(
+        (layer, head)
+        for layer, head in ranked(found)
+        if window_of(found[layer][head], context) is None
+    )
+    return HeadMap.of_model(
+        model_name,
+        config,
+        method="alibi",
         settings={
-            **asdict(settings),
+            "epsilon": settings.epsilon,
+            "bound": settings.bound,
             "context": context,
             "dtype": dtype_name(dtype),
         },
-        query_heads=shape.query_heads,
         retrieval=tuple(tuple(window is None for window in row) for row in windows),
-        selected={KIND: tuple((layer, head) for _, layer, head in sorted(reaching))},
+        selected={KIND: reaching},
         scores={KIND: found},
         windows=windows,
     )

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from razor_dist.heads.passkeys import Passkeys, PasskeySettings
+from razor_dist.documents.corpus import reference_paragraphs
+from razor_dist.heads.passkeys import Passkeys
+from razor_dist.heads.settings import PasskeySettings
 
 INDUCTION, ECHO = (1, 0), (2, 0)
 """(layer, KV head)."""
@@ -137,8 +139,6 @@ def encode(text: str) -> list[int]:
 
 def passkeys(seed: int = 0, max_tokens: int = 400) -> Passkeys:
     """Samples that the model's context holds: three passkeys of eight words."""
-    from razor_dist.documents.corpus import reference_paragraphs
-
     settings = PasskeySettings(
         passkeys=3, words=8, min_tokens=300, max_tokens=max_tokens, lengths=5, seed=seed
     )

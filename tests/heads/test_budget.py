@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.heads.budget import choose, kv_budget
-from razor_dist.heads.decision import Scores, decide
+from razor_dist.heads.decision import Scores, choose, decide, kv_budget
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 
 

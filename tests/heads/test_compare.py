@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.heads.compare import Overlap, Summary, compare, drawn_rows, rank_correlation
+from razor_dist.heads.compare import HeadMapSummary, Overlap, compare, drawn_rows, rank_correlation
 from razor_dist.heads.head_map import HeadMap
 
 A = HeadMap(
@@ -36,7 +36,7 @@ B = HeadMap(
 
 
 def test_a_map_in_numbers() -> None:
-    assert Summary.of("a.json", A) == Summary(
+    assert HeadMapSummary.of("a.json", A) == HeadMapSummary(
         name="a.json",
         model="a",
         method="razor",
@@ -47,7 +47,7 @@ def test_a_map_in_numbers() -> None:
         touched=2,
         layers=3,
     )
-    assert Summary.of("b.json", B).selected is None
+    assert HeadMapSummary.of("b.json", B).selected is None
 
 
 def test_a_pair() -> None:

@@ -14,11 +14,17 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores
-from razor_dist.heads.duo.checkpoint import TrainingState
-from razor_dist.heads.duo.loss import GatedModel
-from razor_dist.heads.duo.settings import DuoSettings, run_settings
-from razor_dist.heads.duo.train import head_map, schedule, train
+from razor_dist.heads.duo.attention import Ulysses
+from razor_dist.heads.duo.train import (
+    GatedModel,
+    TrainingState,
+    head_map,
+    run_identity,
+    schedule,
+    train,
+)
 from razor_dist.heads.passkeys import PasskeySample
+from razor_dist.heads.settings import DuoSettings
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.heads.planted import HEADS, RETRIEVAL, make_planted, passkeys
@@ -64,7 +70,8 @@ def _train(
     """Runs on every rank; ``last`` is the step after which the run is ended, as by a kill."""
     from razor_dist.parallel.zero import join_ranks
 
-    group = join_ranks(CPU)
+    # A process alone needs no group, and no DeepSpeed.
+    group = None if comm.size == 1 and settings.zero_stage == 0 else join_ranks(CPU)
     loaded = load_model(model, device=CPU, dtype=torch.float32)
     sample = passkeys().sample if model.name == "planted" else _random_sample
     reports: list[Any] = []
@@ -175,7 +182,6 @@ def _shares(comm: Any, model: Path) -> tuple[int, int, int]:
 
 
 def _uneven(comm: Any) -> str:
-    from razor_dist.heads.duo.engine import Ulysses
     from razor_dist.parallel.zero import join_ranks
 
     group = join_ranks(CPU)
@@ -216,7 +222,7 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         TrainingState.load(file, {})
     config = read_config(models["llama"])
     settings = DuoSettings(steps=7)
-    mine = run_settings(config, settings, passkeys().settings, "reference")
+    mine = run_identity(config, settings, passkeys().settings, "reference")
     zeros = torch.zeros(4, 2)
     TrainingState(3, zeros, zeros + 1, zeros + 2).save(file, mine)
     assert TrainingState.load(file, mine).step == 3
@@ -225,11 +231,11 @@ def test_a_state_of_another_run_is_refused(models: dict[str, Path], tmp_path: Pa
         (DuoSettings(steps=7, l1=0.1), "has l1 0.05, this one 0.1"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            TrainingState.load(file, run_settings(config, other, passkeys().settings, "reference"))
+            TrainingState.load(file, run_identity(config, other, passkeys().settings, "reference"))
     with pytest.raises(ConfigError, match=r"has passkeys\.seed 0, this one 1"):
-        TrainingState.load(file, run_settings(config, settings, passkeys(1).settings, "reference"))
+        TrainingState.load(file, run_identity(config, settings, passkeys(1).settings, "reference"))
     file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is no state of gate training"):
+    with pytest.raises(ConfigError, match="does not hold a state of gate training"):
         TrainingState.load(file, mine)
 
 

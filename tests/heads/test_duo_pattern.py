@@ -13,21 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
-from razor_dist.heads.decision import Flags, Scores, rounded
-from razor_dist.heads.duo.folder import Pattern, read_pattern
-from razor_dist.heads.duo.pattern import (
-    KIND,
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.heads.decision import (
+    Flags,
+    Scores,
     by_sparsity,
     by_threshold,
-    head_map,
-    model_facts,
     published_sparsity,
-    write_pattern,
+    rounded,
 )
+from razor_dist.heads.duo.pattern import KIND, Pattern, head_map, read_pattern, write_pattern
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.loader import model_fingerprint
-from razor_dist.models.shape import ModelShape
 
 GATES: Scores = ((0.25, 1.0), (1.0, 0.5), (1.0, 0.0))
 CONFIG = {"sink_size": 128, "recent_size": 256}
@@ -35,14 +31,13 @@ CONFIG = {"sink_size": 128, "recent_size": 256}
 TRAINING = {"model_name": "models/m", "lr": 0.02, "threshold": 0.5, "sparsity": None, "task": None}
 
 
-def shape_of(gates: Scores, group: int = 2) -> ModelShape:
-    return ModelShape(
-        layers=len(gates),
-        query_heads=len(gates[0]) * group,
-        kv_heads=len(gates[0]),
-        head_dim=8,
-        vocab_size=32,
-        max_positions=64,
+def config_of(gates: Scores, group: int = 2) -> LlamaConfig:
+    """The configuration of a model that has these gates."""
+    return LlamaConfig(
+        num_hidden_layers=len(gates),
+        num_attention_heads=len(gates[0]) * group,
+        num_key_value_heads=len(gates[0]),
+        hidden_size=8 * len(gates[0]) * group,
     )
 
 
@@ -55,7 +50,7 @@ def write(folder: Path, gates: Any = GATES, config: Any = CONFIG) -> Path:
 
 
 def make(gates: Scores = GATES, config: Any = CONFIG, **rule: float) -> HeadMap:
-    return head_map(Pattern(gates, config, 0), "m", shape_of(gates), "sha256:0", **rule)
+    return head_map(Pattern(gates, config, 0), "m", config_of(gates), **rule)
 
 
 def test_reads_what_duo_attention_writes(tmp_path: Path) -> None:
@@ -65,7 +60,7 @@ def test_reads_what_duo_attention_writes(tmp_path: Path) -> None:
     assert found.gates == ((0.0, 0.984375), (1.0, 0.0))
     assert found.clipped == 2
     assert found.config["recent_size"] == 256
-    made = head_map(found, "m", shape_of(found.gates), "sha256:0")
+    made = head_map(found, "m", config_of(found.gates))
     assert made.method == "duo"
     assert made.retrieval == ((False, True), (True, False))
     assert made.kv_scores == {KIND: found.gates}
@@ -136,7 +131,7 @@ def test_threshold_keeps_gates_that_reach_it(threshold: float, kept: int) -> Non
 def test_the_default_is_what_the_paper_used() -> None:
     assert published_sparsity(4) == 0.5 and published_sparsity(1) == 0.75
     assert make().retrieval == by_sparsity(GATES, 0.5)
-    alone = head_map(Pattern(GATES, CONFIG, 0), "m", shape_of(GATES, group=1), "sha256:0")
+    alone = head_map(Pattern(GATES, CONFIG, 0), "m", config_of(GATES, group=1))
     assert alone.settings["sparsity"] == 0.75
     # A folder that says how to decide is asked before.
     assert make(config={**CONFIG, "sparsity": 0.2}).settings["sparsity"] == 0.2
@@ -156,12 +151,12 @@ def test_rules_out_of_range() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0.5\t1\n0.5\tx\n", r"tsv, line 2: 'x' is no number"),
-        ("0.5\tnan\n", r"tsv, line 1: 'nan' is no number"),
-        ("0.5 1.0\n", r"tsv, line 1: '0.5 1.0' is no number.*tabs"),
-        ("0.5\t1\t\n", r"tsv, line 1: '' is no number"),
-        ("\n0.5\t1.2\n", r"tsv, line 2: 1.2 is no gate"),
-        ("0.5\t-7\n", r"tsv, line 1: -7 is no gate"),
+        ("0.5\t1\n0.5\tx\n", r"tsv, line 2: invalid gate 'x'"),
+        ("0.5\tnan\n", r"tsv, line 1: invalid gate 'nan'"),
+        ("0.5 1.0\n", r"tsv, line 1: invalid gate '0.5 1.0'.*tabs"),
+        ("0.5\t1\t\n", r"tsv, line 1: invalid gate ''"),
+        ("\n0.5\t1.2\n", r"tsv, line 2: invalid gate '1.2'; it must be a number from 0 to 1"),
+        ("0.5\t-7\n", r"tsv, line 1: invalid gate '-7'"),
         ("0.5\t1\n0.5\n", r"tsv, line 2: 1 gates, but the first layer has 2; .* one per KV head"),
         ("# nothing\n", r"tsv is empty"),
     ],
@@ -176,13 +171,13 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{\n1", r"config\.json, line 2: no JSON"),
+        ("{\n1", r"config\.json, line 2: invalid JSON"),
         ("[]", r"config\.json: needs an object with sink_size"),
         ("{}", r"config\.json: sink_size is null; it must be a number of tokens"),
         ('{"sink_size": 1, "recent_size": -1}', r"recent_size is -1"),
         ('{"sink_size": true, "recent_size": 1}', r"sink_size is true"),
         ('{"sink_size": 1, "recent_size": 1, "sparsity": 2}', r"sparsity is 2; .*0 to 1"),
-        ('{"sink_size": 1, "recent_size": 1, "lr": NaN}', r"config\.json: no JSON: NaN"),
+        ('{"sink_size": 1, "recent_size": 1, "lr": NaN}', r"config\.json: invalid JSON: NaN"),
     ],
 )
 def test_a_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -209,22 +204,10 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_a_pattern_for_another_model() -> None:
     pattern = Pattern(GATES, CONFIG, 0)
     with pytest.raises(HeadMapError, match="3 lines of gates, but 'm' has 1 layers"):
-        head_map(pattern, "m", shape_of(GATES[:1]), "sha256:0")
+        head_map(pattern, "m", config_of(GATES[:1]))
     message = r"2 gates a line, but 'm' has 1 KV heads \(and 2 query heads\)"
     with pytest.raises(HeadMapError, match=message):
-        head_map(pattern, "m", shape_of(((0.0,),) * 3), "sha256:0")
-
-
-def test_a_models_config_is_enough(tmp_path: Path) -> None:
-    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-    config.save_pretrained(tmp_path / "llama")
-    name, shape, fingerprint = model_facts(str(tmp_path / "llama"))
-    assert (name, fingerprint) == ("llama", model_fingerprint(config))
-    assert (shape.layers, shape.query_heads, shape.kv_heads) == (3, 4, 2)
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        model_facts(str(tmp_path))
-    with pytest.raises(ModelError, match="there is no such folder"):
-        model_facts(str(tmp_path / "none"))
+        head_map(pattern, "m", config_of(((0.0,),) * 3))
 
 
 def tables(cells: Any) -> Any:
@@ -239,8 +222,7 @@ def reimported(made: HeadMap, **rule: float) -> HeadMap:
     with tempfile.TemporaryDirectory() as folder:
         write_pattern(made, Path(folder) / "pattern")
         pattern = read_pattern(Path(folder) / "pattern")
-    shape = shape_of(pattern.gates, made.group)
-    return head_map(pattern, made.model, shape, made.fingerprint, **rule)
+    return head_map(pattern, made.model, config_of(pattern.gates, made.group), **rule)
 
 
 # Few different gates, so that many are equal; and any at all.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from razor_dist.heads.duo import gates
-from razor_dist.heads.duo.gates import GateContext, gated_attention, streaming_attention
+from razor_dist.heads.duo import attention
+from razor_dist.heads.duo.attention import GateContext, gated_attention, streaming_attention
 from razor_dist.models.loader import load_model
 from tests.tiny_models import make_tiny
 
@@ -60,9 +60,9 @@ def test_streaming_attention_is_the_masked_softmax(tokens: int, sinks: int, rece
 @pytest.mark.parametrize("grouped", [True, False])
 def test_full_attention_and_its_gradients(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as it is on CUDA in float32, where no fused kernel takes grouped heads."""
-    monkeypatch.setattr(gates, "_takes_groups", lambda q: grouped)
+    monkeypatch.setattr(attention, "_takes_groups", lambda q: grouped)
     inputs = _inputs(70)
-    out = gates.full_attention(*inputs, SCALE)
+    out = attention.full_attention(*inputs, SCALE)
     wanted = _literal(*inputs, torch.ones(70, 70, dtype=torch.bool).tril())
     torch.testing.assert_close(out, wanted)
     back = torch.randn_like(out)

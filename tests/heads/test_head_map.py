@@ -11,8 +11,12 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.decision import Scores, decide, rounded
-from razor_dist.heads.head_map import HeadMap, default_head_map, shipped_head_map
-from razor_dist.heads.verification import Verification
+from razor_dist.heads.head_map import (
+    HeadMap,
+    Verification,
+    default_head_map,
+    shipped_head_map,
+)
 from razor_dist.models.shape import ModelShape
 
 SHAPE = ModelShape(layers=3, query_heads=4, kv_heads=2, head_dim=8, vocab_size=32, max_positions=64)
@@ -157,7 +161,7 @@ def _edited(field: str, value: Any) -> dict[str, Any]:
         ("retrieval", [], "retrieval"),
         ("retrieval", [[1, 0]], r"retrieval\.0\.0: .*boolean"),
         ("retrieval", [[True, False], [True]], "retrieval: every layer needs 2 KV heads"),
-        ("query_heads", 5, "query_heads: 5 is no multiple of the 2 KV heads"),
+        ("query_heads", 5, "query_heads: 5 is not a multiple of the 2 KV heads"),
         ("scores.echo", [[0.1] * 4], r"scores\.echo: needs 3 layers of 4 query heads"),
         ("scores.echo", [["x"]], r"scores\.echo\.0\.0: .*number"),
         ("kv_scores", {"gate": [[0.1] * 4] * 3}, r"kv_scores\.gate: needs 3 layers of 2 KV heads"),

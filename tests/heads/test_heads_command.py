@@ -59,6 +59,9 @@ def test_mistakes_are_one_line(
     assert run("import", folder, "--model", model, "--out", tmp_path / "a.json") == 2
     error = capsys.readouterr().err
     assert "2 lines of gates, but 'tiny' has 3 layers" in error and error.count("\n") == 1
+    for wrong, message in ((tmp_path, "has no config.json"), ("./none", "there is no such folder")):
+        assert run("import", folder, "--model", wrong, "--out", tmp_path / "a.json") == 2
+        assert message in capsys.readouterr().err
     assert run("show", tmp_path / "none.json") == 2
     assert run("compare", SMOLLM2) == 2
 

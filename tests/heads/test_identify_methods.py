@@ -7,22 +7,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from razor_dist.commands.identify import identify
-from razor_dist.config.errors import ConfigError
+from razor_dist.commands.identify import identify, method_first
+from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
+from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
-
-app = typer.Typer()
-app.command()(identify)
 
 SMALL = ["--passkeys", "2", "--max-tokens", "1500", "--sink-tokens", "4", "--recent-tokens", "16"]
 
@@ -35,10 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(model: Path, out: Path, *options: str) -> str:
-    result = CliRunner().invoke(
-        app, [str(model), "--out", str(out), *options], catch_exceptions=False
-    )
+def _run(method: str, model: Path, out: Path, *options: str) -> str:
+    command = [method, str(model), "--out", str(out), *options]
+    result = CliRunner().invoke(identify, command, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
@@ -46,7 +44,7 @@ def _run(model: Path, out: Path, *options: str) -> str:
 def test_onthefly_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "map.json", tmp_path / "map.png"
     options = [*SMALL, "--samples", "2", "--sparsity", "0.6", "--plot", str(picture)]
-    text = _run(model, out, "--method", "onthefly", *options)
+    text = _run("onthefly", model, out, *options)
     found = HeadMap.load(out)
     config = read_config(model)
     found.validate(ModelShape.from_config(config), model_fingerprint(config))
@@ -55,27 +53,31 @@ def test_onthefly_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> Non
     assert "2 samples; " in text and "kept 3 of 8 KV heads (37.5%)" in text
     with Image.open(picture) as image:
         assert image.width > 300
-    _run(model, tmp_path / "again.json", "--method", "onthefly", *options[:-2])
+    _run("onthefly", model, tmp_path / "again.json", *options[:-2])
     assert HeadMap.load(tmp_path / "again.json") == found
 
 
 def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) -> None:
     """In processes of its own: a process group lasts as long as its process."""
-    train = ["identify", str(model), "--method", "duo", *SMALL, "--device", "cpu"]
+    train = [str(model), *SMALL, "--device", "cpu"]
     train += ["--steps", "4", "--learning-rate", "0.2", "--checkpoint-every", "2"]
     state, out, again = tmp_path / "run", tmp_path / "map.json", tmp_path / "again.json"
     command = Path(sys.executable).with_name("torchrun")
     ranks = [str(command), "--standalone", "--nproc-per-node", "2", "--no-python"]
     ranks += [str(command.with_name("razor-dist"))]
-    said, log = _process([*ranks, *train, "--out", str(out), "--checkpoint", str(state)])
+    said, log = _process(
+        [*ranks, "identify", "duo", *train, "--out", str(out), "--checkpoint", str(state)]
+    )
     assert "4 steps; " in said and said.count("wrote") == 1
     assert log.count("step 2 of 4: ") == log.count("step 4 of 4: ") == 1
     found = HeadMap.load(out)
     assert found.method == "duo" and set(found.kv_scores) == {"gate"}
     assert found.settings["training"]["steps"] == 4
-    # Resumed where it is done, on one rank and with another rule: the gates are the same.
+    # Resumed where it is done, on one rank and with another rule: the gates are the same. The
+    # command's older form.
     resumed = [*train, "--out", str(again), "--resume", str(state), "--threshold", "0.5"]
-    _process([sys.executable, "-c", _MAIN, *resumed])
+    older = ["identify", *resumed, "--method", "duo"]
+    _process([sys.executable, "-c", _MAIN, *older])
     assert HeadMap.load(again).kv_scores == found.kv_scores
     for options, problem in (
         (["--checkpoint", str(state)], "holds the state of a run; continue it with --resume"),
@@ -84,7 +86,7 @@ def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) 
         (["--resume", str(state), "--checkpoint", str(state)], "--checkpoint or --resume"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            _run(model, again, *train[2:], *options)
+            _run("duo", model, again, *train[1:], *options)
 
 
 _MAIN = "import sys; from razor_dist.cli import main; sys.exit(main())"
@@ -100,28 +102,21 @@ def _process(command: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("method", "options", "problem"),
     [
-        (["--steps", "5"], "--steps belongs to --method duo, not to razor"),
-        (["--method", "duo", "--echo", "1"], "--echo belongs to --method razor, not to duo"),
-        (
-            ["--sparsity", "0.5"],
-            "--sparsity belongs to --method duo and onthefly, not to razor",
-        ),
-        (
-            ["--method", "onthefly", "--threshold", "0.5"],
-            "--threshold belongs to --method duo, not to onthefly",
-        ),
-        (["--method", "onthefly", "--max-tokens", "50"], "max_tokens is 50, but 10 passkeys"),
-        (["--method", "onthefly", "--samples", "0"], "samples must be at least 1"),
-        (["--method", "duo", "--sparsity", "0.5", "--threshold", "0.5"], "not both"),
-        (["--method", "duo", "--steps", "0"], "steps must be at least 1"),
-        (["--method", "duo", "--haystack", "/nowhere"], "haystack: /nowhere holds no .txt files"),
+        ("onthefly", ["--max-tokens", "50"], "max_tokens is 50, but 10 passkeys"),
+        ("onthefly", ["--samples", "0"], "samples must be at least 1"),
+        ("duo", ["--sparsity", "0.5", "--threshold", "0.5"], "not both"),
+        ("duo", ["--steps", "0"], "steps must be at least 1"),
+        ("duo", ["--haystack", "/nowhere"], "haystack: /nowhere holds no .txt files"),
+        ("duo", ["--verify-window", "9"], "--verify-window needs --verify"),
     ],
 )
-def test_mistakes(model: Path, tmp_path: Path, options: list[str], problem: str) -> None:
+def test_mistakes(
+    model: Path, tmp_path: Path, method: str, options: list[str], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        _run(model, tmp_path / "map.json", *options)
+        _run(method, model, tmp_path / "map.json", *options)
 
 
 def test_only_duo_uses_several_ranks(
@@ -129,4 +124,50 @@ def test_only_duo_uses_several_ranks(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="only duo uses torchrun's ranks"):
-        _run(model, tmp_path / "map.json", "--method", "onthefly")
+        _run("onthefly", model, tmp_path / "map.json")
+
+
+def test_passkeys_need_a_tokenizer(tmp_path: Path) -> None:
+    bare = make_tiny("llama", tmp_path / "bare")
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        _run("onthefly", bare, tmp_path / "map.json")
+
+
+COMMON = {
+    *("--out", "--plot", "--seed", "--device", "--dtype", "--trust-remote-code"),
+    *("--verify", "--verify-tokens", "--haystack"),
+}
+PASSKEYS = {
+    *("--sparsity", "--sink-tokens", "--recent-tokens", "--passkeys", "--max-tokens"),
+    "--verify-window",
+}
+OPTIONS = {
+    "razor": {"--induction", "--echo", "--tokens", "--repeats", "--verify-window"},
+    "duo": {
+        *PASSKEYS,
+        *("--threshold", "--steps", "--learning-rate", "--l1", "--zero-stage"),
+        *("--checkpoint", "--checkpoint-every", "--resume"),
+    },
+    "onthefly": {*PASSKEYS, "--samples"},
+    "alibi": {"--epsilon", "--bound", "--context-tokens"},
+}
+
+
+def test_the_options_of_methods_are_frozen() -> None:
+    """Each method has its own: another's is refused by name."""
+    group: Any = typer.main.get_command(identify)
+    found = {
+        name: {option for p in command.params if p.param_type_name == "option" for option in p.opts}
+        for name, command in group.commands.items()
+    }
+    assert found == {name: COMMON | own for name, own in OPTIONS.items()}
+
+
+def test_the_older_form_is_understood(model: Path, tmp_path: Path) -> None:
+    assert method_first(["m", "--method", "duo", "--l1", "1"]) == ["duo", "m", "--l1", "1"]
+    assert method_first(["--out", "x", "--method=razor", "m"]) == ["razor", "--out", "x", "m"]
+    bloom = make_alibi("bloom", tmp_path / "bloom")
+    for folder, method in ((model, "razor"), (bloom, "alibi")):
+        rest = ["--verify", str(folder), "--out", "x"]
+        assert method_first(rest) == [method, *rest]
+        assert method_first(["--method", "auto", "--out=x", *rest]) == [method, "--out=x", *rest]

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from razor_dist.config.errors import ConfigError, ModelError
-from razor_dist.heads.passkeys import Passkeys, PasskeySample, PasskeySettings, open_passkeys
-from razor_dist.models.smollm2 import embedded_model
+from razor_dist.config.errors import ConfigError
+from razor_dist.heads.passkeys import Passkeys, PasskeySample, open_passkeys
+from razor_dist.heads.settings import PasskeySettings
 from tests.heads.planted import encode, passkeys
-from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer
 
 
@@ -30,8 +29,8 @@ def _found(sample: PasskeySample, start: int, end: int) -> list[int]:
 
 
 def test_ten_passkeys_of_32_words_are_hidden_and_recalled() -> None:
-    samples = open_passkeys(embedded_model(), PasskeySettings(max_tokens=4000, seed=5))
     tokenizer = smollm2_tokenizer()
+    samples = open_passkeys(tokenizer, PasskeySettings(max_tokens=4000, seed=5))
     lengths, places = set(), []
     for index in range(8):
         sample = samples.sample(index)
@@ -82,6 +81,4 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="words must be at least 1"):
         PasskeySettings(words=0)
     with pytest.raises(ConfigError, match=r"haystack: .* holds no \.txt files"):
-        open_passkeys(embedded_model(), PasskeySettings(), tmp_path)
-    with pytest.raises(ModelError, match="has no tokenizer"):
-        open_passkeys(make_tiny("llama", tmp_path), PasskeySettings())
+        open_passkeys(smollm2_tokenizer(), PasskeySettings(), tmp_path)

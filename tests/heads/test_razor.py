@@ -16,17 +16,18 @@ from razor_dist.heads.decision import Scores, decide
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.razor import (
     ProbeContext,
-    RazorSettings,
     head_map,
     plain_vocabulary,
     probe,
     probe_tokens,
 )
+from razor_dist.heads.settings import RazorSettings
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.smollm2 import embedded_model
 from tests.heads.planted import ECHO, HEADS, INDUCTION, RETRIEVAL, make_planted
 from tests.tiny_models import make_tiny
+from tests.tokenizer import smollm2_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_scores_equal_those_of_the_attention_matrices(family: str, tmp_path: Pat
     path = make_tiny(family, tmp_path)
     config = read_config(path)
     settings = RazorSettings(tokens=23, repeats=4, seed=5)
-    vocabulary = plain_vocabulary(path, config)
+    vocabulary = plain_vocabulary(None, config)
     model = load_model(path, device=CPU, dtype=torch.float32)
     result = probe(model, vocabulary, settings)
 
@@ -124,7 +125,7 @@ def test_finds_the_planted_heads(tmp_path: Path) -> None:
     model = load_model(path, device=CPU, dtype=torch.float32)
     # 2 of the 12 query heads by each score: one group.
     settings = RazorSettings(induction_percent=16.7, echo_percent=16.7, tokens=250)
-    result = probe(model, plain_vocabulary(path, model.config), settings)
+    result = probe(model, plain_vocabulary(None, model.config), settings)
     found = head_map("planted", model.config, result, settings, torch.float32)
     planted = {"induction": INDUCTION, "echo": ECHO}
     for kind, (layer, head) in planted.items():
@@ -140,7 +141,7 @@ def test_finds_the_planted_heads(tmp_path: Path) -> None:
 
 def test_bfloat16_finds_the_same_order_of_scores(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
-    vocabulary = plain_vocabulary(path, read_config(path))
+    vocabulary = plain_vocabulary(None, read_config(path))
     settings = RazorSettings(tokens=64)
     scores = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -153,7 +154,7 @@ def test_bfloat16_finds_the_same_order_of_scores(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_cpu(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
-    vocabulary = plain_vocabulary(path, read_config(path))
+    vocabulary = plain_vocabulary(None, read_config(path))
     settings = RazorSettings(tokens=64)
     found = []
     for device in (CPU, torch.device("cuda")):
@@ -182,10 +183,10 @@ def test_as_many_tokens_as_fit(tmp_path: Path) -> None:
 
 
 def test_vocabulary_leaves_special_tokens_out(tmp_path: Path) -> None:
-    folder = embedded_model()
-    assert plain_vocabulary(folder, read_config(folder)).tolist() == list(range(17, 49152))
+    config = read_config(embedded_model())
+    assert plain_vocabulary(smollm2_tokenizer(), config).tolist() == list(range(17, 49152))
     path = make_tiny("glm", tmp_path)
-    assert plain_vocabulary(path, read_config(path)).tolist() == [1, *range(4, 192)]
+    assert plain_vocabulary(None, read_config(path)).tolist() == [1, *range(4, 192)]
 
 
 @pytest.fixture(scope="module", params=[8, pytest.param(30, marks=pytest.mark.slow)])
@@ -195,7 +196,7 @@ def embedded_scores(request: pytest.FixtureRequest) -> dict[str, Scores]:
     folder = embedded_model()
     model: Any = load_model(folder, device=CPU, dtype=torch.float32)
     model.model.layers = model.model.layers[: request.param]
-    found = probe(model, plain_vocabulary(folder, model.config), RazorSettings())
+    found = probe(model, plain_vocabulary(smollm2_tokenizer(), model.config), RazorSettings())
     return {kind: rows[: request.param] for kind, rows in found.scores.items()}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +24,8 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.heads.duo.pattern import write_pattern
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.heads.scope import Bound, ScopeSettings, scopes, window_of
+from razor_dist.heads.scope import scopes, window_of
+from razor_dist.heads.settings import Bound, ScopeSettings
 from razor_dist.models.adapters import adapter
 from razor_dist.models.alibi import LayerWeights
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -38,9 +38,6 @@ from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 
 TOKENS = 120
-
-app = typer.Typer()
-app.command()(identify)
 
 
 @st.composite
@@ -169,7 +166,7 @@ def test_a_window_that_would_hold_the_context_makes_a_retrieval_head(
 
 
 def test_settings_out_of_range() -> None:
-    for wrong in ({"epsilon": 0.0}, {"epsilon": 1.0}, {"context": 0}, {"bound": "loose"}):
+    for wrong in ({"epsilon": 0.0}, {"epsilon": 1.0}, {"context_tokens": 0}, {"bound": "loose"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ScopeSettings(**wrong)
 
@@ -183,7 +180,7 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*options: str) -> str:
-    result = CliRunner().invoke(app, options, catch_exceptions=False)
+    result = CliRunner().invoke(identify, options, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
@@ -234,13 +231,13 @@ def test_identify_refuses_the_other_methods(
 ) -> None:
     out = str(tmp_path / "map.json")
     for method in ("razor", "onthefly"):
-        with pytest.raises(ConfigError, match=f"--method {method} is for models .* tiny-bloom is"):
-            run(str(bloom), "--out", out, "--method", method)
-    with pytest.raises(ConfigError, match="--tokens belongs to --method razor, not to alibi"):
-        run(str(bloom), "--out", out, "--tokens", "40")
+        with pytest.raises(ConfigError, match=f"method {method} is for models .* tiny-bloom is"):
+            run(method, str(bloom), "--out", out)
+    refused = CliRunner().invoke(identify, [str(bloom), "--out", out, "--tokens", "40"])
+    assert refused.exit_code == 2 and "No such option: --tokens" in refused.output
     llama = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-    with pytest.raises(ConfigError, match=r"--method alibi is for .* tiny-llama is none"):
-        run(str(llama), "--out", out, "--method", "alibi")
+    with pytest.raises(ConfigError, match=r"method alibi is for .* tiny-llama is not"):
+        run("alibi", str(llama), "--out", out)
 
 
 def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> None:
@@ -259,21 +256,18 @@ def test_verify_tests_the_windows_of_the_map(bloom: Path, tmp_path: Path) -> Non
     windows = [w for row in found.windows or () for w in row if w is not None]
     with pytest.raises(ConfigError) as refused:
         run(str(bloom), "--out", str(out), *options, "--verify-tokens", "120")
-    assert str(refused.value) == (
-        f"--verify would test nothing: a streaming head's window of at least {min(windows)} tokens "
-        "holds a document of 120 whole; give more --verify-tokens, up to 3964"
+    assert str(refused.value).endswith(
+        f"nothing: a streaming head's window of at least {min(windows)} tokens holds a document of "
+        "120 whole; give more --verify-tokens, up to 3964"
     )
     with pytest.raises(ConfigError, match="every head keeps the whole context"):
         run(str(bloom), "--out", str(out), "--context-tokens", "1", *options[2:])
     assert HeadMap.load(out) == found  # what is refused is not written
-    for method in ("auto", "alibi"):
-        with pytest.raises(ConfigError, match=r"--verify-window belongs to .*, not to alibi"):
-            run(str(bloom), "--out", str(out), *options, "--verify-window", "9", "--method", method)
 
 
 def test_windows_in_the_file(bloom: Path, tmp_path: Path) -> None:
     out = tmp_path / "map.json"
-    run(str(bloom), "--out", str(out), "--method", "alibi", "--bound", "strict")
+    run("alibi", str(bloom), "--out", str(out), "--bound", "strict")
     found = HeadMap.load(out)
     again = tmp_path / "again.json"
     found.save(again)

@@ -1,118 +1,187 @@
-"""DuoAttention's published patterns to head maps, and back; `duo_folder` has their files.
+"""DuoAttention's published patterns to head maps, and back.
 
-A pattern has a gate alpha per KV head, the share of full attention in the head's trained output
-(papers/duoattention.txt, section 2.2).
+A pattern is a folder of two files:
 
-**The decision** (section 2.3). The heads with the highest gates keep the whole context: all but a
-given fraction (the sparsity), or those of at least a threshold. DuoAttention takes the quantile of
-the gates at the sparsity for a threshold, after adding random noise so that equal gates (many are
-exactly 1) do not fall on one side together. The same number of heads is kept here, but of equal
-gates the lower layer's and then the lower head's comes first, so that two imports agree.
+- ``full_attention_heads.tsv``, as numpy's ``savetxt`` writes it: a line per layer, on it a gate
+  per KV head, tab separated. The gate, alpha, is the share of full attention in the head's trained
+  output (papers/duoattention.txt, section 2.2).
+- ``config.json``, the arguments of the training run; ``sink_size`` and ``recent_size`` are the
+  first and most recent tokens that a streaming head saw in it.
+
+The heads with the highest gates keep the whole context (section 2.3): all but a given fraction, the
+sparsity, or those of at least a threshold; see `razor_dist.heads.decision`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.config.ranges import check_fraction
-from razor_dist.heads.decision import Flags, Scores, flags, ranked, rounded
-from razor_dist.heads.duo.folder import GATES_FILE, SIZES, Pattern, write_folder
+from razor_dist.config.errors import HeadMapError
+from razor_dist.heads.decision import (
+    Scores,
+    by_sparsity,
+    by_threshold,
+    check_rule,
+    published_sparsity,
+    rounded,
+)
 from razor_dist.heads.head_map import HeadMap
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from razor_dist.models.shape import ModelShape
 
 METHOD: Final = "duo"
 KIND: Final = "gate"
 """The kind of score, in `HeadMap.kv_scores`."""
+GATES_FILE: Final = "full_attention_heads.tsv"
+CONFIG_FILE: Final = "config.json"
 
-# Keys of config.json that say how to decide; they become settings of their own or are replaced.
+# Used to train all published patterns. Given to maps of other methods when they are exported,
+# because DuoAttention's loader wants the keys.
+_SIZES: Final = {"sink_size": 128, "recent_size": 256}
+# Rules in config.json; they become settings of their own or are replaced.
 _RULES: Final = ("sparsity", "threshold")
+# Training clips the gates to [0, 1] before every step but not after the last, so published files
+# hold values such as -0.0002, and DuoAttention clips when it loads. One step moves a gate by about
+# the learning rate, 0.02 at most; a generous multiple of that is an error.
+_OVERSHOOT: Final = 0.1
 
 
-def published_sparsity(group: int) -> float:
-    """The sparsity of the paper's experiments (section 3): 0.75 without, 0.5 with grouped heads.
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern folder, read.
 
-    Parameters
-    ----------
-    group : int
-        Query heads per KV head.
-    """
-    return 0.5 if group > 1 else 0.75
-
-
-def by_sparsity(gates: Scores, sparsity: float) -> Flags:
-    """Make the fraction ``sparsity`` of all KV heads local, those with the lowest gates.
-
-    The number is the one that lies below numpy's interpolated quantile when all gates differ,
-    ``ceil(sparsity (n - 1))`` of n, and all n at 1. Of equal gates, the lower layer's and then
-    the lower head's is the last to become local.
-
-    Parameters
+    Attributes
     ----------
     gates : tuple
-        ``[layers][KV heads]``.
-    sparsity : float
-        From 0 to 1.
+        ``[layers][KV heads]``, in [0, 1], rounded as a head map keeps scores.
+    config : dict
+        ``config.json``; ``sink_size``, ``recent_size`` and ``sparsity`` are checked.
+    clipped : int
+        Gates that were a little outside [0, 1] in the file.
+    """
 
-    Returns
-    -------
-    tuple
-        ``[layers][KV heads]`` bool: whether a head keeps the whole context.
+    gates: Scores
+    config: dict[str, Any]
+    clipped: int
+
+
+def read_pattern(folder: str | Path) -> Pattern:
+    """Read a pattern folder.
 
     Raises
     ------
-    ConfigError
-        If the sparsity is out of range.
+    HeadMapError
+        Names the file and line at fault, and says what would be right.
     """
-    check_fraction("sparsity", sparsity)
-    order = ranked(gates)
-    total = len(order)
-    # Rounded first: 0.07 x 100 is 7.000000000000001, and no eighth head was asked for.
-    local = total if sparsity == 1 else math.ceil(round(sparsity * (total - 1), 9))
-    return flags(order[: total - local], len(gates), len(gates[0]))
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise HeadMapError(
+            f"there is no folder {folder}; give one that holds {GATES_FILE} and {CONFIG_FILE}"
+        )
+    path = folder / GATES_FILE
+    if not path.is_file():
+        # The published patterns lie one folder deeper than the models' names.
+        deeper = min((file.parent for file in folder.glob(f"*/{GATES_FILE}")), default=None)
+        hint = "" if deeper is None else f"; did you mean {deeper}?"
+        raise HeadMapError(f"the pattern folder {folder} has no {GATES_FILE}{hint}")
+    rows = []
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        # savetxt can write a header besides.
+        if line.strip() and not line.startswith("#"):
+            rows.append(_gates(line, f"{path}, line {number}"))
+            if len(rows[-1]) != len(rows[0]):
+                raise HeadMapError(
+                    f"{path}, line {number}: {len(rows[-1])} gates, but the first layer has "
+                    f"{len(rows[0])}; every line needs one per KV head, separated by tabs"
+                )
+    if not rows:
+        raise HeadMapError(f"{path} is empty; it needs a line of gates per layer")
+    clipped = sum(not 0 <= gate <= 1 for row in rows for gate in row)
+    gates = [[min(max(gate, 0.0), 1.0) for gate in row] for row in rows]
+    return Pattern(rounded(gates), _config(folder / CONFIG_FILE), clipped)
 
 
-def by_threshold(gates: Scores, threshold: float) -> Flags:
-    """Keep the whole context of KV heads whose gate is at least ``threshold``.
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise HeadMapError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise HeadMapError(f"{path} is not text in UTF-8: {error.reason}") from error
 
-    Equation (4) of the paper has "above"; DuoAttention's code, whose patterns these are, has "at
-    least", and many gates are exactly 1.
 
-    Raises
-    ------
-    ConfigError
-        If the threshold is not from 0 to 1.
-    """
-    check_fraction("threshold", threshold)
-    return tuple(tuple(gate >= threshold for gate in row) for row in gates)
+def _gates(line: str, where: str) -> list[float]:
+    gates = []
+    for word in line.split("\t"):
+        try:
+            gate = float(word)
+        except ValueError:
+            gate = math.nan
+        if not -_OVERSHOOT <= gate <= 1 + _OVERSHOOT:
+            raise HeadMapError(
+                f"{where}: invalid gate {word.strip()!r}; it must be a number from 0 to 1, and "
+                "tabs must stand between gates"
+            )
+        gates.append(gate)
+    return gates
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise HeadMapError(
+            f"the pattern folder {path.parent} has no {path.name}; it needs one with sink_size and "
+            "recent_size, in tokens"
+        )
+    try:
+        config = json.loads(_text(path), parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise HeadMapError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}") from error
+    except ValueError as error:
+        raise HeadMapError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise HeadMapError(f"{path}: needs an object with sink_size and recent_size")
+    for key in _SIZES:
+        size = config.get(key)
+        if type(size) is not int or size < 0:
+            raise HeadMapError(
+                f"{path}: {key} is {json.dumps(size)}; it must be a number of tokens, 0 or more"
+            )
+    sparsity = config.get("sparsity")
+    if sparsity is not None and not (type(sparsity) in (int, float) and 0 <= sparsity <= 1):
+        raise HeadMapError(
+            f"{path}: sparsity is {json.dumps(sparsity)}; it must be null or from 0 to 1"
+        )
+    return config
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"invalid JSON: {name}")
 
 
 def head_map(
     pattern: Pattern,
     model: str,
-    shape: ModelShape,
-    fingerprint: str,
+    config: PretrainedConfig,
     *,
     sparsity: float | None = None,
     threshold: float | None = None,
 ) -> HeadMap:
-    """The head map that a pattern's gates decide for a model.
+    """Build the head map that a pattern's gates decide for a model.
 
     Parameters
     ----------
     pattern : Pattern
-        See `duo_folder.read_pattern`.
     model : str
-        As people know it.
-    shape : ModelShape
+        The model's name, for people.
+    config : PretrainedConfig
         Of the model.
-    fingerprint : str
-        `razor_dist.models.loader.model_fingerprint` of its configuration.
     sparsity : float, optional
         See `by_sparsity`. If neither is given, it is the one in the pattern's ``config.json``
         (`write_pattern` puts it there; the published ones have null), else `published_sparsity`.
@@ -126,10 +195,11 @@ def head_map(
     HeadMapError
         If the pattern has other layers or KV heads than the model.
     """
-    if sparsity is not None and threshold is not None:
-        raise ConfigError("give sparsity or threshold, not both: each decides alone")
+    from razor_dist.models.shape import ModelShape
+
+    shape = ModelShape.from_config(config)
+    check_rule(sparsity, threshold)
     _check_sizes(pattern.gates, model, shape)
-    rule: dict[str, float]
     if threshold is not None:
         rule, retrieval = {"threshold": threshold}, by_threshold(pattern.gates, threshold)
     else:
@@ -141,21 +211,15 @@ def head_map(
     training = {
         key: value
         for key, value in pattern.config.items()
-        if key not in SIZES and key not in _RULES and value is not None
+        if key not in _SIZES and key not in _RULES and value is not None
     }
-    return HeadMap(
-        model=model,
-        fingerprint=fingerprint,
+    sizes = {key: pattern.config[key] for key in _SIZES}
+    return HeadMap.of_model(
+        model,
+        config,
         method=METHOD,
-        settings={
-            **rule,
-            **{key: pattern.config[key] for key in SIZES},
-            "training": training,
-        },
-        query_heads=shape.query_heads,
+        settings={**rule, **sizes, "training": training},
         retrieval=retrieval,
-        selected={},
-        scores={},
         kv_scores={KIND: pattern.gates},
     )
 
@@ -174,64 +238,13 @@ def _check_sizes(gates: Scores, model: str, shape: ModelShape) -> None:
         )
 
 
-def model_facts(name: str) -> tuple[str, ModelShape, str]:
-    """What a head map must know of a model, read from its ``config.json`` alone.
-
-    Parameters
-    ----------
-    name : str
-        As `razor_dist.models.registry.config_folder` takes it.
-
-    Returns
-    -------
-    str
-        The model's name, for people.
-    ModelShape
-    str
-        Its fingerprint.
-
-    Raises
-    ------
-    ModelError
-        If there is no such model, or its attention is not supported.
-    """
-    # Imported here: reading, comparing and exporting maps needs no transformers.
-    from razor_dist.models.loader import model_fingerprint, read_config
-    from razor_dist.models.registry import config_folder, display_name
-    from razor_dist.models.shape import ModelShape
-
-    config = read_config(config_folder(name))
-    return display_name(name), ModelShape.from_config(config), model_fingerprint(config)
-
-
-def exported_gates(head_map: HeadMap) -> Scores | None:
-    """The map's own gates, as a pattern file has them, if they give its decision back.
-
-    None if it has none, or somebody edited the decision or the gates by hand.
-    """
-    own = head_map.kv_scores.get(KIND)
-    if own is None or not all(0 <= gate <= 1 for row in own for gate in row):
-        return None
-    gates = rounded(own)
-    return (
-        gates if by_sparsity(gates, _streaming_fraction(head_map)) == head_map.retrieval else None
-    )
-
-
-def _streaming_fraction(head_map: HeadMap) -> float:
-    """Fraction k / n of KV heads, of which ``ceil(k / n (n - 1))`` is k again for k below n."""
-    flags = [flag for row in head_map.retrieval for flag in row]
-    return flags.count(False) / len(flags)
-
-
 def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
-    """Write a head map as a pattern folder, which `duo_folder.read_pattern` and DuoAttention read.
+    """Write a head map as a pattern folder, for `read_pattern` and DuoAttention.
 
-    The gates are `exported_gates`; failing them 1 for a KV head that keeps the whole context and 0
-    for the others.
-
-    ``config.json`` gets the map's sizes and training settings where it was imported, and the
-    fraction of streaming heads as ``sparsity``: importing the folder decides the same.
+    The gates are the map's own, if they give its decision back; otherwise 1 for a KV head that
+    keeps the whole context and 0 for the others. ``config.json`` gets the map's sizes and training
+    settings where it was imported, and the fraction of streaming heads as ``sparsity``: importing
+    the folder decides the same.
 
     Parameters
     ----------
@@ -244,27 +257,49 @@ def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     Returns
     -------
     bool
-        Whether the gates are the map's own.
+        True if the gates are the map's own.
 
     Raises
     ------
     HeadMapError
         If a file is there already or cannot be written, or streaming heads have windows of their
-        own, which a pattern cannot say.
+        own, for which a pattern has no place.
     """
     if head_map.windows is not None:
         raise HeadMapError(
             f"the head map of {head_map.model!r} gives each streaming head its own window, and a "
             "DuoAttention pattern has one for all: it cannot be exported"
         )
-    own = exported_gates(head_map)
-    gates = own or [[float(flag) for flag in row] for row in head_map.retrieval]
-    settings: Mapping[str, Any] = head_map.settings if head_map.method == METHOD else {}
+    flags = [flag for row in head_map.retrieval for flag in row]
+    # A fraction k / n, of which ceil(k / n (n - 1)) is k again for k below n.
+    sparsity = flags.count(False) / len(flags)
+    gates = rounded(head_map.kv_scores.get(KIND, ()))
+    # False if somebody edited the decision or the gates by hand.
+    own = bool(gates) and all(0 <= gate <= 1 for row in gates for gate in row)
+    own = own and by_sparsity(gates, sparsity) == head_map.retrieval
+    if not own:
+        gates = tuple(tuple(map(float, row)) for row in head_map.retrieval)
+    settings = head_map.settings if head_map.method == METHOD else {}
     training = settings.get("training")
     config = {
         **(training if isinstance(training, dict) else {"model_name": head_map.model}),
-        **{key: settings.get(key, size) for key, size in SIZES.items()},
-        "sparsity": _streaming_fraction(head_map),
+        **{key: settings.get(key, size) for key, size in _SIZES.items()},
+        "sparsity": sparsity,
     }
-    write_folder(folder, gates, config)
-    return own is not None
+    _write_folder(Path(folder).expanduser(), gates, config)
+    return own
+
+
+def _write_folder(folder: Path, gates: Scores, config: dict[str, Any]) -> None:
+    # 18 decimals in scientific notation, like savetxt.
+    lines = ("\t".join(f"{gate:.18e}" for gate in row) + "\n" for row in gates)
+    contents = {GATES_FILE: "".join(lines), CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in contents:
+            if (folder / name).exists():
+                raise HeadMapError(f"{folder / name} is there already; give a new folder")
+        for name, text in contents.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HeadMapError(f"cannot write the pattern to {folder}: {error.strerror}") from error

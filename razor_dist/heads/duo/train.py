@@ -1,36 +1,53 @@
 """DuoAttention's training: one gate per KV head, learned so that closing it costs little.
 
-Only the gates train, by the loss of `duo_loss`. They begin at 1, and are put back into [0, 1] after
-every step. The batch is one sample, as in the paper. At 1 all gates are exact, so that the first
-step moves all of them down by the learning rate; the distance then says which ones come back.
+**The loss.** With H the last hidden states, after the final norm, of E dimensions, at the l passkey
+words of a sample's recall (see `passkeys`; papers/duoattention.txt, section 2.2)::
+
+    L = 1 / (l E) sum_j || H_full[j] - H_mixed[j] ||^2  +  lambda / n sum_i |alpha_i|
+
+over the n gates. Equations 1 and 2 of the paper are sums: over the l tokens (and, squared, over
+their E dimensions) and over the gates. Taken so, the first term has thousands of summands for each
+gate, lambda = 0.05 would weigh nothing, and its weight would depend on the model's size. Both
+terms are means here, as DuoAttention's code takes the first one to be.
+
+**The loop.** Only the gates train. They begin at 1, and are put back into [0, 1] after every step.
+The batch is one sample, as in the paper. At 1 all gates are exact, so that the first step moves all
+of them down by the learning rate; the distance then says which ones come back.
 
 **Ranks** share a sample's tokens, its KV heads at attention (DeepSpeed-Ulysses), and the weights if
-asked to (ZeRO stage 3). Sample s is that of step s, on any number of ranks, so that a run needs
-nothing but gates, optimiser state and step to be continued.
+asked to (ZeRO stage 3). The gates are alike on every rank, and their gradients are averaged. Sample
+s is that of step s, on any number of ranks, so that a run needs nothing but gates, optimiser state
+and step to be continued.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from razor_dist.config.errors import ConfigError
+from razor_dist.files import replacing
 from razor_dist.heads.decision import Scores, rounded
-from razor_dist.heads.duo import engine as duo_engine
 from razor_dist.heads.duo import pattern as duo_pattern
-from razor_dist.heads.duo.checkpoint import TrainingState
-from razor_dist.heads.duo.folder import Pattern
-from razor_dist.heads.duo.loss import GatedModel
-from razor_dist.heads.duo.settings import DuoSettings
+from razor_dist.heads.duo.attention import GateContext, Ulysses
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.passkeys import PasskeySample, PasskeySettings
+from razor_dist.heads.passkeys import PasskeySample
+from razor_dist.heads.settings import DuoSettings, PasskeySettings
 from razor_dist.models.loader import dtype_name, model_fingerprint
+from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.zero import ShardedWeights
 
@@ -43,7 +60,7 @@ _LOWEST: Final = 0.1
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did.
+    """One training step.
 
     Attributes
     ----------
@@ -66,8 +83,99 @@ class StepReport:
     mean_gate: float
 
 
+class GatedModel(nn.Module):
+    """A frozen model with a gate per KV head; its forward is the loss.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        From `razor_dist.models.loader.load_model`.
+    settings : DuoSettings
+    group : ProcessGroup, optional
+        Of the ranks that share each sample. Without it this process is alone.
+    device : torch.device, optional
+        Of the gates; by default the model's.
+
+    Attributes
+    ----------
+    gates : Parameter
+        float32 ``[layers, KV heads]``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: DuoSettings,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        shape = ModelShape.from_config(model.config)
+        self._settings = settings
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._ranks = 1 if group is None else dist.get_world_size(group)
+        self._ulysses = None
+        if group is not None and self._ranks > 1:
+            self._ulysses = Ulysses(group, shape.kv_heads)
+        # In a list, so that it is not a submodule: the gates are the only parameters.
+        self._body = [model.base_model]
+        _recompute_layers(model.base_model)
+        self.gates = nn.Parameter(
+            torch.ones(shape.layers, shape.kv_heads, device=device or model.device)
+        )
+
+    def forward(self, sample: PasskeySample) -> tuple[Tensor, Tensor]:
+        """Compute the loss and its first term, of this rank.
+
+        Their means over ranks are those of the sample: a rank's own squares count as often as
+        there are ranks.
+        """
+        extra = -len(sample.ids) % self._ranks
+        part = (len(sample.ids) + extra) // self._ranks
+        mine = slice(self._rank * part, (self._rank + 1) * part)
+        device = self.gates.device
+        # Tokens at the end, which nothing before them sees.
+        ids = nn.functional.pad(sample.ids, (0, extra))[mine].to(device)
+        mask = nn.functional.pad(sample.mask, (0, extra))[mine].to(device)
+        positions = torch.arange(mine.start, mine.stop, device=device)
+        positions += position_mark(self._body[0], len(sample.ids))
+        with torch.no_grad():
+            target = self._hidden(ids, positions, None)[mask].float()
+        mixed = self._hidden(ids, positions, self.gates)[mask].float()
+        words = sample.mask.sum().to(device)
+        # Without passkey words here it is 0, and still has gradients to give to other ranks.
+        distance = (target - mixed).square().sum() * self._ranks / (words * mixed.shape[-1])
+        return distance + self._settings.l1 * self.gates.abs().mean(), distance.detach()
+
+    def _hidden(self, ids: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
+        """Return the last hidden states of this rank's tokens, ``[T, E]``."""
+        context = GateContext(gates, self._settings.sinks, self._settings.recent, self._ulysses)
+        output: Any = self._body[0](
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attention_context=context,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def _recompute_layers(body: nn.Module) -> None:
+    """Keep only the layers' inputs for backward, and compute each layer again there.
+
+    ``gradient_checkpointing_enable`` does so in training mode, which would also switch dropout on:
+    here the layers alone believe that they are trained, not the modules in them.
+    """
+    for module in body.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            layer: Any = module
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.training = True
+
+
 def schedule(step: int, steps: int) -> float:
-    """The learning rate of a step, counted from 0, as a factor of the highest.
+    """Return the learning rate of a step, counted from 0, as a factor of the highest.
 
     It rises from 0.1 in the first fifth of the steps, stays at 1, and is back at 0.1 in the last.
     """
@@ -76,11 +184,92 @@ def schedule(step: int, steps: int) -> float:
     return _LOWEST + (1 - _LOWEST) * min(1.0, ends / ramp)
 
 
+@dataclass(frozen=True)
+class TrainingState:
+    """All that changes while gates are trained; data and learning rate follow from the step.
+
+    Attributes
+    ----------
+    step : int
+        Steps done.
+    gates : Tensor
+        float32 ``[layers, KV heads]``.
+    mean, square : Tensor
+        Of the same shape: AdamW's running means of the gradient and of its square.
+    """
+
+    step: int
+    gates: Tensor
+    mean: Tensor
+    square: Tensor
+
+    def save(self, path: Path, identity: dict[str, Any]) -> None:
+        """Write the state; a kill at any time leaves the old file or the new one.
+
+        ``identity`` is JSON data that `load` compares, see `run_identity`.
+        """
+        with replacing(path) as draft:
+            save_file(
+                {"gates": self.gates, "mean": self.mean, "square": self.square},
+                draft,
+                metadata={"step": str(self.step), "settings": json.dumps(identity)},
+            )
+
+    @classmethod
+    def load(cls, path: Path, identity: dict[str, Any]) -> TrainingState:
+        """Read a state.
+
+        Raises
+        ------
+        ConfigError
+            If there is none, or the run that wrote it had other settings; names the first one.
+        """
+        if not path.is_file():
+            raise ConfigError(f"there is no run to resume: {path} is missing")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in ("gates", "mean", "square")}
+            step, theirs = int(metadata["step"]), json.loads(metadata["settings"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} does not hold a state of gate training: {error}") from error
+        for key, value in identity.items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    f"the run in {path.parent} has {key} {theirs.get(key)!r}, this one {value!r}; "
+                    "a run is resumed with the settings it began with"
+                )
+        return cls(step, **tensors)
+
+
+def state_file(folder: Path) -> Path:
+    """Return the path of a run's state in the run's folder."""
+    return folder / "gates.safetensors"
+
+
+def run_identity(
+    config: PretrainedConfig, settings: DuoSettings, passkeys: PasskeySettings, haystack: str
+) -> dict[str, Any]:
+    """Collect what must be equal in a run and in the one that continues it.
+
+    The number of ranks and `zero_stage` are not in it: they change where numbers are, not which.
+    Nor is the rule by which the gates decide when all is done.
+    """
+    training = asdict(settings)
+    del training["zero_stage"], training["sparsity"], training["threshold"]
+    return {
+        "model": model_fingerprint(config),
+        **training,
+        **{f"passkeys.{key}": value for key, value in asdict(passkeys).items()},
+        "haystack": haystack,
+    }
+
+
 def train(
     model: PreTrainedModel,
     sample: Callable[[int], PasskeySample],
     settings: DuoSettings,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | None = None,
     state: TrainingState | None = None,
@@ -97,8 +286,9 @@ def train(
     sample : callable
         The passkey sample of an index, `Passkeys.sample`; the same on every rank.
     settings : DuoSettings
-    group : ProcessGroup
-        All ranks, from `razor_dist.parallel.zero.join_ranks`.
+    group : ProcessGroup, optional
+        All ranks, from `razor_dist.parallel.zero.join_ranks`, which `zero_stage` 3 needs even of
+        one. Without it this process is alone.
     device : torch.device, optional
         To train on; by default the model's.
     state : TrainingState, optional
@@ -123,35 +313,43 @@ def train(
     gated = GatedModel(model, settings, group, device)
     if settings.zero_stage == 3:
         ShardedWeights(model.base_model, device).gather_when_run()
-    factor = partial(schedule, steps=settings.steps)
-    engine, optimizer = duo_engine.gate_engine(gated, settings.learning_rate, factor)
-    done = 0
+    gates = gated.gates
+    # No weight decay: the loss itself draws gates to 0.
+    optimizer = torch.optim.AdamW([gates], lr=settings.learning_rate, weight_decay=0.0)
     if state is not None:
-        state.restore(gated.gates, optimizer, engine.lr_scheduler)
-        done = state.step
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for step in range(done, settings.steps):
+        gates.data.copy_(state.gates)
+        optimizer.state[gates] = {
+            "step": torch.tensor(float(state.step)),
+            "exp_avg": state.mean.to(device),
+            "exp_avg_sq": state.square.to(device),
+        }
+    first = group is None or dist.get_rank(group) == 0
+    for step in range(0 if state is None else state.step, settings.steps):
         one = sample(step)
-        loss, distance = engine(one)
-        engine.backward(loss)
-        engine.step()
-        with torch.no_grad():
-            gated.gates.clamp_(0, 1)
-        dist.all_reduce(distance, group=group)
-        if rank == 0 and on_step is not None:
-            on_step(_report(step + 1, len(one.ids), distance.item() / ranks, gated.gates))
-        if rank == 0 and save is not None and _is_due(step + 1, save_every, settings.steps):
-            save(TrainingState.of(step + 1, gated.gates, optimizer))
-    return rounded(gated.gates.tolist())
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * schedule(step, settings.steps)
+        loss, distance = gated(one)
+        loss.backward()
+        assert gates.grad is not None
+        _average(group, gates.grad, distance)
+        optimizer.step()
+        optimizer.zero_grad()
+        gates.data.clamp_(0, 1)
+        done = step + 1
+        if first and on_step is not None:
+            closed = (gates < 0.5).float().mean().item()
+            on_step(StepReport(done, len(one.ids), distance.item(), closed, gates.mean().item()))
+        if first and save is not None and (done % save_every == 0 or done == settings.steps):
+            adam = optimizer.state[gates]
+            tensors = (gates, adam["exp_avg"], adam["exp_avg_sq"])
+            save(TrainingState(done, *(x.detach().cpu().clone() for x in tensors)))
+    return rounded(gates.tolist())
 
 
-def _is_due(step: int, every: int, steps: int) -> bool:
-    return step % every == 0 or step == steps
-
-
-def _report(step: int, tokens: int, distance: float, gates: Tensor) -> StepReport:
-    sparsity = (gates < 0.5).float().mean().item()
-    return StepReport(step, tokens, distance, sparsity, gates.mean().item())
+def _average(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
+    """Average tensors over the ranks, in place."""
+    for tensor in tensors if group is not None else ():
+        dist.all_reduce(tensor, group=group)
+        tensor /= dist.get_world_size(group)
 
 
 def head_map(
@@ -162,31 +360,15 @@ def head_map(
     passkeys: PasskeySettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """The head map that trained gates decide, as `duo_pattern.head_map` decides for imported ones.
-
-    Parameters
-    ----------
-    model_name : str
-        As people know the model.
-    config : PretrainedConfig
-        Of the model.
-    gates : tuple
-        What `train` returned.
-    settings : DuoSettings
-    passkeys : PasskeySettings
-        Of the samples.
-    dtype : torch.dtype
-        In which the model ran.
-    """
+    """Build the head map that trained gates decide, by the rule of imported patterns."""
     training = asdict(settings)
     del training["sparsity"], training["threshold"]
     sizes = {"sink_size": training.pop("sinks"), "recent_size": training.pop("recent")}
     training |= {"passkeys": asdict(passkeys), "dtype": dtype_name(dtype)}
     return duo_pattern.head_map(
-        Pattern(gates, {**sizes, **training}, 0),
+        duo_pattern.Pattern(gates, {**sizes, **training}, 0),
         model_name,
-        ModelShape.from_config(config),
-        model_fingerprint(config),
+        config,
         sparsity=settings.sparsity,
         threshold=settings.threshold,
     )

@@ -20,18 +20,26 @@ Letters: H query heads, K key-value heads, G = H / K, T tokens, D head dimension
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.parallel.zero import import_deepspeed
+
+Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From ``q_HTD``, ``k_KTD`` and ``v_KTD`` of some heads and the whole sequence to ``[H, T, D]``."""
 
 # Fused kernels want masks whose rows are aligned.
 _ALIGNMENT = 64
 
 
 def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
-    """Causal softmax attention, ``[H, T, D]``."""
+    """Compute causal softmax attention, ``[H, T, D]``."""
     if not _takes_groups(q_HTD):
         q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
         # A batch of groups: the keys of all heads in one are the same memory.
@@ -45,7 +53,7 @@ def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) ->
 
 
 def _takes_groups(q: Tensor) -> bool:
-    """Whether a fused kernel takes fewer KV heads than query heads.
+    """Tell if a fused kernel takes fewer KV heads than query heads.
 
     On CUDA none does in float32: there `enable_gqa` would hold a matrix of queries by keys.
     """
@@ -55,7 +63,7 @@ def _takes_groups(q: Tensor) -> bool:
 def streaming_attention(
     q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
 ) -> Tensor:
-    """Softmax attention to the first ``sinks`` tokens and the ``recent`` last ones, exactly.
+    """Compute softmax attention to the first ``sinks`` and the last ``recent`` tokens, exactly.
 
     Parameters
     ----------
@@ -90,7 +98,7 @@ def streaming_attention(
 def _head(
     q_KGTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
 ) -> Tensor:
-    """The first queries, whose number does not depend on T: one small mask."""
+    """Attend for the first queries, whose number does not depend on T, by one small mask."""
     t = torch.arange(k_KTD.shape[1], device=k_KTD.device)
     distance = t[:, None] - t
     visible = (distance >= 0) & ((distance < recent) | (t < sinks))
@@ -107,7 +115,7 @@ def _tail(
     block: int,
     start: int,
 ) -> Tensor:
-    """The queries from ``start`` on, in blocks that all see the same pattern."""
+    """Attend for the queries from ``start`` on, in blocks that all see the same pattern."""
     tokens = k_KTD.shape[1]
     # To whole blocks. No query sees the keys added: they come after all of them.
     blocks = -(-(tokens - start) // block)
@@ -133,7 +141,7 @@ def _tail(
 def _grouped(
     q_nKGTD: Tensor, k_nKSD: Tensor, v_nKSD: Tensor, visible_TS: Tensor, scale: float
 ) -> Tensor:
-    """Masked attention; the queries of a group become rows, so that keys are not repeated."""
+    """Attend by a mask; the queries of a group become rows, so that keys are not repeated."""
     group = q_nKGTD.shape[2]
     out = scaled_dot_product_attention(
         q_nKGTD.flatten(2, 3), k_nKSD, v_nKSD, attn_mask=visible_TS.repeat(group, 1), scale=scale
@@ -150,14 +158,10 @@ def gated_attention(
     sinks: int,
     recent: int,
 ) -> Tensor:
-    """The mixture of both, ``[H, T, D]`` in the dtype of ``q_HTD``.
+    """Mix both by ``gates_K``, alpha of each KV head, in float32.
 
-    Parameters
-    ----------
-    gates_K : Tensor
-        float32 ``[K]``: alpha of each KV head. The mixture is formed in float32.
-
-    Other parameters are those of `streaming_attention`.
+    The result is ``[H, T, D]`` in the dtype of ``q_HTD``. The other parameters are those of
+    `streaming_attention`.
     """
     full = full_attention(q_HTD, k_KTD, v_KTD, scale)
     streaming = streaming_attention(q_HTD, k_KTD, v_KTD, scale, sinks, recent)
@@ -165,24 +169,56 @@ def gated_attention(
     return (alpha * full + (1 - alpha) * streaming).to(q_HTD.dtype)
 
 
-class Attention(Protocol):
-    """Attention of some KV heads, and of their query heads, over the whole sequence."""
+class Ulysses:
+    """DeepSpeed-Ulysses: a rank holds a part of the sequence, and attends for a part of the heads.
 
-    def __call__(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
-        """``[H, T, D]``."""
-        ...
+    An all-to-all before attention gives each rank the whole sequence for its share of KV heads
+    and of their groups, one after it gives the tokens back.
 
+    Parameters
+    ----------
+    group : ProcessGroup
+        Of the ranks, from `razor_dist.parallel.zero.join_ranks`; rank r holds the r-th of equal
+        parts.
+    kv_heads : int
+        Of a layer.
 
-class Spread(Protocol):
-    """How a sequence is spread over ranks; `razor_dist.heads.duo.engine.Ulysses` is one."""
+    Raises
+    ------
+    ConfigError
+        If the KV heads cannot be shared out evenly.
+    """
 
-    def heads(self, kv_heads: int) -> slice:
-        """The KV heads that this rank computes."""
-        ...
+    def __init__(self, group: dist.ProcessGroup, kv_heads: int) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if kv_heads % size:
+            fit = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+            raise ConfigError(
+                f"the model's {kv_heads} KV heads cannot be shared out evenly over {size} "
+                f"ranks; sequence-parallel training needs {fit} ranks"
+            )
+        import_deepspeed()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        share = kv_heads // size
+        self.heads = slice(rank * share, (rank + 1) * share)
+        self._distributed = DistributedAttention(_Local(), group, scatter_idx=2, gather_idx=1)
 
     def __call__(self, attention: Attention, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
-        """Attention of this rank's tokens in all heads, ``[H, T, D]``."""
-        ...
+        """Attend for this rank's tokens in all heads; each rank computes its `heads`."""
+        parts = (x.transpose(0, 1)[None] for x in (q_HTD, k_KTD, v_KTD))  # [1, T, heads, D]
+        out_1THD: Tensor = self._distributed(*parts, 0, None, attention)
+        return out_1THD[0].transpose(0, 1)
+
+
+class _Local(nn.Module):
+    """The attention that `DistributedAttention` calls between its two exchanges."""
+
+    def forward(
+        self, q_1NHD: Tensor, k_1NKD: Tensor, v_1NKD: Tensor, attention: Attention
+    ) -> Tensor:
+        out_HND = attention(*(x[0].transpose(0, 1) for x in (q_1NHD, k_1NKD, v_1NKD)))
+        return out_HND.transpose(0, 1)[None].contiguous()
 
 
 class GateContext:
@@ -193,22 +229,22 @@ class GateContext:
     gates : Tensor, optional
         float32 ``[layers, K]``, in [0, 1]. None is full attention, the target of the training.
     sinks, recent : int
-        What streaming attention sees.
-    spread : Spread, optional
+        First and most recent tokens that streaming attention sees.
+    ulysses : Ulysses, optional
         Where each rank holds a part of the sequence.
     """
 
     def __init__(
-        self, gates: Tensor | None, sinks: int, recent: int, spread: Spread | None = None
+        self, gates: Tensor | None, sinks: int, recent: int, ulysses: Ulysses | None = None
     ) -> None:
         self._gates = gates
         self._sinks = sinks
         self._recent = recent
-        self._spread = spread
+        self._ulysses = ulysses
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
-        mine = slice(None) if self._spread is None else self._spread.heads(k.shape[0])
+        mine = slice(None) if self._ulysses is None else self._ulysses.heads
 
         def attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
             if self._gates is None:
@@ -216,5 +252,5 @@ class GateContext:
             gates_K = self._gates[layer, mine]
             return gated_attention(q_HTD, k_KTD, v_KTD, scale, gates_K, self._sinks, self._recent)
 
-        out = attention(q, k, v) if self._spread is None else self._spread(attention, q, k, v)
+        out = attention(q, k, v) if self._ulysses is None else self._ulysses(attention, q, k, v)
         return out.transpose(0, 1)

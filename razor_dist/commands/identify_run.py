@@ -1,0 +1,329 @@
+"""``razor-dist identify`` from its options to a file: the method, the map, its verification."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import build_config
+from razor_dist.engine.device import torch_device, torch_dtype
+from razor_dist.evals.needle.verify import Check
+from razor_dist.frontend.prompts import load_tokenizer
+from razor_dist.heads import onthefly, razor, scope
+from razor_dist.heads.compare import HeadMapSummary
+from razor_dist.heads.decision import Scores
+from razor_dist.heads.duo import train as duo
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.passkeys import Passkeys, open_passkeys, start_tokens
+from razor_dist.heads.settings import (
+    DuoSettings,
+    OnTheFlySettings,
+    PasskeySettings,
+    RazorSettings,
+    ScopeSettings,
+)
+from razor_dist.models.adapters import is_alibi
+from razor_dist.models.loader import load_model, read_config
+from razor_dist.models.registry import display_name, resolve_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zero import import_deepspeed, join_ranks
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is not loaded yet: its name for people, its folder, and where it is to run."""
+
+    name: str
+    path: Path
+    device: torch.device
+    dtype: torch.dtype
+    trust_remote_code: bool
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """Find the model that is asked for, downloaded if it has to be."""
+        trust = options.trust_remote_code
+        config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
+        device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+        path = resolve_model(options.model, trust_remote_code=trust)
+        return cls(display_name(options.model), path, device, torch_dtype(config, device), trust)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return read_config(self.path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, if it has one."""
+        return load_tokenizer(self.path, trust_remote_code=self.trust_remote_code)
+
+    def load(self, device: torch.device | None = None) -> PreTrainedModel:
+        """Load the model with our attention; on its own device if no other is named."""
+        return load_model(
+            self.path,
+            device=device or self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def passkeys(self, options: Any) -> Passkeys:
+        """Make samples up to the model's context, or to the paper's length if that is shorter."""
+        longest = options.max_tokens
+        if longest is None:
+            context = ModelShape.from_config(self.config).max_positions
+            longest = min(context, PasskeySettings.max_tokens)
+        settings = _settings(PasskeySettings, options, max_tokens=longest)
+        if self.tokenizer is None:
+            raise ModelError(
+                f"the model folder {self.path} has no tokenizer, and passkeys are words"
+            )
+        return open_passkeys(self.tokenizer, settings, options.haystack)
+
+
+def _settings(cls: type[Settings], options: Any, **own: Any) -> Settings:
+    """Build settings from the options of the same names; the others keep their defaults."""
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{n: getattr(options, n) for n in names if hasattr(options, n)} | own)
+
+
+def run(method: str, options: Any) -> None:
+    """Find the heads of a model by a method, write its map, and say so.
+
+    ``options`` has a field for each flag of the method's command.
+
+    Raises
+    ------
+    ConfigError, ModelError
+        If the options do not fit together or not the model.
+    """
+    model = ModelSource.of(options)
+    if is_alibi(model.config) is not (method == "alibi"):
+        raise ConfigError(
+            f"method alibi is for models biased by distance (ALiBi), and {model.name} is not"
+            if method == "alibi"
+            else f"method {method} is for models that are not biased by distance (ALiBi), and "
+            f"{model.name} is; its heads' scopes follow from its weights: use method alibi"
+        )
+    check = _verification(options) if options.verify else None
+    find = {"razor": _razor, "duo": _duo, "onthefly": _onthefly, "alibi": _alibi}[method]
+    found = find(model, options)
+    if found is None:  # another rank writes
+        return
+    if check is not None:
+        check.settle(found)  # refuses the map before anything is written
+    found.save(options.out)  # before minutes of verification
+    if check is not None:
+        result = check.run(found, lambda line: typer.echo(line, err=True))
+        typer.echo(f"verified on {result}")
+        found = dataclasses.replace(found, verification=result)
+        found.save(options.out)
+    if options.plot is not None:
+        from razor_dist.heads.plot import plot_head_map
+
+        plot_head_map(found, options.plot)
+    typer.echo(f"wrote {options.out}" + (f" and {options.plot}" if options.plot else ""))
+
+
+def _verification(options: Any) -> Check:
+    """Plan the verification, with the settings to serve the map with."""
+    window = getattr(options, "verify_window", None)
+    own = {} if window is None else {"window_min": window}
+    served = build_config(
+        EngineConfig,
+        model=options.model,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        threads=torch.get_num_threads(),
+        **own,
+    )
+    haystack = "auto" if options.haystack is None else str(options.haystack)
+    return Check.plan(served, options.verify_tokens, haystack, options.seed)
+
+
+def _razor(model: ModelSource, options: Any) -> HeadMap:
+    settings = _settings(RazorSettings, options)
+    loaded = model.load()
+    vocabulary = razor.plain_vocabulary(model.tokenizer, loaded.config)
+    start = start_tokens(model.tokenizer)
+    began = time.monotonic()
+    with _progress_bar() as bar:
+        task = bar.add_task("probing layers", total=loaded.config.num_hidden_layers)
+        result = razor.probe(loaded, vocabulary, settings, lambda _: bar.advance(task), start)
+    seconds = time.monotonic() - began
+    found = razor.head_map(model.name, loaded.config, result, settings, model.dtype)
+    limit = (
+        "" if result.tokens == settings.tokens else f", the most that fit; {settings.tokens} asked"
+    )
+    typer.echo(f"{result.tokens} random tokens x {settings.repeats}{limit}; {seconds:.1f} s")
+    heads = len(found.retrieval) * found.query_heads
+    for kind, pairs in found.selected.items():
+        edge = _edge(found.scores[kind], len(pairs))
+        typer.echo(f"{kind}: {len(pairs)} of {heads} query heads{edge}")
+    typer.echo(
+        f"selected {round(found.selected_fraction * heads)} of {heads} query heads "
+        f"({found.selected_fraction:.1%}), which promote {HeadMapSummary.of('', found)}"
+    )
+    here, there = (decision.retrieval for decision in result.decide(settings, found.group))
+    differ = sum(sum(map(bool.__ne__, *rows)) for rows in zip(here, there, strict=True))
+    typer.echo(f"the per-token reading of the scores would decide {differ} KV heads otherwise")
+    return found
+
+
+def _onthefly(model: ModelSource, options: Any) -> HeadMap:
+    settings = _settings(OnTheFlySettings, options)
+    source = model.passkeys(options)
+    loaded = model.load()
+    began = time.monotonic()
+    with _progress_bar() as bar:
+        task = bar.add_task("measuring samples", total=settings.samples)
+        scores = onthefly.measure(loaded, source.sample, settings, lambda _: bar.advance(task))
+    typer.echo(f"{settings.samples} samples; {time.monotonic() - began:.1f} s")
+    found = onthefly.head_map(
+        model.name, loaded.config, scores, settings, source.settings, model.dtype
+    )
+    typer.echo(_kept_by_score(found))
+    return found
+
+
+def _alibi(model: ModelSource, options: Any) -> HeadMap:
+    settings = _settings(ScopeSettings, options)
+    loaded: Any = model.load()
+    began = time.monotonic()
+    with _progress_bar() as bar:
+        task = bar.add_task("measuring layers", total=loaded.config.num_hidden_layers)
+        measured = scope.measure(loaded, settings, lambda _: bar.advance(task))
+    seconds = time.monotonic() - began
+    found = scope.head_map(model.name, loaded.config, measured, settings, model.dtype)
+    typer.echo(f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds:.1f} s")
+    context = found.settings["context"]
+    typer.echo(f"kept {HeadMapSummary.of('', found)}: window of {context} tokens or more")
+    windows = sorted(w for row in found.windows or () for w in row if w is not None)
+    if windows:
+        typer.echo(
+            f"windows of streaming heads: {windows[0]} to {windows[-1]} tokens, "
+            f"{sum(windows) / len(windows):.0f} on average"
+        )
+    return found
+
+
+def _duo(model: ModelSource, options: Any) -> HeadMap | None:
+    """Train on one process or on ranks; return None on ranks other than 0."""
+    settings = _settings(DuoSettings, options)
+    folder = _state_folder(options.checkpoint, options.resume)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and settings.zero_stage != 3
+    if not alone:  # if it is missing, say so before the work
+        import_deepspeed(model.device, use="training on several ranks or with --zero-stage 3 needs")
+    source = model.passkeys(options)
+    text = "reference" if options.haystack is None else str(options.haystack.resolve())
+    identity = duo.run_identity(model.config, settings, source.settings, text)
+    state = None
+    if folder is not None:
+        if options.resume is not None:
+            state = duo.TrainingState.load(duo.state_file(folder), identity)
+        folder.mkdir(parents=True, exist_ok=True)
+    group = None if alone else join_ranks(model.device)
+    first = group is None or dist.get_rank(group) == 0
+    # Sharded weights go to the device share by share.
+    loaded = model.load(torch.device("cpu") if settings.zero_stage == 3 else None)
+
+    def save(state: duo.TrainingState) -> None:
+        if folder is not None:
+            state.save(duo.state_file(folder), identity)
+
+    began = time.monotonic()
+    with _progress_bar(silent=not first) as bar:
+        gates = duo.train(
+            loaded,
+            source.sample,
+            settings,
+            group,
+            state=state,
+            save=save,
+            save_every=options.checkpoint_every,
+            on_step=_step_reporter(
+                bar, settings.steps, 0 if state is None else state.step, options.checkpoint_every
+            ),
+            device=model.device,
+        )
+    if not first:
+        return None
+    typer.echo(f"{settings.steps} steps; {time.monotonic() - began:.1f} s")
+    found = duo.head_map(model.name, model.config, gates, settings, source.settings, model.dtype)
+    typer.echo(_kept_by_score(found))
+    return found
+
+
+def _step_reporter(
+    bar: Progress, steps: int, done: int, every: int
+) -> Callable[[duo.StepReport], None]:
+    """Return a function that moves the bar with each step."""
+    task = bar.add_task("training gates", total=steps, completed=done)
+
+    def on_step(report: duo.StepReport) -> None:
+        line = (
+            f"{report.tokens} tokens, distance {report.distance:.2e}, gates "
+            f"{report.mean_gate:.3f}, sparsity {report.sparsity:.0%}"
+        )
+        bar.update(task, completed=report.step, description=f"gates: {line}")
+        # A bar shows nothing in a file until it ends, hours later.
+        if not bar.console.is_terminal and report.step % every == 0:
+            typer.echo(f"step {report.step} of {steps}: {line}", err=True)
+
+    return on_step
+
+
+def _state_folder(checkpoint: Path | None, resume: Path | None) -> Path | None:
+    """Return the folder of a run's state, if it is to be kept."""
+    if checkpoint is not None and resume is not None:
+        raise ConfigError("give --checkpoint or --resume, not both: --resume goes on in its folder")
+    if checkpoint is not None and duo.state_file(checkpoint).exists():
+        raise ConfigError(
+            f"{checkpoint} holds the state of a run; continue it with --resume {checkpoint}, or "
+            "give a new folder"
+        )
+    return checkpoint if resume is None else resume
+
+
+def _progress_bar(silent: bool = False) -> Progress:
+    """Make a progress bar on stderr."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), disable=silent)
+
+
+def _kept_by_score(found: HeadMap) -> str:
+    """Say what a map with one score of KV heads keeps, and by what margin."""
+    [(kind, scores)] = found.kv_scores.items()
+    edge = _edge(scores, sum(map(sum, found.retrieval)), f"a {kind} of ")
+    return f"kept {HeadMapSummary.of('', found)}{edge}"
+
+
+def _edge(scores: Scores, chosen: int, what: str = "") -> str:
+    """Say the lowest of the scores chosen and the highest left out, if there are both."""
+    ranked = sorted((score for row in scores for score in row), reverse=True)
+    if not 0 < chosen < len(ranked):
+        return ""
+    return f", down to {what}{ranked[chosen - 1]:.3g} (the next has {ranked[chosen]:.3g})"
