@@ -14,31 +14,16 @@ from razor_dist.heads.head_map import HeadMap
 
 @dataclass(frozen=True)
 class HeadMapSummary:
-    """One head map in numbers.
+    """One head map in numbers; heads are kept if they keep the whole context."""
 
-    Attributes
-    ----------
-    name : str
-        Of the file.
-    model, method : str
-    selected : float or None
-        Fraction of query heads selected for their own scores; None if the method selects none.
-    kept : float
-        Fraction of KV heads that keep the whole context.
-    kept_heads, kv_heads : int
-        The same as numbers, over all layers.
-    touched, layers : int
-        Layers with a head that keeps the whole context, of how many.
-    """
-
-    name: str
+    name: str  # of the file
     model: str
     method: str
-    selected: float | None
-    kept: float
+    selected: float | None  # fraction of query heads; None if the method selects none
+    kept: float  # fraction of KV heads
     kept_heads: int
     kv_heads: int
-    touched: int
+    touched: int  # layers with a kept head
     layers: int
 
     @classmethod
@@ -67,22 +52,11 @@ class HeadMapSummary:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two sets A and B of heads.
-
-    Attributes
-    ----------
-    both : int
-        Heads in both.
-    jaccard : float
-        Heads in both, as a fraction of those in either; 1 if there are none.
-    a_in_b, b_in_a : float or None
-        Fraction of A's heads that are in B (the recall of A in B), and the other way round;
-        None of an empty set.
-    """
+    """Two sets A and B of heads."""
 
     both: int
-    jaccard: float
-    a_in_b: float | None
+    jaccard: float  # heads in both, as a fraction of those in either; 1 if there are none
+    a_in_b: float | None  # fraction of A's heads that are in B; None of an empty set
     b_in_a: float | None
 
     @classmethod
@@ -99,26 +73,13 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two head maps side by side.
-
-    Attributes
-    ----------
-    a, b : str
-        Their names.
-    kv_heads : Overlap
-        Of the KV heads that keep the whole context.
-    query_heads : Overlap or None
-        Of the query heads selected; None if a map selects none.
-    correlations : dict
-        For each kind of score that both maps have, its rank correlation over all heads (see
-        `rank_correlation`).
-    """
+    """Two head maps side by side."""
 
     a: str
     b: str
-    kv_heads: Overlap
-    query_heads: Overlap | None
-    correlations: dict[str, float | None]
+    kv_heads: Overlap  # of those that keep the whole context
+    query_heads: Overlap | None  # of those selected; None if a map selects none
+    correlations: dict[str, float | None]  # for each kind of score that both have
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 from pydantic import Field
@@ -161,20 +161,13 @@ def spread(kept: float, layers: int, kv_heads: int) -> Flags:
 class Choice:
     """The KV heads that a map would keep at a budget.
 
-    Attributes
-    ----------
-    kept : tuple
-        ``(layer, KV head)`` in the order in which they were chosen. A larger budget's begins with
-        a smaller one's.
-    retrieval : tuple
-        The same as ``[layers][KV heads]`` bool.
-    selected : dict
-        For a map with scores of query heads: how many were selected by each score.
+    ``kept`` has them in the order in which they were chosen: a larger budget's begins with a
+    smaller one's. Of a map with scores of query heads, ``selected`` counts those by each score.
     """
 
     kept: Pairs
     retrieval: Flags
-    selected: dict[str, int] = field(default_factory=dict)
+    selected: dict[str, int]
 
 
 def kv_budget(head_map: HeadMap, percent: float) -> int:

@@ -31,31 +31,15 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Verification:
-    """Needles found with full attention and with a head map.
+    """Needles found with full attention and with a head map, one asked for in each document.
 
-    Attributes
-    ----------
-    documents : int
-        Asked for one needle each.
-    tokens : int
-        Of a document.
-    haystack, haystack_fingerprint : str
-        The text around the needles.
-    seed : int
-    dtype : str
-    settings : dict
-        The engine's: prefill and the streaming policy; the window is the map's own if the map has
-        windows.
-    found_full, found : int
-        Needles found with full attention, and with the map.
-    lost, gained : int
-        Needles that only full attention finds, and those that only the map finds.
-    kv_bytes_full, kv_bytes : int
-        Keys and values of a document, measured, the median over the documents.
+    Of ``settings``, the engine's, there are prefill and the streaming policy; the window is the
+    map's own if the map has windows. Keys and values are a document's, measured, the median over
+    the documents.
     """
 
     documents: int = Field(ge=1)
-    tokens: int = Field(ge=1)
+    tokens: int = Field(ge=1)  # of a document
     haystack: str
     haystack_fingerprint: str
     seed: int
@@ -63,8 +47,8 @@ class Verification:
     settings: dict[str, Any]
     found_full: int = Field(ge=0)
     found: int = Field(ge=0)
-    lost: int = Field(ge=0)
-    gained: int = Field(ge=0)
+    lost: int = Field(ge=0)  # found with full attention only
+    gained: int = Field(ge=0)  # found with the map only
     kv_bytes_full: int = Field(ge=1)
     kv_bytes: int = Field(ge=1)
 
@@ -162,13 +146,11 @@ class HeadMap:
         sizes = [len(row) for row in self.retrieval]
         if [len(row) for row in windows] != sizes:
             raise ValueError(f"windows: needs {len(sizes)} layers of {sizes[0]} KV heads")
-        for layer, (row, flags) in enumerate(zip(windows, self.retrieval, strict=True)):
-            for head, (window, flag) in enumerate(zip(row, flags, strict=True)):
-                if flag is not (window is None):
-                    needs = (
-                        "retrieval head and has none" if flag else "streaming head and needs one"
-                    )
-                    raise ValueError(f"windows: layer {layer}, KV head {head} is a {needs}")
+        for layer, row in enumerate(self.retrieval):
+            for head, flag in enumerate(row):
+                if flag is not (windows[layer][head] is None):
+                    kind = "retrieval head and has none" if flag else "streaming head and needs one"
+                    raise ValueError(f"windows: layer {layer}, KV head {head} is a {kind}")
 
     @property
     def group(self) -> int:
@@ -268,7 +250,7 @@ class HeadMap:
         except OSError as error:
             raise HeadMapError(f"cannot read the head map {path}: {error.strerror}") from error
         except ValidationError as error:
-            raise HeadMapError(f"head map {path}: {_first_fault(error)}") from error
+            raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the map as JSON, one layer a line; equal maps give equal files.
@@ -327,7 +309,8 @@ def shipped_head_map(model_name: str) -> Path:
     )
 
 
-def _first_fault(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
+    """Name the first field that is wrong, and say what is wrong with it."""
     fault = error.errors(include_url=False)[0]
     if fault["loc"] == ("format_version",):
         return f"format_version is {fault['input']!r}, but this release reads {FORMAT_VERSION}"

@@ -42,17 +42,10 @@ from razor_dist.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ProbeScores:
-    """Scores of every query head under both readings.
+    """Scores of every query head, ``induction`` and ``echo``: ``[layers][query heads]``.
 
-    Attributes
-    ----------
-    tokens : int
-        Random tokens used, n.
-    scores : dict
-        ``induction`` and ``echo``, ``[layers][query heads]``: mean over (token, earlier
-        occurrence) pairs. Decisions are made from these.
-    per_token : dict
-        The same under the third reading: mean over tokens of the mean over occurrences.
+    ``scores``, which decide, are means over (token, earlier occurrence) pairs; ``per_token`` are
+    means over tokens of the mean over occurrences. ``tokens`` is n, the random tokens used.
     """
 
     tokens: int
@@ -161,13 +154,7 @@ def probe_tokens(
 def probe_input(
     shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
 ) -> tuple[int, Tensor]:
-    """Draw n random tokens; return n and the prompt: ``start``, then these R times.
-
-    Raises
-    ------
-    ConfigError
-        If the model's context is too short for the repetitions.
-    """
+    """Draw n random tokens; return n and the prompt: ``start``, then these R times."""
     tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(settings.seed)
@@ -196,11 +183,6 @@ def probe(
         Progress: called with the index of each layer.
     start : sequence of int
         Special tokens that every prompt of the model begins with (`passkeys.start_tokens`).
-
-    Raises
-    ------
-    ConfigError
-        If the model's context is too short for the repetitions.
     """
     shape = ModelShape.from_config(model.config)
     tokens, ids = probe_input(shape, vocabulary, settings, start)

@@ -88,54 +88,35 @@ def streaming_attention(
     block = -(-recent // _ALIGNMENT) * _ALIGNMENT
     # From here on no sink is among a query's recent tokens, so that one mask fits all blocks.
     start = block * -(-(sinks + recent) // block)
-    first = _head(q_KGTD[:, :, :start], k_KTD[:, :start], v_KTD[:, :start], scale, sinks, recent)
-    if tokens <= start:
-        return first.flatten(0, 1)
-    rest = _tail(q_KGTD, k_KTD, v_KTD, scale, sinks, recent, block, start)
-    return torch.cat([first, rest], 2).flatten(0, 1)
 
-
-def _head(
-    q_KGTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
-) -> Tensor:
-    """Attend for the first queries, whose number does not depend on T, by one small mask."""
-    t = torch.arange(k_KTD.shape[1], device=k_KTD.device)
+    # The first queries, whose number does not depend on T, have one small mask.
+    t = torch.arange(min(start, tokens), device=k_KTD.device)
     distance = t[:, None] - t
     visible = (distance >= 0) & ((distance < recent) | (t < sinks))
-    return _grouped(q_KGTD[None], k_KTD[None], v_KTD[None], visible, scale)[0]
+    q, k, v = (x[None, ..., :start, :] for x in (q_KGTD, k_KTD, v_KTD))
+    out_KGTD = _grouped(q, k, v, visible, scale)[0]
+    if tokens <= start:
+        return out_KGTD.flatten(0, 1)
 
-
-def _tail(
-    q_KGTD: Tensor,
-    k_KTD: Tensor,
-    v_KTD: Tensor,
-    scale: float,
-    sinks: int,
-    recent: int,
-    block: int,
-    start: int,
-) -> Tensor:
-    """Attend for the queries from ``start`` on, in blocks that all see the same pattern."""
-    tokens = k_KTD.shape[1]
-    # To whole blocks. No query sees the keys added: they come after all of them.
+    # The others come in blocks that all see the same pattern. They are padded to whole blocks: no
+    # query sees the keys added, which come after all of them.
     blocks = -(-(tokens - start) // block)
     extra = start + blocks * block - tokens
-    q_nKGBD = (
-        pad(q_KGTD[:, :, start:], (0, 0, 0, extra)).unflatten(2, (blocks, block)).movedim(2, 0)
-    )
+    q_KGnBD = pad(q_KGTD[:, :, start:], (0, 0, 0, extra)).unflatten(2, (blocks, block))
 
     def keys_of_blocks(x_KTD: Tensor) -> Tensor:
         near_KnDW = pad(x_KTD[:, start - block :], (0, 0, 0, extra)).unfold(1, 2 * block, block)
-        near_nKWD = near_KnDW.permute(1, 0, 3, 2)
         sinks_nKSD = x_KTD[None, :, :sinks].expand(blocks, -1, -1, -1)
-        return torch.cat([sinks_nKSD, near_nKWD], 2)
+        return torch.cat([sinks_nKSD, near_KnDW.permute(1, 0, 3, 2)], 2)
 
     row = torch.arange(block, device=k_KTD.device)[:, None]
     distance = row + block - torch.arange(2 * block, device=k_KTD.device)
     near = (distance >= 0) & (distance < recent)
     visible = torch.cat([near.new_ones(block, sinks), near], 1)
-    out_nKGBD = _grouped(q_nKGBD, keys_of_blocks(k_KTD), keys_of_blocks(v_KTD), visible, scale)
-    return out_nKGBD.movedim(0, 2).flatten(2, 3)[:, :, : tokens - start]
+    keys, values = keys_of_blocks(k_KTD), keys_of_blocks(v_KTD)
+    rest_nKGBD = _grouped(q_KGnBD.movedim(2, 0), keys, values, visible, scale)
+    rest_KGTD = rest_nKGBD.movedim(0, 2).flatten(2, 3)[:, :, : tokens - start]
+    return torch.cat([out_KGTD, rest_KGTD], 2).flatten(0, 1)
 
 
 def _grouped(

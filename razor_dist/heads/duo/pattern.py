@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
 from razor_dist.config.errors import HeadMapError
 from razor_dist.heads.decision import (
     Scores,
@@ -29,7 +32,7 @@ from razor_dist.heads.decision import (
     published_sparsity,
     rounded,
 )
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.head_map import HeadMap, first_fault
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -133,6 +136,16 @@ def _gates(line: str, where: str) -> list[float]:
     return gates
 
 
+class _TrainingConfig(BaseModel):
+    """``config.json``; fields that are not named here are kept as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    sink_size: int = Field(ge=0)
+    recent_size: int = Field(ge=0)
+    sparsity: float | None = Field(default=None, ge=0, le=1)
+
+
 def _config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadMapError(
@@ -140,29 +153,12 @@ def _config(path: Path) -> dict[str, Any]:
             "recent_size, in tokens"
         )
     try:
-        config = json.loads(_text(path), parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise HeadMapError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}") from error
+        fields = from_json(_text(path), allow_inf_nan=False)
+        return _TrainingConfig.model_validate(fields).model_dump()
+    except ValidationError as error:
+        raise HeadMapError(f"{path}: {first_fault(error)}") from error
     except ValueError as error:
-        raise HeadMapError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise HeadMapError(f"{path}: needs an object with sink_size and recent_size")
-    for key in _SIZES:
-        size = config.get(key)
-        if type(size) is not int or size < 0:
-            raise HeadMapError(
-                f"{path}: {key} is {json.dumps(size)}; it must be a number of tokens, 0 or more"
-            )
-    sparsity = config.get("sparsity")
-    if sparsity is not None and not (type(sparsity) in (int, float) and 0 <= sparsity <= 1):
-        raise HeadMapError(
-            f"{path}: sparsity is {json.dumps(sparsity)}; it must be null or from 0 to 1"
-        )
-    return config
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"invalid JSON: {name}")
+        raise HeadMapError(f"{path}: invalid JSON: {error}") from error
 
 
 def head_map(

@@ -60,26 +60,12 @@ _LOWEST: Final = 0.1
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step.
+    """One training step: the loss's first term, and the gates after it."""
 
-    Attributes
-    ----------
-    step : int
-        Steps done, this one included.
-    tokens : int
-        Of the sample.
-    distance : float
-        The loss's first term.
-    sparsity : float
-        Fraction of gates below one half, after the step.
-    mean_gate : float
-        After the step.
-    """
-
-    step: int
-    tokens: int
+    step: int  # steps done, this one included
+    tokens: int  # of the sample
     distance: float
-    sparsity: float
+    sparsity: float  # fraction of gates below one half
     mean_gate: float
 
 
@@ -188,14 +174,8 @@ def schedule(step: int, steps: int) -> float:
 class TrainingState:
     """All that changes while gates are trained; data and learning rate follow from the step.
 
-    Attributes
-    ----------
-    step : int
-        Steps done.
-    gates : Tensor
-        float32 ``[layers, KV heads]``.
-    mean, square : Tensor
-        Of the same shape: AdamW's running means of the gradient and of its square.
+    The tensors are float32 ``[layers, KV heads]``: the gates, and AdamW's running means of the
+    gradient and of its square.
     """
 
     step: int
