@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -142,26 +142,19 @@ def show(
 
 
 def _map_table(result: Comparison) -> Table:
-    table = _table("head maps", "", "file", "method", "query heads selected", "KV heads kept")
-    table.add_column("layers", justify="right")
+    table = _table("head maps", "|file|method", "query heads selected|KV heads kept|layers")
     for number, one in enumerate(result.maps, start=1):
-        table.add_row(
-            str(number),
-            one.name,
-            one.method,
-            _percent(one.selected),
-            f"{one.kept_heads} ({one.kept:.1%})",
-            f"{one.touched} of {one.layers}",
-        )
+        kept = f"{one.kept_heads} ({one.kept:.1%})"
+        layers = f"{one.touched} of {one.layers}"
+        table.add_row(str(number), one.name, one.method, _percent(one.selected), kept, layers)
     return table
 
 
 def _pair_table(result: Comparison) -> Table:
     # Numbers for the maps, since two paths a row would leave no room for anything else.
-    table = _table("pairs", "A, B", "heads", "in both", "Jaccard", "A in B", "B in A")
     kinds = list(dict.fromkeys(kind for pair in result.pairs for kind in pair.correlations))
-    for kind in kinds:
-        table.add_column(f"Spearman {kind}", justify="right")
+    figures = ["in both", "Jaccard", "A in B", "B in A", *(f"Spearman {kind}" for kind in kinds)]
+    table = _table("pairs", "A, B|heads", "|".join(figures))
     numbers = combinations(range(1, len(result.maps) + 1), 2)
     for (a, b), pair in zip(numbers, result.pairs, strict=True):
         ranks = [_number(pair.correlations.get(kind)) for kind in kinds]
@@ -184,16 +177,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _table(title: str, *headings: str) -> Table:
+def _table(title: str, words: str, numbers: str) -> Table:
+    """Make a table with columns of words, on the left, and of numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in headings:
-        justify: Literal["left", "right"] = "left" if heading in _WORDS else "right"
+    for heading in words.split("|"):
         # A path that does not fit goes on in the next line rather than lose its end.
-        table.add_column(heading, justify=justify, overflow="fold")
+        table.add_column(heading, overflow="fold")
+    for heading in numbers.split("|"):
+        table.add_column(heading, justify="right", overflow="fold")
     return table
-
-
-# Columns of words; the others hold numbers.
-_WORDS = ("A, B", "file", "heads", "method")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -48,13 +49,15 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is not loaded yet: its name for people, its folder, and where it is to run."""
+    """A model whose weights are not loaded yet, and where it is to run."""
 
     name: str
     path: Path
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
 
     @classmethod
     def of(cls, options: Any) -> Self:
@@ -63,17 +66,15 @@ class ModelSource:
         config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
         device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         path = resolve_model(options.model, trust_remote_code=trust)
-        return cls(display_name(options.model), path, device, torch_dtype(config, device), trust)
-
-    @cached_property
-    def config(self) -> PretrainedConfig:
-        """The model's configuration."""
-        return read_config(self.path, trust_remote_code=self.trust_remote_code)
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, if it has one."""
-        return load_tokenizer(self.path, trust_remote_code=self.trust_remote_code)
+        return cls(
+            display_name(options.model),
+            path,
+            device,
+            torch_dtype(config, device),
+            trust,
+            read_config(path, trust_remote_code=trust),
+            load_tokenizer(path, trust_remote_code=trust),
+        )
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         """Load the model with our attention; on its own device if no other is named."""
@@ -164,16 +165,13 @@ def _razor(model: ModelSource, options: Any) -> HeadMap:
     loaded = model.load()
     vocabulary = razor.plain_vocabulary(model.tokenizer, loaded.config)
     start = start_tokens(model.tokenizer)
-    began = time.monotonic()
-    with _progress_bar() as bar:
-        task = bar.add_task("probing layers", total=loaded.config.num_hidden_layers)
-        result = razor.probe(loaded, vocabulary, settings, lambda _: bar.advance(task), start)
-    seconds = time.monotonic() - began
+    with _progress("probing layers", loaded.config.num_hidden_layers) as (tick, seconds):
+        result = razor.probe(loaded, vocabulary, settings, tick, start)
     found = razor.head_map(model.name, loaded.config, result, settings, model.dtype)
     limit = (
         "" if result.tokens == settings.tokens else f", the most that fit; {settings.tokens} asked"
     )
-    typer.echo(f"{result.tokens} random tokens x {settings.repeats}{limit}; {seconds:.1f} s")
+    typer.echo(f"{result.tokens} random tokens x {settings.repeats}{limit}; {seconds()}")
     heads = len(found.retrieval) * found.query_heads
     for kind, pairs in found.selected.items():
         edge = _edge(found.scores[kind], len(pairs))
@@ -192,11 +190,9 @@ def _onthefly(model: ModelSource, options: Any) -> HeadMap:
     settings = _settings(OnTheFlySettings, options)
     source = model.passkeys(options)
     loaded = model.load()
-    began = time.monotonic()
-    with _progress_bar() as bar:
-        task = bar.add_task("measuring samples", total=settings.samples)
-        scores = onthefly.measure(loaded, source.sample, settings, lambda _: bar.advance(task))
-    typer.echo(f"{settings.samples} samples; {time.monotonic() - began:.1f} s")
+    with _progress("measuring samples", settings.samples) as (tick, seconds):
+        scores = onthefly.measure(loaded, source.sample, settings, tick)
+    typer.echo(f"{settings.samples} samples; {seconds()}")
     found = onthefly.head_map(
         model.name, loaded.config, scores, settings, source.settings, model.dtype
     )
@@ -207,13 +203,10 @@ def _onthefly(model: ModelSource, options: Any) -> HeadMap:
 def _alibi(model: ModelSource, options: Any) -> HeadMap:
     settings = _settings(ScopeSettings, options)
     loaded: Any = model.load()
-    began = time.monotonic()
-    with _progress_bar() as bar:
-        task = bar.add_task("measuring layers", total=loaded.config.num_hidden_layers)
-        measured = scope.measure(loaded, settings, lambda _: bar.advance(task))
-    seconds = time.monotonic() - began
+    with _progress("measuring layers", loaded.config.num_hidden_layers) as (tick, seconds):
+        measured = scope.measure(loaded, settings, tick)
     found = scope.head_map(model.name, loaded.config, measured, settings, model.dtype)
-    typer.echo(f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds:.1f} s")
+    typer.echo(f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds()}")
     context = found.settings["context"]
     typer.echo(f"kept {HeadMapSummary.of('', found)}: window of {context} tokens or more")
     windows = sorted(w for row in found.windows or () for w in row if w is not None)
@@ -249,8 +242,19 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
         if folder is not None:
             state.save(duo.state_file(folder), identity)
 
-    began = time.monotonic()
-    with _progress_bar(silent=not first) as bar:
+    done, every = 0 if state is None else state.step, options.checkpoint_every
+    with _progress("training gates", settings.steps, done, silent=not first) as (tick, seconds):
+
+        def on_step(report: duo.StepReport) -> None:
+            line = (
+                f"{report.tokens} tokens, distance {report.distance:.2e}, gates "
+                f"{report.mean_gate:.3f}, sparsity {report.sparsity:.0%}"
+            )
+            tick(report.step, f"gates: {line}")
+            # A bar shows nothing in a file until it ends, hours later.
+            if not sys.stderr.isatty() and report.step % every == 0:
+                typer.echo(f"step {report.step} of {settings.steps}: {line}", err=True)
+
         gates = duo.train(
             loaded,
             source.sample,
@@ -258,37 +262,16 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
             group,
             state=state,
             save=save,
-            save_every=options.checkpoint_every,
-            on_step=_step_reporter(
-                bar, settings.steps, 0 if state is None else state.step, options.checkpoint_every
-            ),
+            save_every=every,
+            on_step=on_step,
             device=model.device,
         )
     if not first:
         return None
-    typer.echo(f"{settings.steps} steps; {time.monotonic() - began:.1f} s")
+    typer.echo(f"{settings.steps} steps; {seconds()}")
     found = duo.head_map(model.name, model.config, gates, settings, source.settings, model.dtype)
     typer.echo(_kept_by_score(found))
     return found
-
-
-def _step_reporter(
-    bar: Progress, steps: int, done: int, every: int
-) -> Callable[[duo.StepReport], None]:
-    """Return a function that moves the bar with each step."""
-    task = bar.add_task("training gates", total=steps, completed=done)
-
-    def on_step(report: duo.StepReport) -> None:
-        line = (
-            f"{report.tokens} tokens, distance {report.distance:.2e}, gates "
-            f"{report.mean_gate:.3f}, sparsity {report.sparsity:.0%}"
-        )
-        bar.update(task, completed=report.step, description=f"gates: {line}")
-        # A bar shows nothing in a file until it ends, hours later.
-        if not bar.console.is_terminal and report.step % every == 0:
-            typer.echo(f"step {report.step} of {steps}: {line}", err=True)
-
-    return on_step
 
 
 def _state_folder(checkpoint: Path | None, resume: Path | None) -> Path | None:
@@ -303,15 +286,23 @@ def _state_folder(checkpoint: Path | None, resume: Path | None) -> Path | None:
     return checkpoint if resume is None else resume
 
 
-def _progress_bar(silent: bool = False) -> Progress:
-    """Make a progress bar on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), disable=silent)
+@contextmanager
+def _progress(
+    label: str, total: int, done: int = 0, *, silent: bool = False
+) -> Iterator[tuple[Callable[..., None], Callable[[], str]]]:
+    """Show a progress bar on stderr.
+
+    Yields a function that moves it by one, given a number and perhaps a new label, and one that
+    tells the time since the beginning.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console, began = Console(stderr=True), time.monotonic()
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=silent) as bar:
+        task = bar.add_task(label, total=total, completed=done)
+        yield (
+            lambda _, label=None: bar.update(task, advance=1, description=label),
+            lambda: f"{time.monotonic() - began:.1f} s",
+        )
 
 
 def _kept_by_score(found: HeadMap) -> str:
