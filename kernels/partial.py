@@ -104,7 +104,7 @@ def merge_stacked(out: Tensor, lse: Tensor, dim: int = 0) -> Partial:
     lse : Tensor
         ``[..., P, ...]`` float32.
     dim : int
-        Where P stands, counted from the frontend.
+        Where P stands, counted from the first dimension.
     """
     # Plain elementwise operations: decode runs this in every layer, and torch's softmax over an
     # inner dimension wakes its threads even for a handful of numbers.

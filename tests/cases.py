@@ -93,7 +93,7 @@ def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
             end=n,
             total=total,
             chunked_prefill_size=case.chunked_prefill_size,
-            reach=total,
+            max_read=total,
         )
     )
     logits = None

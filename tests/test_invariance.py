@@ -202,7 +202,7 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
             total=total,
             chunked_prefill_size=cut,
             source=key - 1,
-            reach=total,
+            max_read=total,
         )
         runner.execute(opened)
         for chunk in chunks(begin, end, cut, comm.size):

@@ -31,7 +31,7 @@ class ReadExtent:
     segments : tuple of (int, int)
         Extents of the page pool that are read.
     exact : bool
-        Whether ``segments`` end with the newest token. Otherwise they extent further, and a bias
+        Whether ``segments`` end with the newest token. Otherwise they go further, and a bias
         hides what no token has filled yet.
     writes : bool
         Whether this rank writes the new token's retrieval keys and values.
@@ -102,7 +102,7 @@ class StepInputs(NamedTuple):
     model_position : Tensor
         The place as the model is told of it (`Sequence.position_mark`).
     at : Tensor
-        Slot of the page pool for its retrieval keys and values; the pool's dummy_slot slot on ranks
+        Slot of the page pool for its retrieval keys and values; the pool's dummy slot on ranks
         that do not keep them.
     stored : Tensor
         Tokens of this rank's shard, the new one included where it is kept.

@@ -113,14 +113,14 @@ class PagePool:
     def page_bytes(self) -> int:
         """Bytes of one page, read off the tensors."""
         page = slice(0, self.page_size)
-        track_positions = 0 if self.positions is None else self.positions[page].nbytes
-        return self.k[:, page].nbytes + self.v[:, page].nbytes + track_positions
+        positions = 0 if self.positions is None else self.positions[page].nbytes
+        return self.k[:, page].nbytes + self.v[:, page].nbytes + positions
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the whole pool."""
-        track_positions = 0 if self.positions is None else self.positions.nbytes
-        return self.k.nbytes + self.v.nbytes + track_positions
+        positions = 0 if self.positions is None else self.positions.nbytes
+        return self.k.nbytes + self.v.nbytes + positions
 
     @property
     def used_bytes(self) -> int:

@@ -14,7 +14,7 @@ from razor_dist.parallel.zigzag import Chunk
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to an answer, or to being kept for others to continue.
+    """One prompt on its way to an answer, or to being pinned for others to continue.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Request:
     prompt : Tokens
         ``[n]``, those of ``prefix`` not included.
     max_tokens : int
-        Tokens to generate at most; 0 if the prompt is only to be kept.
+        Tokens to generate at most; 0 if the prompt is only pinned.
     chunked_prefill_size : int
         Tokens of the prompt that are prefilled together.
     generator : torch.Generator

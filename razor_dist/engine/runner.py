@@ -200,7 +200,7 @@ class ModelRunner:
             shard_tokens=[0] * self.comm.size,
             streaming=tuple(cache.allocate(plan.total) for cache in self.caches.streaming),
             scratch=scratch,
-            position_mark=position_mark(self.model.base_model, plan.reach),
+            position_mark=position_mark(self.model.base_model, plan.max_read),
         )
         self._note_peak()
 

@@ -65,8 +65,8 @@ class Scheduler:
             # Full pages are shared with the prefix; a partly filled one is copied.
             shared = [tokens // self.cache.page_size for tokens in held]
             pages = [
-                self._pages(have + more) - kept
-                for have, more, kept in zip(held, new, shared, strict=True)
+                self._pages(have + more) - shared_pages
+                for have, more, shared_pages in zip(held, new, shared, strict=True)
             ]
             return _Need(pages, [0] * size)
         pages = [self._pages(tokens) for tokens in new]
@@ -75,14 +75,14 @@ class Scheduler:
         prompt = shard_sizes(0, request.end, request.end, chunk, size)
         return _Need(pages, [self._pages(tokens) for tokens in prompt])
 
-    def _shards(self, kept: Request) -> list[int]:
+    def _shards(self, prefix: Request) -> list[int]:
         """Tokens of a pinned prefix on every rank."""
         own = shard_sizes(
-            kept.begin, kept.end, kept.end, kept.chunked_prefill_size, self.world_size
+            prefix.begin, prefix.end, prefix.end, prefix.chunked_prefill_size, self.world_size
         )
-        if kept.prefix is None:
+        if prefix.prefix is None:
             return own
-        return [a + b for a, b in zip(self._shards(kept.prefix), own, strict=True)]
+        return [a + b for a, b in zip(self._shards(prefix.prefix), own, strict=True)]
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -125,12 +125,12 @@ class Scheduler:
 
     def _check_beside_pinned(self, request: Request) -> None:
         """Refuse a request that would wait for ever, because pinned prefixes end by abort only."""
-        kept = self._held()
-        need, held = self._need(request).pages, self._pages_of(kept)
+        pinned = self._held()
+        need, held = self._need(request).pages, self._pages_of(pinned)
         most = max(range(self.world_size), key=lambda rank: held[rank] + need[rank])
         size = self.cache.page_size
-        if len(kept) >= self.cache.max_sequences:
-            what = f"{len(kept)} of the engine's {self.cache.max_sequences} sequences"
+        if len(pinned) >= self.cache.max_sequences:
+            what = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
             setting = "max_num_seqs"
         elif held[most] + need[most] > self.cache.num_pages:
             what = (
@@ -141,7 +141,7 @@ class Scheduler:
         else:
             return
         raise RequestError(
-            f"pinned prefixes ({', '.join(k.id for k in kept)}) hold {what}; release one "
+            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {what}; release one "
             f"that is not needed or start the engine with a larger {setting}",
             code="pinned_prefixes_hold_cache",
         )
@@ -152,8 +152,8 @@ class Scheduler:
         Waiting ones count as well. A released prompt does not count if only requests that will
         end by themselves continue it: all of them were queued before whatever is queued next.
         """
-        kept = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
-        held = {r.key: r for k in kept for r in [k, *_prefixes(k)]}
+        pinned = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
+        held = {r.key: r for k in pinned for r in [k, *_prefixes(k)]}
         return list(held.values())
 
     def _pages_of(self, requests: list[Request]) -> list[int]:
@@ -188,10 +188,10 @@ class Scheduler:
             total=request.total,
             chunked_prefill_size=request.chunked_prefill_size,
             source=0 if prefix is None else prefix.key,
-            reach=self._reach(request),
+            max_read=self._max_read(request),
         )
 
-    def _reach(self, request: Request) -> int:
+    def _max_read(self, request: Request) -> int:
         """The most tokens that the model may read of a request, or of what continues it."""
         # The last token of an answer is sampled and never read.
         return (self.cache.max_tokens if request.pinned else request.total) - 1

@@ -51,7 +51,7 @@ class StepPlan:
         PREFILL: -1, or how many likeliest tokens to report at every position.
     source : int
         FORK: key of the sequence to copy.
-    reach : int
+    max_read : int
         OPEN: the most tokens that the model may ever read of the sequence, or of one that FORK
         makes of it.
     payload : Tensor
@@ -69,7 +69,7 @@ class StepPlan:
     last: bool = False
     prompt_logprobs: int = -1
     source: int = 0
-    reach: int = 0
+    max_read: int = 0
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class StepPlan:
             int(self.last),
             self.prompt_logprobs,
             self.source,
-            self.reach,
+            self.max_read,
             len(self.payload),
         ]
 
@@ -111,7 +111,7 @@ class StepPlan:
         comm.broadcast(frame, 0, "control")
         header = frame[:HEADER].tolist()
         op, sequence, begin, end, total, chunked_prefill_size, last, logprobs = header[:8]
-        source, reach, n = header[8:11]
+        source, max_read, n = header[8:11]
         if n <= FRAME - HEADER:
             payload = frame[HEADER : HEADER + n]
         else:
@@ -119,5 +119,5 @@ class StepPlan:
             comm.broadcast(payload, 0, "control")
         return cls(
             Op(op), sequence, begin, end, total, chunked_prefill_size, bool(last), logprobs, source,
-            reach, payload,
+            max_read, payload,
         )  # fmt: skip

@@ -89,14 +89,14 @@ def mark_long_positions(model: PreTrainedModel) -> None:
         body.rotary_emb = LongRope(rope)
 
 
-def position_mark(body: nn.Module, reach: int) -> int:
+def position_mark(body: nn.Module, max_read: int) -> int:
     """What to add to every position id of a sequence.
 
     Parameters
     ----------
     body : nn.Module
         ``base_model`` of a model that `mark_long_positions` has seen.
-    reach : int
+    max_read : int
         The most tokens of the sequence that the model may ever read. It decides alone: a prompt
         is read with the long frequencies if its answer may outgrow the short ones, so that the
         keys of both go together.
@@ -107,4 +107,4 @@ def position_mark(body: nn.Module, reach: int) -> int:
         0, or `LONG`; always 0 for a model without LongRoPE.
     """
     rope = getattr(body, "rotary_emb", None)
-    return LONG if isinstance(rope, LongRope) and reach > rope.limit else 0
+    return LONG if isinstance(rope, LongRope) and max_read > rope.limit else 0

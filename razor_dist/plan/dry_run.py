@@ -152,7 +152,7 @@ class DryRun:
         chunk, prompt = chunks[index], chunks[-1].end
         cache = self._d.cache(prompt, bounded=False)
         runner = self._runner(cache, rank, allocations, self._layout)
-        self._open(runner, prompt, reach=prompt)
+        self._open(runner, prompt, max_read=prompt)
         self._skip(runner, chunks[:index])
         plan = StepPlan(
             Op.PREFILL,
@@ -168,10 +168,10 @@ class DryRun:
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
 
-    def _open(self, runner: ModelRunner, prompt: int, reach: int = 0) -> None:
+    def _open(self, runner: ModelRunner, prompt: int, max_read: int = 0) -> None:
         size = self._d.chunked_prefill_size
         step = StepPlan(
-            Op.OPEN, 0, end=prompt, total=prompt, chunked_prefill_size=size, reach=reach
+            Op.OPEN, 0, end=prompt, total=prompt, chunked_prefill_size=size, max_read=max_read
         )
         runner.execute(step)
 
