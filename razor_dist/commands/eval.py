@@ -194,7 +194,7 @@ def ablations(
     out: Out,
     head_map: Annotated[
         Path | None,
-        typer.Option(help="Of method razor. [default: the one shipped for the model]"),
+        typer.Option(help="Of method razor. [default: the model's own]"),
     ] = None,
     random_draws: Annotated[int, typer.Option(help="Draws of random heads.")] = 3,
     prefill: Prefill = "both",
@@ -207,9 +207,9 @@ def ablations(
     """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
     config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.evals.needle.studies import Ablations
-    from razor_dist.heads.head_map import HeadMap, shipped_head_map
+    from razor_dist.heads.head_map import HeadMap, default_head_map
 
-    found = HeadMap.load(head_map or shipped_head_map(config.model))
+    found = HeadMap.load(head_map or default_head_map(config.model))
     study = Ablations(found, config, _prefills(prefill), random_draws)
     settings = _grid(lengths, depths, needles, haystack, seed)
     results = _run_grid(config, settings, study.methods, [found], out)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.weights import head_map_of
 from razor_dist.heads.decision import Scores, decide, rounded
 from razor_dist.heads.head_map import (
     HeadMap,
@@ -226,3 +228,5 @@ def test_a_model_folder_brings_its_own_map(tmp_path: Path, monkeypatch: pytest.M
     assert default_head_map("smollm2") == shipped_head_map("smollm2"), "the embedded model"
     with pytest.raises(HeadMapError, match="razor-dist identify /nope --out"):
         default_head_map("/nope")
+    config = EngineConfig(model="./mine")
+    assert head_map_of(config, SHAPE, "sha256:0") == make(), "an engine takes it"
