@@ -43,16 +43,7 @@ _MAX_PROMPTS = 1024
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a batch file.
-
-    Attributes
-    ----------
-    line : Line
-    custom_id : str or None
-        ``None`` if it has none that can be used.
-    problem : str or None
-        Why it is no request; ``None`` if it is one.
-    """
+    """A line of a batch file; ``problem`` tells why it is not a request, if it is not."""
 
     line: Line
     custom_id: str | None
@@ -125,15 +116,7 @@ def _check(request: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class BatchTask:
-    """One item for each request; see `razor_dist.jobs.task.Task`.
-
-    Attributes
-    ----------
-    config : EngineConfig
-    model : str
-        The model's name in the bodies.
-    entries : list of Entry
-    """
+    """One item for each request; the bodies name the model ``model``."""
 
     config: EngineConfig
     model: str

@@ -15,7 +15,7 @@ A line of the results is a JSON object with
 ==============  =====================================================================
 ``id``          the item's
 ``status``      ``done`` or ``failed``
-``result``      what the task returned; null if it failed
+``result``      the task's; null if it failed
 ``error``       ``{"type", "message"}`` if it failed; null otherwise
 ``settings``    the hash in ``job.json``
 ``run``         how it went this time, which no other run need repeat: ``seconds``,

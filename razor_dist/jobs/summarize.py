@@ -196,16 +196,7 @@ def _joined(summaries: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class SummaryTask:
-    """One item for each document; see `razor_dist.jobs.task.Task`.
-
-    A document that cannot be read is an item that failed, with a `DocumentError`.
-
-    Attributes
-    ----------
-    config : EngineConfig
-    style : Style
-    sources : list of Source
-    """
+    """One item for each document; one that cannot be read fails with a `DocumentError`."""
 
     config: EngineConfig
     style: Style
