@@ -123,30 +123,32 @@ class PrefillContext:
         out = torch.zeros(width, kv_heads, group_size, dim, dtype=dtype, device=q.device)
         out_KGTD = out[:n].permute(1, 2, 0, 3)
         # The streaming heads' transfers are under way while the retrieval heads' ring turns.
+        # Queries and results are copies that have no name, so that none outlives its use.
         transfers = []
-        if heads.num_streaming:
-            streaming = heads.streaming_query(query)
+        if heads.num_streaming and (not self.exact or self.last):
             streaming_k, streaming_v = heads.of_streaming(k), heads.of_streaming(v)
-            if not self.exact or self.last:
-                transfers = [
-                    self._start_streaming(layer, heads, group, streaming_k, streaming_v)
-                    for group in heads.groups
-                ]
+            transfers = [
+                self._start_streaming(layer, heads, group, streaming_k, streaming_v)
+                for group in heads.groups
+            ]
         if heads.num_retrieval:
             of = heads.of_retrieval
-            retrieval = heads.retrieval_query(query)
-            found = self._ring(heads.retrieval_rows, retrieval, of(k), of(v), exact=False)
-            out_KGTD[heads.retrieval] = found.to(dtype)
+            out_KGTD[heads.retrieval] = self._ring(
+                heads.retrieval_rows, heads.retrieval_query(query), of(k), of(v), exact=False
+            ).to(dtype)
         if heads.num_streaming and self.exact:
-            rows = heads.streaming_rows
-            found = self._ring(rows, streaming, streaming_k, streaming_v, exact=True)
-            out_KGTD[heads.streaming] = found.to(dtype)
-        for group, transfer in zip(heads.groups, transfers, strict=False):
-            windowed = self._streaming[group.index].finish(
-                layer, group.rows, streaming.heads(group.part), transfer
-            )
-            if windowed is not None:
-                out_KGTD[heads.streaming[group.part]] = windowed.to(dtype)
+            of = heads.of_streaming
+            out_KGTD[heads.streaming] = self._ring(
+                heads.streaming_rows, heads.streaming_query(query), of(k), of(v), exact=True
+            ).to(dtype)
+        if transfers:
+            streaming = heads.streaming_query(query)
+            for group, transfer in zip(heads.groups, transfers, strict=True):
+                found = self._streaming[group.index].finish(
+                    layer, group.rows, streaming.heads(group.part), transfer
+                )
+                if found is not None:
+                    out_KGTD[heads.streaming[group.part]] = found.to(dtype)
         return out.flatten(1, 2)
 
     def _ring(self, rows: slice, query: Query, k: Tensor, v: Tensor, *, exact: bool) -> Tensor:

@@ -181,9 +181,9 @@ def _pass_kv(
     """
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
-    keys = torch.cat([*(s[0] for s in earlier.segments), k], dim=1)
-    values = torch.cat([*(s[1] for s in earlier.segments), v], dim=1)
-    block = torch.stack([keys, values])
+    block = torch.stack(
+        [torch.cat([*(s[i] for s in earlier.segments), new], 1) for i, new in enumerate((k, v))]
+    )
     where = _Positions(chunk, earlier, query.by_distance, k.device)
     split = len(chunk.owned(rank)[0])
     query_early, query_late = query.tokens(slice(0, split)), query.tokens(slice(split, None))
@@ -200,26 +200,23 @@ def _pass_kv(
             buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
             pending = comm.shift(block, buffer, 1, "ring")
         before, places = earlier.tokens[owner], where.block(owner)
-        block_k, block_v = block
         if owner == rank:
-            new = slice(before, None)
-            at = where.of(rank, places, new)
-            own = query.attend(block_k[:, new], block_v[:, new], causal=True, where=at)
+            at = where.of(rank, places, slice(before, None))
+            own = query.attend(*block[:, :, before:], causal=True, where=at)
             old = _see_earlier(query, rank, where, earlier, rank)
             early, late = _split(merge([own, *old]), split)
         elif owner < rank:
-            seen = slice(0, before + len(chunk.owned(owner)[0]))  # all but its late shard
-            at = where.of(rank, places, seen)
-            got = query.attend(block_k[:, seen], block_v[:, seen], where=at)
+            seen = before + len(chunk.owned(owner)[0])  # all but its late shard
+            at = where.of(rank, places, slice(0, seen))
+            got = query.attend(*block[:, :, :seen], where=at)
             got_early, got_late = _split(got, split)
             early, late = merge([early, got_early]), merge([late, got_late])
         else:
             at = where.of(rank, places, shards=slice(1, None))
-            late = merge([late, query_late.attend(block_k, block_v, where=at)])
+            late = merge([late, query_late.attend(*block, where=at)])
             if before:
-                seen = slice(0, before)
-                at = where.of(rank, places, seen, slice(0, 1))
-                got = query_early.attend(block_k[:, seen], block_v[:, seen], where=at)
+                at = where.of(rank, places, slice(0, before), slice(0, 1))
+                got = query_early.attend(*block[:, :, :before], where=at)
                 early = merge([early, got])
     return Partial(torch.cat([early.out, late.out], 2), torch.cat([early.lse, late.lse], 2))
 
