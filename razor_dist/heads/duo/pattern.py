@@ -263,8 +263,8 @@ def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     """
     if head_map.windows is not None:
         raise HeadMapError(
-            f"the head map of {head_map.model!r} gives each streaming head its own window, and a "
-            "DuoAttention pattern has one for all: it cannot be exported"
+            f"the head map of {head_map.model!r} gives each streaming head a window of its own, "
+            "and a DuoAttention pattern has one for all: it cannot be exported"
         )
     flags = [flag for row in head_map.retrieval for flag in row]
     # A fraction k / n, of which ceil(k / n (n - 1)) is k again for k below n.
