@@ -72,18 +72,13 @@ class DemoAnswer:
 
 def main() -> int:
     """Entry point; returns 0 only if the answer holds the hidden number."""
-    cores = len(os.sched_getaffinity(0))
-    ranks = min(max(2, cores), _MOST_RANKS)
+    ranks = min(max(2, len(os.sched_getaffinity(0))), _MOST_RANKS)
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="Other flags go to razor-dist serve, such as --window-ratio 5.",
     )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        default=ranks,
-        help=f"ranks (default: one for each core, from 2 to {_MOST_RANKS}; here {ranks})",
-    )
+    text = f"ranks (default: one for each core, from 2 to {_MOST_RANKS}; here {ranks})"
+    parser.add_argument("--world-size", type=int, default=ranks, help=text)
     options, serve_flags = parser.parse_known_args()
     signal.signal(signal.SIGTERM, _as_interrupt)  # `kill` must end the server too
     console = Console(highlight=False)
@@ -123,7 +118,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     with contextlib.ExitStack() as stack:
         with _activity(f"starting {world_size} ranks", console):
             url = stack.enter_context(server(*flags, *serve_flags))
-            client = stack.enter_context(httpx.Client(base_url=url, trust_env=False))
+            client = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60.0))
             _wait_until_healthy(client)
         console.print(f"   ready on {url} after {time.monotonic() - began:.0f} s")
         console.print(
@@ -131,16 +126,11 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
             f"with one sentence hidden after {DEPTH} % of it:\n   [italic]{SENTENCE}[/]\n"
             f"   and at the end a question: [italic]{QUESTION}[/]"
         )
-        before = _get(client, "/stats")
+        before = client.get("/stats").raise_for_status().json()
         answer = ask(client, f"{document}\n\n{QUESTION}", console)
-        saved = Savings.between(
-            before,
-            _get(client, "/stats"),
-            tokens=answer.prompt_tokens + answer.completion_tokens,
-            prompt_tokens=answer.prompt_tokens,
-            token_bytes=full_kv_bytes(folder),
-        )
-    right = NUMBER in re.findall(r"\d+", answer.text)
+        after = client.get("/stats").raise_for_status().json()
+    tokens = answer.prompt_tokens + answer.completion_tokens
+    saved = Savings.between(before, after, tokens, answer.prompt_tokens, full_kv_bytes(folder))
     console.print("[bold]3.[/] what it took\n", saved.tables())
     console.print(
         f"{answer.first_token_seconds:.1f} s to the first token of the answer, then "
@@ -148,6 +138,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
         f"prompt of {answer.prompt_tokens:,}); {world_size} ranks on "
         f"{len(os.sched_getaffinity(0))} cores"
     )
+    right = NUMBER in re.findall(r"\d+", answer.text)
     verdict = "[green]right[/]" if right else f"[red]wrong[/]: it does not say {NUMBER}"
     console.print(f"The answer is {verdict}.")
     return 0 if right else 1
@@ -188,13 +179,10 @@ def server(*flags: str) -> Iterator[str]:
     ServingError
         If it ends before it serves.
     """
-    code = (
-        "import sys; from razor_dist.frontend.guard import die_with_parent; "
-        f"die_with_parent({os.getpid()}); "  # even if this process is killed
-        "from razor_dist.cli import main; sys.exit(main())"
-    )
+    # It dies with this process, even if that is killed.
+    guard = [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), "razor_dist"]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", "--port=0", "--log-level=warning", *flags],
+        [*guard, "serve", "--port=0", "--log-level=warning", *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -217,31 +205,32 @@ def server(*flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show for how long something is under way; yields what takes its progress in tokens."""
-    if console.is_terminal:
-        columns = (
-            SpinnerColumn("line"),
-            TextColumn(text),
-            BarColumn(),
-            TextColumn("{task.fields[tokens]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=None, tokens="")
-            yield lambda done, total: bar.update(
-                task, total=total, completed=done, tokens=f"{done:,} of {total:,} tokens"
-            )
-        return
-    console.print(f"   {text} ...")
-    told = time.monotonic()
+    """Show that something is under way: a bar on a terminal, else lines now and then.
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if done == total or time.monotonic() - told > _LINE_SECONDS:
-            told = time.monotonic()
-            console.print(f"   {text}: {done:,} of {total:,} tokens")
+    Yields a function that takes the tokens that are done, and their total.
+    """
+    columns = (
+        SpinnerColumn("line"),
+        TextColumn(text),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    told, lines = time.monotonic(), not console.is_terminal
+    with Progress(*columns, console=console, disable=lines) as bar:
+        task = bar.add_task("", total=None)
 
-    yield tell
+        def tell(done: int, total: int) -> None:
+            nonlocal told
+            count = f"{done:,} of {total:,} tokens"
+            bar.update(task, total=total, completed=done, description=count)
+            if lines and (done == total or time.monotonic() - told > _LINE_SECONDS):
+                told = time.monotonic()
+                console.print(f"   {text}: {count}")
+
+        if lines:
+            console.print(f"   {text} ...")
+        yield tell
 
 
 def _wait_until_healthy(client: httpx.Client) -> None:
@@ -250,13 +239,6 @@ def _wait_until_healthy(client: httpx.Client) -> None:
         if time.monotonic() > deadline:
             raise ServingError("the server does not become healthy")
         time.sleep(0.2)
-
-
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
-    response = client.get(path, timeout=60.0)
-    response.raise_for_status()
-    found: dict[str, Any] = response.json()
-    return found
 
 
 def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
@@ -276,8 +258,7 @@ def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
         "stream_options": {"include_usage": True},
         "return_progress": True,
     }
-    begin = time.monotonic()
-    first: float | None = None
+    begin, first = time.monotonic(), 0.0
     pieces: list[str] = []
     usage: dict[str, int] = {}
     with (
@@ -291,11 +272,10 @@ def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
             if "error" in event:
                 raise ServingError(f"the server failed: {event['error']['message']}")
             usage = event.get("usage") or usage
-            if "prompt_progress" in event:
-                told = event["prompt_progress"]
+            if told := event.get("prompt_progress"):
                 progress(told["processed"], told["total"])
             for piece in filter(None, (c["delta"].get("content") for c in event["choices"])):
-                if first is None:
+                if not pieces:
                     first = time.monotonic() - begin
                     reading.close()
                     console.print("   [bold]answer:[/] ", end="")
@@ -303,7 +283,7 @@ def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
                 console.print(piece, end="", style="cyan", markup=False, soft_wrap=True)
     total = time.monotonic() - begin
     console.print()
-    if first is None:
+    if not pieces:
         raise ServingError("the answer is empty")
     counted = usage["prompt_tokens"], usage["completion_tokens"]
     return DemoAnswer("".join(pieces), *counted, first, total)
@@ -311,9 +291,7 @@ def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
 
 def events(lines: Iterable[str]) -> Iterator[Any]:
     """Yield the data of server-sent events up to ``[DONE]``; comments are skipped."""
-    for line in lines:
-        if line == "data: [DONE]":
-            return
+    for line in itertools.takewhile(lambda line: line != "data: [DONE]", lines):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
 

@@ -7,15 +7,9 @@ from typing import Literal
 
 
 def markdown(rows: Iterable[Sequence[str]], align: Literal["left", "numbers"] = "left") -> str:
-    """A Markdown table.
+    """Return a Markdown table whose head is the first of the rows.
 
-    Parameters
-    ----------
-    rows : iterable of sequence of str
-        The first is the head; all have as many cells.
-    align : str
-        ``left``: as the reader's program has it, which is to the left. ``numbers``: every column
-        but the first to the right.
+    With ``numbers``, every column but the first is aligned to the right.
     """
     head, *body = rows
     others = "---:" if align == "numbers" else "---"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -38,21 +39,15 @@ def machine() -> dict[str, Any]:
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name, as well as the system tells it."""
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def note_run(folder: Path, config: JobConfig) -> None:
     """Add the settings and the machine of a run to a folder; earlier runs stay listed.
 
-    Raises
-    ------
-    ConfigError
-        If the list of earlier runs is damaged.
+    Raises `ConfigError` if the list of those is damaged.
     """
     path = folder / ENVIRONMENT
     try:

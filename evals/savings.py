@@ -9,56 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 
-def full_kv_bytes(folder: Path, itemsize: int = 4) -> int:
-    """Bytes per token of all heads: ``2 · layers · kv_heads · head_dim · itemsize``.
+def full_kv_bytes(folder: Path) -> int:
+    """Return the bytes of a token's keys and values in all heads of a model, in float32.
 
-    Parameters
-    ----------
-    folder : Path
-        Of a model of Llama's form.
-    itemsize : int
-        Bytes of one number; float32, the dtype on CPU, has 4.
+    The model is of Llama's form: ``2 · layers · kv_heads · head_dim · 4``.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(
-        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * itemsize
-    )
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 4)
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Memory and traffic of one request.
-
-    Attributes
-    ----------
-    world_size : int
-    tokens, prompt_tokens : int
-        Prompt and answer together; the prompt alone.
-    kv_bytes_per_rank : int
-        Measured: the most that any rank held.
-    bytes_sent : dict
-        Measured: bytes between ranks by purpose, all ranks together.
-    retrieval_fraction : float
-        Of the KV heads.
-    token_bytes : int
-        Of a token's keys and values in all heads.
-    """
+    """Memory and traffic of one request."""
 
     world_size: int
-    tokens: int
+    tokens: int  # of prompt and answer
     prompt_tokens: int
-    kv_bytes_per_rank: int
-    bytes_sent: dict[str, int]
-    retrieval_fraction: float
-    token_bytes: int
+    token_bytes: int  # of a token's keys and values in all heads
+    kv_bytes_per_rank: int  # measured: the most that any rank held
+    bytes_sent: dict[str, int]  # measured: between ranks by purpose, all ranks together
+    retrieval_fraction: float  # of the KV heads
 
     @classmethod
     def between(
-        cls, before: Mapping[str, Any], after: Mapping[str, Any], **counted: int
+        cls,
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        tokens: int,
+        prompt_tokens: int,
+        token_bytes: int,
     ) -> Savings:
         """Subtract the engine's counters (``GET /stats``) before a request from those after it.
 
@@ -66,11 +49,13 @@ class Savings:
         """
         sent = {p: n - before["bytes_sent"][p] for p, n in after["bytes_sent"].items()}
         return cls(
-            world_size=after["world_size"],
+            after["world_size"],
+            tokens,
+            prompt_tokens,
+            token_bytes,
             kv_bytes_per_rank=max(after["peak_kv_bytes_per_rank"]),
             bytes_sent={purpose: n for purpose, n in sent.items() if n},
             retrieval_fraction=after["retrieval_fraction"],
-            **counted,
         )
 
     @property
@@ -102,14 +87,14 @@ class Savings:
         return Group(*parts, *([self._traffic()] if self.world_size > 1 else []))
 
     def _memory(self) -> Table:
-        kept, share = self.kv_bytes_per_rank, self.full_per_rank
+        held, share = self.kv_bytes_per_rank, self.full_per_rank
         table = _table("keys and values", "MB", "razor / it")
-        table.add_row("razor, most on one rank (measured)", _mb(kept), "")
+        table.add_row("razor, most on one rank (measured)", _mb(held), "")
+        full = {"all on one rank": share * self.world_size}
         if self.world_size > 1:
-            name = f"full attention, a rank's share of {self.world_size}"
-            table.add_row(name, _mb(share), f"{kept / share:.2f}")
-        alone = share * self.world_size
-        table.add_row("full attention, all on one rank", _mb(alone), f"{kept / alone:.2f}")
+            full = {f"a rank's share of {self.world_size}": share, **full}
+        for name, nbytes in full.items():
+            table.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
         return table
 
     def _traffic(self) -> Table:
@@ -118,18 +103,14 @@ class Savings:
         if self.retrieval_fraction:
             rows["full attention, its ring alone"] = self.full_ring_bytes
         table = _table("sent between ranks", "MB", "bytes / prompt token")
-        for number, (name, sent) in enumerate(rows.items()):
-            if number == len(self.bytes_sent):
-                table.add_section()
-            table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}")
+        for number, (name, sent) in enumerate(rows.items(), 1):
+            last = number == len(self.bytes_sent)
+            table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}", end_section=last)
         return table
 
 
-def _table(*headings: str) -> Table:
-    table = Table()
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    return table
+def _table(name: str, *numbers: str) -> Table:
+    return Table(name, *(Column(number, justify="right") for number in numbers))
 
 
 def _mb(nbytes: float) -> str:

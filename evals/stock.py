@@ -16,12 +16,7 @@ def load_stock(
 ) -> PreTrainedModel:
     """Load the model that an engine of such settings would serve, in the same dtype.
 
-    Parameters
-    ----------
-    config : EngineConfig
-    device : torch.device
-    attention : str
-        One of transformers' implementations.
+    ``attention`` is one of transformers' implementations.
     """
     trust = config.trust_remote_code
     with no_progress_bars():

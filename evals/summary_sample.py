@@ -18,7 +18,6 @@ from razor_dist.config.errors import ConfigError
 
 _GPL = Path("/usr/share/common-licenses/GPL-3")
 _LICENCE = Path(os.__file__).with_name("LICENSE.txt")
-_TOPIC = "specialnames"
 
 
 def write_sample(folder: Path) -> list[Path]:
@@ -31,10 +30,13 @@ def write_sample(folder: Path) -> list[Path]:
     """
     from pydoc_data.topics import topics
 
-    texts = {"gpl-3.txt": _read(_GPL), "special-names.txt": topics[_TOPIC]}
     page = _pdf(_read(_LICENCE))
-    files = {name: text.encode() for name, text in texts.items()}
-    files |= {"python-licence.pdf": page, "broken.pdf": page[: len(page) // 2]}
+    files = {
+        "gpl-3.txt": _read(_GPL).encode(),
+        "special-names.txt": topics["specialnames"].encode(),
+        "python-licence.pdf": page,
+        "broken.pdf": page[: len(page) // 2],
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)

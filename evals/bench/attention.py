@@ -31,26 +31,14 @@ _SECONDS = {"cuda": 0.5, "cpu": 0.1}
 
 def measure_attention(
     device: torch.device, kv_heads: Sequence[int], queries: int, keys: int
-) -> tuple[dict[str, Any], Table]:
-    """Measure every path of `paths`, on CUDA in a graph.
+) -> tuple[dict[str, Any], list[Table]]:
+    """Measure every path of `paths`: in bf16 and in a graph on CUDA, in float32 on CPU.
 
-    Parameters
-    ----------
-    device : torch.device
-        bf16 on CUDA, float32 on CPU.
-    kv_heads : sequence of int
-        K, one after the other.
-    queries, keys : int
-        T and S; every query sees every key.
-
-    Returns
-    -------
-    figures : dict
-    table : Table
+    ``kv_heads`` are values of K, one after the other. T queries all see S keys.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ceilings = measure_ceilings(device, dtype)
-    paths_found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     rows = [["path", "KV heads", "µs", "GB/s", "of read", "TFLOP/s", "of matmul", "lse error", ""]]
     for heads in kv_heads:
         nbytes = 2 * heads * keys * HEAD_DIM * dtype.itemsize
@@ -71,11 +59,11 @@ def measure_attention(
                 cells = [f"{1e6 * seconds:,.1f}", f"{read / 1e9:,.1f}"]
                 cells += [f"{read / ceilings.bandwidth:.2f}", f"{multiplied / 1e12:,.3f}"]
                 cells += [f"{multiplied / ceilings.matmul:.2f}", f"{found['lse_error']:.1e}"]
-            paths_found.append(found)
+            measured.append(found)
             rows.append([name, str(heads), *cells, found["status"]])
-    figures = {"queries": queries, "keys": keys, "ceilings": vars(ceilings), "paths": paths_found}
+    figures = {"queries": queries, "keys": keys, "ceilings": vars(ceilings), "paths": measured}
     title = f"T = {queries:,} over S = {keys:,}, G = {GROUP}, D = {HEAD_DIM}, {dtype}:"
-    return figures, Table(title, rows)
+    return figures, [Table(title, rows)]
 
 
 @torch.inference_mode()
@@ -106,13 +94,14 @@ def _measure(
 
 
 def recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Record a step into a CUDA graph; returns what replays it."""
+    """Record a step into a CUDA graph, and return a function that replays it."""
     recorder = CudaRecorder(device)
     recorder.warm_up(step)
     return recorder.record(step)
 
 
 def _checked(q: Tensor) -> Tensor:
+    """Return the indices of queries that are compared."""
     count = min(_CHECKED_QUERIES, q.shape[2])
     return torch.linspace(0, q.shape[2] - 1, count, device=q.device).long()
 
@@ -122,9 +111,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     rows = q[:, :, _checked(q)].double()
     scores = torch.einsum("kgtd,ksd->kgts", rows, k.double()) * q.shape[-1] ** -0.5
     return torch.einsum("kgts,ksd->kgtd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
-
-
-# ------------------------------------------------------------------------- paths
 
 
 def paths() -> dict[str, Attend]:
@@ -173,21 +159,12 @@ def _scaled_dot_product(
 
 def _seqused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Call flash on ragged sequences, whose number of keys is read on the device: graph-safe."""
-    heads, group, queries, dim = q.shape
-    lengths = (queries, k.shape[1])
+    lengths = (q.shape[2], k.shape[1])
     ends = [torch.arange(2, dtype=torch.int32, device=q.device) * n for n in lengths]
-    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q.reshape(heads * group, queries, dim).transpose(0, 1),
-        k.transpose(0, 1),
-        v.transpose(0, 1),
-        *ends,
-        *lengths,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=ends[1][1:],
-    )
+    rows = (x.transpose(0, 1) for x in (q.flatten(0, 1), k, v))
+    forward = torch.ops.aten._flash_attention_forward.default
+    options = {"scale": scale, "seqused_k": ends[1][1:]}
+    out, lse, *_ = forward(*rows, *ends, *lengths, 0.0, False, False, **options)
     return out.transpose(0, 1).reshape(q.shape), lse.reshape(q.shape[:3])
 
 

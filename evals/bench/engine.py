@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -65,100 +65,83 @@ def run(settings: EngineBenchSettings) -> BenchRecord:
     return BenchRecord("engine", settings, figures, tables, [note])
 
 
-# ------------------------------------------------------------------- one process
+def stock_engine(settings: EngineBenchSettings) -> Generate:
+    """Load transformers' own model, and return its ``generate`` with sdpa attention."""
+    config = settings.config("full")
+    device = torch_device(config, 0)
+    model: Any = load_stock(config, device)
+    # Lengths are fixed: nothing ends a text.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
 
+    def generate(prompt: list[int], new_tokens: int) -> TimedRun:
+        ids, clock = torch.tensor([prompt], device=device), _Clock()
+        mask, begin = torch.ones_like(ids), time.perf_counter()
+        length = {"max_new_tokens": new_tokens, "do_sample": False}
+        model.generate(ids, attention_mask=mask, streamer=clock, **length)
+        (_, *stamps), (_, *tokens) = clock.stamps, clock.tokens  # the prompt comes first
+        assert len(stamps) == new_tokens
+        return TimedRun.from_stamps(begin, stamps, tokens)
 
-class StockModel:
-    """transformers' own model and ``generate``, with sdpa attention."""
-
-    def __init__(self, settings: EngineBenchSettings) -> None:
-        config = settings.config("full")
-        self._device = torch_device(config, 0)
-        self._model: Any = load_stock(config, self._device)
-        # Lengths are fixed: nothing ends a text.
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
-
-    def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
-        """Return one run."""
-        ids = torch.tensor([prompt], device=self._device)
-        clock = _Clock()
-        begin = time.perf_counter()
-        self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            streamer=clock,
-        )
-        assert len(clock.stamps) == new_tokens
-        return TimedRun.from_stamps(begin, clock.stamps, clock.tokens)
+    return generate
 
 
 class _Clock:
-    """A streamer for ``generate`` that notes when each token comes."""
+    """A streamer for ``generate`` that notes when the prompt and each token come."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
         self.tokens: list[int] = []
-        self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then every token."""
-        if self._prompt_seen:
-            self.tokens += value.flatten().tolist()
-            self.stamps.append(time.perf_counter())
-        self._prompt_seen = True
+        """Note the last token of what came."""
+        self.tokens.append(int(value.flatten()[-1]))
+        self.stamps.append(time.perf_counter())
 
     def end(self) -> None:
-        """Do nothing at the end."""
+        """Do nothing."""
 
 
 class OwnEngine:
-    """Our engine in this process, one rank."""
+    """Our engine in this process, one rank; ``steady`` as `TimedRun.from_stamps` has it."""
 
-    def __init__(self, engine: RankEngine) -> None:
+    def __init__(self, engine: RankEngine, *, steady: bool = False) -> None:
         self.vocab_size: int = engine.info["vocab_size"]
-        self.core = engine.core
+        self.runner = engine.runner
+        self._core, self._steady = engine.core, steady
 
     @property
     def in_graphs(self) -> bool:
-        """Whether decode steps are replayed from CUDA graphs."""
-        graphs = self.core.runner.graphs
-        return graphs is not None and graphs.enabled
-
-    @property
-    def peak_kv_bytes(self) -> int:
-        """Most bytes of keys and values held at once."""
-        return self.core.runner.peak_kv_bytes
+        """True if decode steps are replayed from CUDA graphs."""
+        return self.runner.graphs is not None and self.runner.graphs.enabled
 
     def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
-        """Return one run."""
-        return TimedRun.from_stamps(*self.trace(prompt, new_tokens))
+        """Time one run."""
+        stamps: list[float] = []
+        tokens: list[int] = []
+        synchronize(self.runner.device)
+        begin = time.perf_counter()
+        for token in self.stream(prompt, new_tokens):
+            stamps.append(time.perf_counter())
+            tokens.append(token)
+        return TimedRun.from_stamps(begin, stamps, tokens, steady=self._steady)
 
-    def trace(self, prompt: list[int], new_tokens: int) -> tuple[float, list[float], list[int]]:
-        """Return when one run began, when its tokens came, and the tokens.
+    def stream(self, prompt: list[int], new_tokens: int) -> Iterator[int]:
+        """Yield each token once the device has computed it: one step of the engine for each.
 
         Raises
         ------
         EngineError
             If the model computes no numbers.
         """
-        stamps: list[float] = []
-        tokens: list[int] = []
-        device = self.core.runner.device
-        synchronize(device)
-        begin = time.perf_counter()
-        self.core.add("bench", prompt, greedy(new_tokens))
-        while self.core.has_work:
-            for message in self.core.step():
+        self._core.add("bench", prompt, greedy(new_tokens))
+        while self._core.has_work:
+            for message in self._core.step():
                 if message["t"] == "error":
                     raise exception_of(message)
                 if message["t"] == "token":
-                    synchronize(device)
-                    stamps.append(time.perf_counter())
-                    tokens.append(message["token"])
-        return begin, stamps, tokens
+                    synchronize(self.runner.device)
+                    yield message["token"]
 
 
 def greedy(new_tokens: int) -> SamplingParams:
@@ -167,16 +150,9 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 
 def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], int]:
-    """Time transformers against our engine, razor and full, in this process.
-
-    Returns
-    -------
-    timings : dict of name to Timing
-        Under `STOCK` and the values of `OWN`.
-    vocab_size : int
-    """
+    """Time transformers against our engine, razor and full; return also the vocabulary's size."""
     torch.set_num_threads(settings.threads)
-    engines: dict[str, Generate] = {STOCK: StockModel(settings)}
+    engines: dict[str, Generate] = {STOCK: stock_engine(settings)}
     for attention, name in OWN.items():
         config = settings.config(attention)
         own = OwnEngine(build_engine(config, Communicator(None), torch_device(config, 0)))
@@ -189,19 +165,11 @@ def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], int]:
     return timings, vocab_size
 
 
-# ------------------------------------------------------------------------ ranks
-
-
 def ranks(settings: EngineBenchSettings, vocab_size: int) -> dict[str, Timing]:
     """Time our engine on ranks of this host, razor, then full attention, at every world size.
 
-    Razor's are timed in turn, so that a busy machine slows them alike; full attention's run once,
-    for bytes. What is measured besides time is in each `Timing.stats`.
-
-    Returns
-    -------
-    dict of name to Timing
-        Under `rank_name` of attention and world size.
+    Razor's take turns, so that a busy machine slows them alike; full attention's run once, for
+    bytes. Each `Timing.stats` has the bytes. The keys are of `rank_name`.
     """
     prompt = random_tokens(vocab_size, settings.prompt_tokens, settings.seed)
     with ExitStack() as stack:
@@ -228,11 +196,12 @@ def rank_name(attention: str, world_size: int) -> str:
 
 
 def _llm(settings: EngineBenchSettings, attention: str, world_size: int) -> LLM:
-    config = settings.config(attention, world_size)
-    return LLM(**config.model_dump(exclude_unset=True))
+    return LLM(**settings.config(attention, world_size).model_dump(exclude_unset=True))
 
 
 def _generate_with(llm: LLM) -> Generate:
+    """Return runs of an engine on ranks."""
+
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
         [output] = llm.generate(prompt, greedy(new_tokens))
         first, total = output.metrics.time_to_first_token, output.metrics.total_seconds
@@ -244,8 +213,7 @@ def _generate_with(llm: LLM) -> Generate:
 
 def _measure(llm: LLM, prompt: list[int]) -> dict[str, Any]:
     """Count bytes: KV held at most on each rank, sent for a prompt, sent for one more token."""
-    few, more = 1, 9
-    counters = [llm.stats()]
+    few, more, counters = 1, 9, [llm.stats()]
     for new_tokens in (few, more):
         llm.generate(prompt, greedy(new_tokens))
         counters.append(llm.stats())
@@ -261,20 +229,17 @@ def _measure(llm: LLM, prompt: list[int]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- figures
-
-
 @dataclass(frozen=True)
 class Ratio:
-    """One comparison of two medians, and the bar it is held to (None: reported only)."""
+    """A comparison of two medians, and the bar it is held to (None: reported only)."""
 
     name: str
     value: float
-    bar: float | None = None
+    bar: float | None
 
     @property
     def met(self) -> bool | None:
-        """Whether the bar is met; None without one."""
+        """True if the bar is met; None without one."""
         return None if self.bar is None else self.value <= self.bar
 
 
@@ -285,21 +250,25 @@ def ratios(
     stock = single[STOCK]
     found = []
     for attention, name in OWN.items():
-        own, held = single[name], attention == "razor"
-        against = f"{attention} / transformers"
-        found += [
-            Ratio(f"prefill, {against}", own.prefill / stock.prefill, 0.75 if held else None),
-            Ratio(f"decode, {against}", own.decode / stock.decode, 0.6 if held else None),
-        ]
+        bars = (0.75, 0.6) if attention == "razor" else (None, None)
+        found += _compared(f"{attention} / transformers", single[name], stock, *bars)
     first, *others = world_sizes
     one = parallel[rank_name("razor", first)]
     for size in others:
         many = parallel[rank_name("razor", size)]
-        against = f"razor, P={size} / P={first}"
         bar = 1.5 if (first, size) == (1, 8) else None
-        found.append(Ratio(f"prefill, {against}", many.prefill / one.prefill, bar))
-        found.append(Ratio(f"decode, {against}", many.decode / one.decode))
+        found += _compared(f"razor, P={size} / P={first}", many, one, bar)
     return found
+
+
+def _compared(
+    name: str, a: Timing, b: Timing, prefill: float | None, decode: float | None = None
+) -> list[Ratio]:
+    """Return both ratios; ``prefill`` and ``decode`` are their bars."""
+    return [
+        Ratio(f"prefill, {name}", a.prefill / b.prefill, prefill),
+        Ratio(f"decode, {name}", a.decode / b.decode, decode),
+    ]
 
 
 def _times(timings: Sequence[Timing]) -> Table:
@@ -310,12 +279,10 @@ def _times(timings: Sequence[Timing]) -> Table:
 def _bytes(timings: Sequence[Timing], tokens: int) -> Table:
     held = [f"{max(t.stats['kv_bytes_per_rank']) / 1e6:.1f}" for t in timings]
     rows = [["", *(t.name for t in timings)], ["KV on the fullest rank, MB", *held]]
-    for purpose in _PREFILL:
-        sent = [f"{t.stats['prefill_bytes'][purpose] / tokens:,.0f}" for t in timings]
-        rows.append([f"prefill: {purpose}, B/token", *sent])
-    for purpose in _DECODE:
-        sent = [f"{t.stats['decode_bytes'][purpose]:,.0f}" for t in timings]
-        rows.append([f"decode: {purpose}, B/token", *sent])
+    for phase, purposes, per in (("prefill", _PREFILL, tokens), ("decode", _DECODE, 1)):
+        for purpose in purposes:
+            sent = [f"{t.stats[f'{phase}_bytes'][purpose] / per:,.0f}" for t in timings]
+            rows.append([f"{phase}: {purpose}, B/token", *sent])
     return Table("Bytes, measured; sent by all ranks together:", rows)
 
 

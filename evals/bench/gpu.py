@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,21 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import razor_dist
-from razor_dist.engine.build import make_engine
-from razor_dist.engine.messages import exception_of
 from razor_dist.evals.bench import shape
 from razor_dist.evals.bench.attention import measure_attention, recorded
-from razor_dist.evals.bench.engine import OwnEngine, greedy
-from razor_dist.evals.bench.measure import fastest, synchronize
+from razor_dist.evals.bench.measure import fastest
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import GpuBenchSettings, ShapeBenchSettings
 from razor_dist.evals.bench.timing import random_tokens
-from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
 
 log = logging.getLogger(__name__)
 
-PACKAGE = Path(razor_dist.__file__).parent
+_PACKAGE = Path(razor_dist.__file__).parent
+_SHAPES = _PACKAGE / "configs" / "shapes"
 # A part's figures and tables; ``failed`` or ``skipped`` among the figures gives a reason.
 PartResult = tuple[dict[str, Any], list[Table]]
-_NO_GPU: PartResult = ({"skipped": "needs a CUDA device"}, [])
-
-# ------------------------------------------------------------------------- parts
 
 _OPS = (
     "_scaled_dot_product_flash_attention",
@@ -92,25 +86,20 @@ def launch(device: torch.device) -> PartResult:
 
 def decode(device: torch.device) -> PartResult:
     """Measure one query's attention, with 1 and 2 KV heads."""
-    figures, table = measure_attention(device, (1, 2), 1, 131072 if device.type == "cuda" else 4096)
-    return figures, [table]
+    return measure_attention(device, (1, 2), 1, 131072 if device.type == "cuda" else 4096)
 
 
 def prefill(device: torch.device) -> PartResult:
     """Measure a chunk's attention to a long prefix."""
     queries, keys = (32768, 131072) if device.type == "cuda" else (256, 4096)
-    figures, table = measure_attention(device, (1,), queries, keys)
-    return figures, [table]
+    return measure_attention(device, (1,), queries, keys)
 
 
 def shape_settings(device: torch.device) -> ShapeBenchSettings:
     """Return the model's sizes and prompt for a kind of device."""
-    folder = PACKAGE / "configs" / "shapes"
+    large, small = (str(_SHAPES / name) for name in ("glm-4-9b-chat-1m", "glm-quarter"))
     if device.type == "cuda":
-        return ShapeBenchSettings(
-            shape=str(folder / "glm-4-9b-chat-1m"), tokens="128K", device="cuda", repeats=2
-        )
-    small = str(folder / "glm-quarter")
+        return ShapeBenchSettings(shape=large, tokens="128K", device="cuda", repeats=2)
     return ShapeBenchSettings(shape=small, tokens="512", device="cpu", repeats=1, new_tokens=4)
 
 
@@ -127,20 +116,13 @@ def replay(device: torch.device) -> PartResult:
     config = settings.config(length + 16)
     d = Deployment.of(config, "cuda" if cuda else "cpu", settings.kept)
     model = shape.random_model(settings.shape, device, d.dtype)
-    built = make_engine(model, config, d.decision.retrieval, Communicator(None), eos_token_ids=())
-    engine = OwnEngine(built)
-    engine.core.add("bench", random_tokens(engine.vocab_size, length, 0), greedy(16))
-    tokens = 0
-    while tokens < 8:  # the second step is recorded, the others are replayed
-        messages = engine.core.step()
-        if error := next((message for message in messages if message["t"] == "error"), None):
-            raise exception_of(error)
-        tokens += sum(message["t"] == "token" for message in messages)
-    synchronize(device)
+    engine = shape.engine_around(model, d)
+    tokens = engine.stream(random_tokens(engine.vocab_size, length, 0), 16)
+    for _ in range(8):  # the second step is recorded, the others are replayed
+        next(tokens)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiled:
-        engine.core.step()
-        synchronize(device)
+        next(tokens)
     count, micro = Counter[str](), Counter[str]()
     for event in profiled.events():
         leaf = event.name.startswith("aten::") and not event.cpu_children
@@ -148,19 +130,14 @@ def replay(device: torch.device) -> PartResult:
             count[event.name] += 1
             micro[event.name] += round(event.time_range.elapsed_us())
     launches = sum(count.values())
-    figures = {
-        "tokens": length,
-        "in_graphs": engine.in_graphs,
-        "launches": launches,
-        "launches_per_layer": launches / d.shape.layers,
-        "microseconds": micro,
-        "count": count,
-    }
+    per_layer = launches / d.shape.layers
+    figures = {"tokens": length, "in_graphs": engine.in_graphs, "launches": launches}
+    figures |= {"launches_per_layer": per_layer, "microseconds": micro, "count": count}
     rows = [["kernel" if cuda else "op", "count", "µs"]]
     rows += [[name[:80], str(count[name]), f"{us:,}"] for name, us in micro.most_common(12)]
     title = (
         f"One decode step after {length:,} tokens, {'' if engine.in_graphs else 'not '}replayed "
-        f"from a CUDA graph: {launches:,} launches, {launches / d.shape.layers:.0f} a layer, "
+        f"from a CUDA graph: {launches:,} launches, {per_layer:.0f} a layer, "
         f"{sum(micro.values()) / 1e3:.2f} ms:"
     )
     return figures, [Table(title, rows)]
@@ -168,9 +145,9 @@ def replay(device: torch.device) -> PartResult:
 
 def gpu_tests(device: torch.device) -> PartResult:
     """Run the tests that need a GPU; their output is the part's log."""
-    folder = PACKAGE.parent / "tests"
+    folder = _PACKAGE.parent / "tests"
     if device.type != "cuda":
-        return _NO_GPU
+        return {"skipped": "needs a CUDA device"}, []
     if not folder.is_dir():
         return {"skipped": f"there is no folder {folder}; run from a checkout"}, []
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--timeout=180"]
@@ -187,25 +164,15 @@ def gpu_tests(device: torch.device) -> PartResult:
     return figures, [Table("Tests:", [[lines[-1]], *failed], "left")]
 
 
-# ------------------------------------------------------------------- the command
-
-
-@dataclass(frozen=True)
-class GpuPart:
-    """A part of the bench, and the largest share of the whole time that it may take."""
-
-    measure: Callable[[torch.device], PartResult]
-    share: float
-
-
-PARTS = {
-    "versions": GpuPart(versions, 0.15),
-    "launch": GpuPart(launch, 0.15),
-    "decode": GpuPart(decode, 0.25),
-    "prefill": GpuPart(prefill, 0.25),
-    "shape": GpuPart(model_shape, 0.4),
-    "replay": GpuPart(replay, 0.3),
-    "tests": GpuPart(gpu_tests, 1.0),
+# The parts, and the largest share of the whole time that each may take.
+PARTS: dict[str, tuple[Callable[[torch.device], PartResult], float]] = {
+    "versions": (versions, 0.15),
+    "launch": (launch, 0.15),
+    "decode": (decode, 0.25),
+    "prefill": (prefill, 0.25),
+    "shape": (model_shape, 0.4),
+    "replay": (replay, 0.3),
+    "tests": (gpu_tests, 1.0),
 }
 
 
@@ -218,9 +185,9 @@ def run(settings: GpuBenchSettings) -> BenchRecord:
     began = time.monotonic()
     parts: dict[str, dict[str, Any]] = {}
     rows, tables = [["part", "s", "status"]], []
-    for name, part in PARTS.items():
+    for name, (_, share) in PARTS.items():
         start, whole = time.monotonic(), 60 * settings.minutes
-        limit = min(began + whole - start, part.share * whole)
+        limit = min(began + whole - start, share * whole)
         found: dict[str, Any] = {"failed": "no time was left"}
         if limit > 0:
             found = call(__name__, "run_part", name, device, seconds=limit, log=out / f"{name}.log")
@@ -239,5 +206,6 @@ def run_part(name: str, device: str) -> dict[str, Any]:
     """Run a part in this process."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    figures, tables = PARTS[name].measure(where)
+    measure, _ = PARTS[name]
+    figures, tables = measure(where)
     return {**figures, "tables": [asdict(table) for table in tables]}

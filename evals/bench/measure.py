@@ -7,9 +7,11 @@ measured in this process, in the dtype and with the threads of the runs that are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,71 +29,50 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Peak:
-    """Seconds and peak memory of a ``with`` block.
+@dataclass
+class Cost:
+    """Seconds of a piece of work; bytes held when it began, and at most during it."""
+
+    seconds: float = 0.0
+    before_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@contextmanager
+def cost_on(device: torch.device) -> Iterator[Cost]:
+    """Measure a ``with`` block; the figures are there once it has ended.
 
     Memory is torch's allocations on CUDA, and the process's resident memory on CPU.
-
-    Parameters
-    ----------
-    device : torch.device
-
-    Attributes
-    ----------
-    seconds : float
-    before, peak : int
-        Bytes held when the block began, and at most during it. Known once it has ended.
 
     Raises
     ------
     ConfigError
-        On entering, where a CPU's peak cannot be measured.
+        Where a CPU's peak cannot be measured.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds, self.before, self.peak = 0.0, 0, 0
-
-    def __enter__(self) -> Peak:
-        synchronize(self._device)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.before = torch.cuda.memory_allocated(self._device)
-        else:
-            if not _NEW_PEAK.exists():
-                raise ConfigError(
-                    "the peak of a CPU's memory is measured with Linux's /proc/self/clear_refs, "
-                    "which is missing here; measure on Linux, or with device cuda"
-                )
-            _NEW_PEAK.write_text("5")
-            self.before, _ = resident_bytes()
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        synchronize(self._device)
-        self.seconds = time.perf_counter() - self._began
-        if self._device.type == "cuda":
-            self.peak = torch.cuda.max_memory_allocated(self._device)
-        else:
-            _, self.peak = resident_bytes()
+    cost, cuda = Cost(), device.type == "cuda"
+    if cuda:
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _NEW_PEAK.exists():
+        _NEW_PEAK.write_text("5")
+    else:
+        raise ConfigError(
+            "the peak of a CPU's memory is measured with Linux's /proc/self/clear_refs, which is "
+            "missing here; measure on Linux, or with device cuda"
+        )
+    cost.before_bytes = torch.cuda.memory_allocated(device) if cuda else resident_bytes()[0]
+    began = time.perf_counter()
+    yield cost
+    synchronize(device)
+    cost.seconds = time.perf_counter() - began
+    cost.peak_bytes = torch.cuda.max_memory_allocated(device) if cuda else resident_bytes()[1]
 
 
-@dataclass(frozen=True)
-class CeilingSizes:
-    """Sizes of the operations that measure a device, and about how long each is repeated.
+class CeilingSizes(NamedTuple):
+    """Sizes of the operations that measure a device, and about how long each is repeated."""
 
-    Attributes
-    ----------
-    buffer_bytes : int
-        Read again and again; far more than the caches hold.
-    side : int
-        Rows and columns of the matrices.
-    seconds : float
-    """
-
-    buffer_bytes: int
-    side: int
+    buffer_bytes: int  # read again and again; far more than the caches hold
+    side: int  # rows and columns of the matrices
     seconds: float = 1.0
 
 
@@ -120,37 +101,27 @@ class Ceilings:
 
 
 @torch.inference_mode()
-def measure_ceilings(
-    device: torch.device, dtype: torch.dtype, sizes: CeilingSizes | None = None
-) -> Ceilings:
-    """Measure a device, with torch's present number of threads.
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure a device at `SIZES`, with torch's present number of threads.
 
     Bytes are those of a buffer that is summed or multiplied with a vector, whichever is faster:
     both read it once and write next to nothing. A matrix product is computed by torch's ``matmul``
     and as the engine's linear layers do (`razor_dist.kernels.linear`), which on some CPUs is much
     faster.
-
-    Parameters
-    ----------
-    device : torch.device
-    dtype : torch.dtype
-        Of the buffer and the matrices.
-    sizes : CeilingSizes, optional
-        By default large enough for the kind of device.
     """
-    sizes = sizes or SIZES[device.type]
+    size, side, seconds = SIZES[device.type]
 
     def best(*operations: Callable[[], object]) -> float:
-        return min(fastest(operation, device, sizes.seconds) for operation in operations)
+        return min(fastest(operation, device, seconds) for operation in operations)
 
-    rows = -(-sizes.buffer_bytes // (_WIDTH * dtype.itemsize))
+    rows = -(-size // (_WIDTH * dtype.itemsize))
     buffer = torch.ones(rows, _WIDTH, dtype=dtype, device=device)
     vector = torch.ones(_WIDTH, dtype=dtype, device=device)
     reading = best(buffer.sum, lambda: buffer @ vector, lambda: linear(vector, buffer))
     # Random numbers: a GPU that multiplies zeros draws less power and keeps a higher clock.
-    a, b = (torch.randn(sizes.side, sizes.side, device=device).to(dtype) for _ in "ab")
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
     multiplying = best(lambda: a @ b, lambda: linear(a, b))
-    return Ceilings(buffer.nbytes / reading, 2 * sizes.side**3 / multiplying)
+    return Ceilings(buffer.nbytes / reading, 2 * side**3 / multiplying)
 
 
 def fastest(operation: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -12,8 +12,9 @@ times the memory as there are layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.evals.bench.measure import Peak
+from razor_dist.evals.bench.measure import cost_on
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
@@ -46,13 +47,9 @@ from razor_dist.models.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
-# Measures a work (``probe``, ``materialised``, ``training``) with the values of the settings:
-# see `measure`, or ``{"failed": reason}``.
-Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
 
-
-def run(settings: ProbeBenchSettings, measure: Measure | None = None) -> BenchRecord:
-    """Measure each work, in a process of its own unless ``measure`` is given.
+def run(settings: ProbeBenchSettings) -> BenchRecord:
+    """Measure each piece of work, in a process of its own.
 
     Raises
     ------
@@ -70,7 +67,7 @@ def run(settings: ProbeBenchSettings, measure: Measure | None = None) -> BenchRe
     costs, notes = {}, []
     for work, name in works.items():
         log.info("%s ...", name)
-        costs[work] = cost = (measure or in_process)(work, settings.values())
+        costs[work] = cost = call(__name__, "measure", work, settings.values())
         if "failed" in cost:
             rows.append([name, "failed", *[""] * 4])
             notes.append(f"{work} failed: {cost['failed']}")
@@ -99,11 +96,6 @@ def score_difference(costs: Mapping[str, dict[str, Any]]) -> float | None:
     return float((a - b).abs().max() / (a.max() or 1.0))  # random weights may score 0 everywhere
 
 
-def in_process(work: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Call `measure` in a new process."""
-    return call(__name__, "measure", work, values)
-
-
 class MaterialisedContext(ProbeContext):
     """The probe's `AttentionContext`, but with the attention matrix of a layer held."""
 
@@ -128,20 +120,13 @@ class MaterialisedContext(ProbeContext):
 
 
 def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Do the work and measure it.
-
-    Parameters
-    ----------
-    work : str
-        ``probe``, ``materialised`` or ``training``.
-    values : dict
-        Of `ProbeBenchSettings`.
+    """Do ``probe``, ``materialised`` or ``training`` with the values of `ProbeBenchSettings`.
 
     Returns
     -------
     dict
         ``seconds``; ``before_bytes`` and ``peak_bytes``, memory held with the model loaded and
-        used once, and at most during the work (`measure.Peak`); ``tokens``; a probe's ``scores``.
+        used once, and at most during the work (`measure.Cost`); ``tokens``; a probe's ``scores``.
 
     Raises
     ------
@@ -162,20 +147,9 @@ def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
     context = ProbeContext if work == "probe" else MaterialisedContext
     # Weights are read from the disk when they are first used.
     _probe(replace(razor, tokens=min(settings.tokens, 16)), model, vocabulary, context)
-    with Peak(device) as peak:
+    with cost_on(device) as cost:
         found = _probe(razor, model, vocabulary, context)
-    scores = {kind: [list(row) for row in rows] for kind, rows in found.scores.items()}
-    tokens = found.tokens * settings.repeats
-    return {**_cost(peak, tokens), "scores": scores}
-
-
-def _cost(peak: Peak, tokens: int) -> dict[str, Any]:
-    return {
-        "seconds": peak.seconds,
-        "before_bytes": peak.before,
-        "peak_bytes": peak.peak,
-        "tokens": tokens,
-    }
+    return {**vars(cost), "tokens": found.tokens * settings.repeats, "scores": found.scores}
 
 
 def refuse_alibi(settings: ProbeBenchSettings) -> None:
@@ -207,10 +181,7 @@ def _load(
 
 @torch.inference_mode()
 def _probe(
-    razor: RazorSettings,
-    model: PreTrainedModel,
-    vocabulary: Tensor,
-    context_class: type[ProbeContext],
+    razor: RazorSettings, model: PreTrainedModel, vocabulary: Tensor, context: type[ProbeContext]
 ) -> ProbeScores:
     """Run a probe of exactly the tokens asked for, if the vocabulary has them.
 
@@ -220,9 +191,9 @@ def _probe(
     shape = ModelShape.from_config(model.config)
     longer = replace(shape, max_positions=max(shape.max_positions, razor.tokens * razor.repeats))
     tokens, ids = probe_input(longer, vocabulary, razor)
-    context = context_class(shape, tokens, razor.repeats)
-    run_body(model, ids, context)
-    return context.scores()
+    found = context(shape, tokens, razor.repeats)
+    run_body(model, ids, found)
+    return found.scores()
 
 
 def _training(
@@ -232,17 +203,12 @@ def _training(
     from razor_dist.heads.settings import DuoSettings
 
     vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens
-    mask = torch.zeros(tokens, dtype=torch.bool)
-    mask[-RECALLED_TOKENS:] = True
 
-    def sample(index: int) -> PasskeySample:
-        return PasskeySample(torch.tensor(random_tokens(vocab_size, tokens, index)), mask)
+    def sample(index: int, most: int = tokens) -> PasskeySample:
+        ids = torch.tensor(random_tokens(vocab_size, most, index))
+        return PasskeySample(ids, torch.arange(most) >= most - RECALLED_TOKENS)
 
-    def short(index: int) -> PasskeySample:
-        most = RECALLED_TOKENS + 1
-        return PasskeySample(sample(index).ids[:most], mask[-most:])
-
-    train(model, short, DuoSettings(steps=1))  # reads the weights
-    with Peak(device) as peak:
+    train(model, partial(sample, most=RECALLED_TOKENS + 1), DuoSettings(steps=1))  # reads weights
+    with cost_on(device) as cost:
         train(model, sample, DuoSettings(steps=settings.steps))
-    return _cost(peak, tokens * settings.steps)
+    return {**vars(cost), "tokens": tokens * settings.steps}

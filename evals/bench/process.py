@@ -13,34 +13,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-NOWHERE = Path(os.devnull)
-
 
 def call(
-    module: str, function: str, *arguments: Any, seconds: float | None = None, log: Path = NOWHERE
+    module: str,
+    function: str,
+    *arguments: Any,
+    seconds: float | None = None,
+    log: Path = Path(os.devnull),
 ) -> dict[str, Any]:
     """Call a function in a new process; arguments and result pass as JSON.
 
-    Parameters
-    ----------
-    module, function : str
-    *arguments
-    seconds : float, optional
-        The process and its children are ended after that time.
-    log : Path
-        File for what the process prints.
-
-    Returns
-    -------
-    dict
-        The function's, or ``{"failed": reason}``.
+    The process and its children are ended after ``seconds``; ``log`` is a file for what they
+    print. Returns the function's result, or ``{"failed": reason}``.
     """
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         result = Path(folder) / "result.json"
-        words = [module, function, json.dumps(arguments), str(result)]
+        guard = [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid())]
         process = subprocess.Popen(
-            # It ends with this process, whatever ends that.
-            [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), __name__, *words],
+            [*guard, __name__, module, function, json.dumps(arguments), str(result)],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -54,8 +44,7 @@ def call(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if not result.exists():
-            ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-            return {"failed": ended}
+            return {"failed": f"ended by signal {-code}" if code < 0 else f"exit code {code}"}
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

@@ -19,13 +19,7 @@ _WIDEST = 48
 class Table:
     """A table in Markdown, its columns padded so that a terminal shows them straight.
 
-    Attributes
-    ----------
-    title : str
-    rows : sequence of sequence of str
-        The first is the head.
-    align : str
-        See `markdown`.
+    The first of the rows is the head; ``align`` is as `markdown` has it.
     """
 
     title: str
@@ -43,43 +37,23 @@ class Table:
 
 @dataclass(frozen=True)
 class BenchRecord:
-    """The result of a bench.
+    """The result of a bench: ``figures`` for JSON; tables, and notes below them, for a page."""
 
-    Attributes
-    ----------
-    bench : str
-        Subcommand of ``razor-dist bench``.
-    settings : BenchSettings
-    figures : dict
-        Everything that was measured, for JSON.
-    tables : list of Table
-    notes : list of str
-        Sentences below the tables.
-    """
-
-    bench: str
+    bench: str  # subcommand of ``razor-dist bench``
     settings: BenchSettings
     figures: dict[str, Any]
     tables: list[Table]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def command(self) -> str:
-        """The command line that measures this."""
-        return self.settings.command(self.bench)
-
     def as_json(self) -> dict[str, Any]:
         """Return command, machine, settings and figures."""
-        return {
-            "command": self.command,
-            "machine": machine(),
-            "settings": self.settings.values(),
-            **self.figures,
-        }
+        command, values = self.settings.command(self.bench), self.settings.values()
+        return {"command": command, "machine": machine(), "settings": values, **self.figures}
 
     def page(self) -> str:
         """Return the page in Markdown: command, tables, notes."""
-        return "\n\n".join([f"`{self.command}`", *map(str, self.tables), *self.notes]) + "\n"
+        command = f"`{self.settings.command(self.bench)}`"
+        return "\n\n".join([command, *map(str, self.tables), *self.notes]) + "\n"
 
     def write(self) -> None:
         """Write the files that the settings name."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
-import typer
+from typer import Argument, Option
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.ranges import check_least
@@ -23,41 +24,32 @@ from razor_dist.files import check_writable
 # A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.
 RECALLED_TOKENS = 320
 
-_DEVICE_HELP = "Where it runs."
-Device: TypeAlias = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help=_DEVICE_HELP)]
-NewTokens: TypeAlias = Annotated[int, typer.Option(min=2, help="Tokens generated after it.")]
-Repeats: TypeAlias = Annotated[int, typer.Option(min=1, help="Timed runs of each engine.")]
-Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of the prompt's random token ids.")]
-OwnThreads: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Default: torch's own number.")
+Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")]
+NewTokens = Annotated[int, Option(min=2, help="Tokens generated after it.")]
+Repeats = Annotated[int, Option(min=1, help="Timed runs of each engine.")]
+Seed = Annotated[int, Option(min=0, help="Of the prompt's random token ids.")]
+OwnThreads = Annotated[int | None, Option(min=1, help="Default: torch's own number.")]
+Folder = Annotated[
+    str | None,
+    Option(metavar="FOLDER", help="Instead: random weights at the sizes of this config.json."),
 ]
-
-
-Files: TypeAlias = tuple[Path | None, Path | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Settings of every bench.
-
-    Raises
-    ------
-    ConfigError
-        If a value makes no sense.
-    """
+    """Settings of every bench; making one raises `ConfigError` if a value makes no sense."""
 
     # The field that is an argument, not a flag.
     argument: ClassVar[str | None] = None
 
     @property
-    def files(self) -> Files:
+    def files(self) -> tuple[Path | None, Path | None]:
         """Files to write, JSON and Markdown."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name, without the files."""
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name not in ("json", "markdown")}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("json", "markdown")}
 
     def command(self, bench: str) -> str:
         """Return the command line of these settings, defaults spelled out."""
@@ -73,8 +65,8 @@ class BenchSettings:
 class FileBenchSettings(BenchSettings):
     """Settings of a bench that writes the files it is given."""
 
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Figures to write.")] = None
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Tables to write.")] = None
+    json: Annotated[Path | None, Option(metavar="FILE", help="Figures to write.")] = None
+    markdown: Annotated[Path | None, Option(metavar="FILE", help="Tables to write.")] = None
 
     def __post_init__(self) -> None:
         check_writable(*self.files)
@@ -82,8 +74,8 @@ class FileBenchSettings(BenchSettings):
             raise ConfigError(f"json and markdown are both {self.json}; give two files")
 
     @property
-    def files(self) -> Files:
-        """See `BenchSettings`."""
+    def files(self) -> tuple[Path | None, Path | None]:
+        """Files to write, if any."""
         return self.json, self.markdown
 
 
@@ -91,19 +83,15 @@ class FileBenchSettings(BenchSettings):
 class EngineBenchSettings(FileBenchSettings):
     """Settings of ``bench engine``."""
 
-    model: Annotated[str, typer.Option(help="smollm2 (embedded), a local folder or hub id.")] = (
-        "smollm2"
-    )
-    tokens: Annotated[str, typer.Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = (
-        "7000"
-    )
+    model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
+    tokens: Annotated[str, Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = "7000"
     new_tokens: NewTokens = 32
     repeats: Repeats = 3
     threads: Annotated[
-        int, typer.Option(min=1, help="Threads of one rank; several ranks share them.")
+        int, Option(min=1, help="Threads of one rank; several ranks share them.")
     ] = 2
     world_sizes: Annotated[
-        str, typer.Option(help="Numbers of ranks; the others are compared with the first.")
+        str, Option(help="Numbers of ranks; the others are compared with the first.")
     ] = "1,8"
     seed: Seed = 0
 
@@ -114,21 +102,15 @@ class EngineBenchSettings(FileBenchSettings):
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
-        lengths = _lengths(self.tokens)
-        if len(lengths) > 1:
+        length, *others = _sizes("tokens", self.tokens)
+        if others:
             raise ConfigError(f"tokens is {self.tokens!r}; `bench engine` takes one length")
-        return lengths[0]
+        return length
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Numbers of ranks."""
-        words = [word.strip() for word in self.world_sizes.split(",")]
-        if len(set(words)) < len(words) or not all(w.isdecimal() and int(w) > 0 for w in words):
-            raise ConfigError(
-                f"world_sizes is {self.world_sizes!r}; give positive integers such as 1,8, each "
-                "once"
-            )
-        return tuple(map(int, words))
+        return _sizes("world_sizes", self.world_sizes)
 
     def config(self, attention: str, world_size: int = 1) -> EngineConfig:
         """Return the engine's settings; those not named here have the model's defaults."""
@@ -146,12 +128,10 @@ class ShapeBenchSettings(FileBenchSettings):
     """Settings of ``bench shape``."""
 
     argument: ClassVar[str | None] = "shape"
-    shape: Annotated[str, typer.Argument(metavar="FOLDER", help="With a config.json.")]
-    kept: Annotated[float, typer.Option(help="Fraction of KV heads that are retrieval heads.")] = (
-        0.3
-    )
-    window_max: Annotated[str, typer.Option(help="Longest window of a streaming head.")] = "8K"
-    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, such as 128K,1M.")] = "32K"
+    shape: Annotated[str, Argument(metavar="FOLDER", help="With a config.json.")]
+    kept: Annotated[float, Option(help="Fraction of KV heads that are retrieval heads.")] = 0.3
+    window_max: Annotated[str, Option(help="Longest window of a streaming head.")] = "8K"
+    tokens: Annotated[str, Option(help="Lengths of the prompt, such as 128K,1M.")] = "32K"
     new_tokens: NewTokens = 32
     repeats: Repeats = 3
     seed: Seed = 0
@@ -167,13 +147,10 @@ class ShapeBenchSettings(FileBenchSettings):
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of the prompt."""
-        return _lengths(self.tokens)
+        return _sizes("tokens", self.tokens)
 
     def config(self, max_model_len: int) -> EngineConfig:
-        """Return the engine's settings, whichever heads are retrieval heads.
-
-        Below ``window_max`` the window is the paper's max(4000, N/5).
-        """
+        """Return the engine's settings; the window is the paper's max(4000, N/5), but bounded."""
         window_max = parse_size(self.window_max)
         if window_max < 1:
             raise ConfigError(f"window_max must be at least 1, got {window_max}")
@@ -193,29 +170,22 @@ class ProbeBenchSettings(FileBenchSettings):
     """Settings of ``bench probe``."""
 
     model: Annotated[
-        str | None, typer.Option(help="smollm2 (embedded, the default), a local folder or hub id.")
+        str | None, Option(help="smollm2 (embedded, the default), a local folder or hub id.")
     ] = None
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Instead: random weights at the sizes of this config.json."
-        ),
-    ] = None
+    shape: Folder = None
     tokens: Annotated[
-        int, typer.Option(help="Random tokens of the probe, whatever the model's context.")
+        int, Option(help="Random tokens of the probe, whatever the model's context.")
     ] = 2500
-    repeats: Annotated[int, typer.Option(help="How often they are repeated.")] = 4
+    repeats: Annotated[int, Option(help="How often they are repeated.")] = 4
     training: Annotated[
-        bool, typer.Option("--training", help="Also steps of DuoAttention's gate training.")
+        bool, Option("--training", help="Also steps of DuoAttention's gate training.")
     ] = False
-    train_tokens: Annotated[int, typer.Option(help="With --training: tokens of each sample.")] = (
-        32768
-    )
-    steps: Annotated[int, typer.Option(help="With --training: steps.")] = 100
+    train_tokens: Annotated[int, Option(help="With --training: tokens of each sample.")] = 32768
+    steps: Annotated[int, Option(help="With --training: steps.")] = 100
     threads: OwnThreads = None
     device: Device = "auto"
     dtype: Annotated[
-        Literal["auto", "fp32", "bf16"], typer.Option(help="auto: fp32 on cpu, bf16 on cuda.")
+        Literal["auto", "fp32", "bf16"], Option(help="auto: fp32 on cpu, bf16 on cuda.")
     ] = "auto"
     seed: Seed = 0
 
@@ -235,18 +205,22 @@ class ProbeBenchSettings(FileBenchSettings):
 class GpuBenchSettings(BenchSettings):
     """Settings of ``bench gpu``."""
 
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For figures, page and logs.")]
+    out: Annotated[Path, Option(metavar="FOLDER", help="For figures, page and logs.")]
     device: Device = "auto"
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time for all parts together.")] = 10.0
+    minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 10.0
 
     @property
-    def files(self) -> Files:
-        """See `BenchSettings`."""
+    def files(self) -> tuple[Path | None, Path | None]:
+        """Files to write, into the folder."""
         return self.out / "gpu.json", self.out / "gpu.md"
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    lengths = tuple(parse_size(word) for word in text.split(","))
-    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise ConfigError(f"tokens is {text!r}; give lengths of at least 1, each once")
-    return lengths
+def _sizes(name: str, text: str) -> tuple[int, ...]:
+    with suppress(ConfigError):
+        sizes = tuple(map(parse_size, text.split(",")))
+        if min(sizes) > 0 and len(set(sizes)) == len(sizes):
+            return sizes
+    raise ConfigError(
+        f"{name} is {text!r}; give positive numbers such as 1,8 or 8K,1M (8K is 8192, 8k is 8000), "
+        "each once"
+    )

@@ -26,10 +26,10 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.bench.engine import OwnEngine
-from razor_dist.evals.bench.measure import Peak, measure_ceilings
+from razor_dist.evals.bench.measure import cost_on, measure_ceilings
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import ShapeBenchSettings
-from razor_dist.evals.bench.timing import TimedRun, Timing, random_tokens
+from razor_dist.evals.bench.timing import Timing, random_tokens
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -43,24 +43,17 @@ log = logging.getLogger(__name__)
 
 # Generated in the warm-up: enough that a CUDA graph is recorded and replayed.
 _WARM_TOKENS = 4
-HEAD = (
-    "tokens",
-    "attention",
-    "prefill, s",
-    "of the matmul ceiling",
-    "decode, ms/token",
-    "of the bandwidth",
-    "peak memory, GB",
-    "planned, GB",
-    "KV, GB",
-)
-# Name of a ratio, and the figure of both engines.
-_RATIOS = {
-    "prefill": "prefill_seconds",
-    "decode": "decode_seconds_per_token",
-    "peak_memory": "peak_bytes",
-    "kv": "kv_bytes",
+# Name of a column; its figure, factor and digits; and the name of razor's ratio to full.
+_COLUMNS = {
+    "prefill, s": ("prefill_seconds", 1, 2, "prefill"),
+    "of the matmul ceiling": ("prefill_of_matmul_ceiling", 1, 2, None),
+    "decode, ms/token": ("decode_seconds_per_token", 1e3, 2, "decode"),
+    "of the bandwidth": ("decode_of_bandwidth", 1, 2, None),
+    "peak memory, GB": ("peak_bytes", 1e-9, 2, "peak_memory"),
+    "planned, GB": ("planned_bytes", 1e-9, 2, None),
+    "KV, GB": ("kv_bytes", 1e-9, 3, "kv"),
 }
+HEAD = ("tokens", "attention", *_COLUMNS)
 
 
 def shape_config(folder: str) -> PretrainedConfig:
@@ -81,6 +74,13 @@ def shape_config(folder: str) -> PretrainedConfig:
 def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a ``config.json``, its weights drawn on the device."""
     return model_from_config(shape_config(folder), device=device, dtype=dtype)
+
+
+def engine_around(model: PreTrainedModel, d: Deployment) -> OwnEngine:
+    """Return an engine of one rank that no token ends, with steady decode times."""
+    retrieval, comm = d.decision.retrieval, Communicator(None)
+    built = make_engine(model, d.config, retrieval, comm, eos_token_ids=())
+    return OwnEngine(built, steady=True)
 
 
 def run(settings: ShapeBenchSettings) -> BenchRecord:
@@ -105,15 +105,15 @@ def run(settings: ShapeBenchSettings) -> BenchRecord:
     model = random_model(settings.shape, device, dtype)
     lengths = [measure_length(model, settings, length) for length in settings.lengths]
     engines = [one for length in lengths for one in length["engines"].values()]
-    if all("does_not_fit" in one for one in engines):
+    measured = [one for one in engines if "does_not_fit" not in one]
+    if not measured:
         raise ConfigError(f"nothing was measured: {engines[0]['does_not_fit']}")
     ceilings = ceilings.or_better(measure_ceilings(device, dtype))
-    for one in engines:
-        if "does_not_fit" not in one:
-            rate = one["operations"] / one["prefill_seconds"]
-            one["prefill_of_matmul_ceiling"] = rate / ceilings.matmul
-            rate = one["step_bytes"] / one["decode_seconds_per_token"]
-            one["decode_of_bandwidth"] = rate / ceilings.bandwidth
+    for one in measured:
+        rate = one["operations"] / one["prefill_seconds"]
+        one["prefill_of_matmul_ceiling"] = rate / ceilings.matmul
+        rate = one["step_bytes"] / one["decode_seconds_per_token"]
+        one["decode_of_bandwidth"] = rate / ceilings.bandwidth
     figures = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -140,44 +140,34 @@ def measure_length(
 ) -> dict[str, Any]:
     """Measure razor, then full attention, at one length of the prompt.
 
-    Returns
-    -------
-    dict
-        ``tokens`` of the prompt; ``engines``, `measure_engine` of ``razor`` and ``full``;
-        ``razor_over_full``, ratios, empty without both.
+    The ratios, ``razor_over_full``, are empty without both.
     """
     shape = ModelShape.from_config(model.config)
     length = prompt_tokens(length, settings.new_tokens, shape)
     prompt = random_tokens(shape.vocab_size, length, settings.seed)
-    config = settings.config(length + settings.new_tokens)
-    razor = Deployment.of(config, "cuda" if model.device.type == "cuda" else "cpu", settings.kept)
+    config, cuda = settings.config(length + settings.new_tokens), model.device.type == "cuda"
+    razor = Deployment.of(config, "cuda" if cuda else "cpu", settings.kept)
     engines = {}
     for attention, d in (("razor", razor), ("full", full_attention(razor))):
         log.info("%s, %s tokens", attention, tokens(length))
         engines[attention] = found = measure_engine(model, d, prompt, settings)
         gc.collect()  # an engine's parts know each other; the next one wants the memory
-        if model.device.type == "cuda":
+        if cuda:
             torch.cuda.empty_cache()
         if "does_not_fit" in found:
             log.info("does not fit: %s", found["does_not_fit"])
     ratios = {}
     if not any("does_not_fit" in one for one in engines.values()):
-        ratios = {
-            name: engines["razor"][key] / engines["full"][key] for name, key in _RATIOS.items()
-        }
+        for key, _, _, name in _COLUMNS.values():
+            if name:
+                ratios[name] = engines["razor"][key] / engines["full"][key]
     return {"tokens": length, "engines": engines, "razor_over_full": ratios}
 
 
 def measure_engine(
     model: PreTrainedModel, d: Deployment, prompt: list[int], settings: ShapeBenchSettings
 ) -> dict[str, Any]:
-    """Measure one engine.
-
-    Returns
-    -------
-    dict
-        Seconds as in `Timing.as_json`, and `_timed`'s bytes; or ``does_not_fit``, a reason.
-    """
+    """Return an engine's figures, or ``does_not_fit``, a reason."""
     total = len(prompt) + settings.new_tokens
     try:
         context_length(d.config, d.shape)
@@ -206,21 +196,18 @@ def _timed(
     A warm-up of the whole prompt would take as long as a run, which at a million tokens is minutes;
     kernels are chosen and memory is mapped by one chunk alike.
     """
-    with Peak(model.device) as peak:
-        built = make_engine(
-            model, d.config, d.decision.retrieval, Communicator(None), eos_token_ids=()
-        )
-        engine = OwnEngine(built)
+    with cost_on(model.device) as cost:
+        engine = engine_around(model, d)
         engine(prompt[: d.chunked_prefill_size], min(_WARM_TOKENS, settings.new_tokens))
         timing = Timing(d.decision.source)
         for _ in range(settings.repeats):
-            timing.runs.append(TimedRun.steady(*engine.trace(prompt, settings.new_tokens)))
+            timing.runs.append(engine(prompt, settings.new_tokens))
             log.info("%s", timing.runs[-1])
     return {
         **timing.as_json(),
-        "kv_bytes": engine.peak_kv_bytes,  # held at most
-        "before_bytes": peak.before,  # with the weights and no engine
-        "peak_bytes": peak.peak,
+        "kv_bytes": engine.runner.peak_kv_bytes,  # held at most
+        "before_bytes": cost.before_bytes,  # with the weights and no engine
+        "peak_bytes": cost.peak_bytes,
         "operations": operations(d, len(prompt)).total,
         # Weights, keys and values that the step in the middle reads.
         "step_bytes": decode_reads(d, len(prompt) + settings.new_tokens // 2),
@@ -241,14 +228,11 @@ def _tables(
                 continue
             if figures["device"] != "cpu" and not one["in_graphs"]:
                 notes.append(f"{count} tokens, {name}: decoded without CUDA graphs")
-            sizes = [f"{one[key] / 1e9:.2f}" for key in ("peak_bytes", "planned_bytes")]
-            cells = [f"{one['prefill_seconds']:.2f}", f"{one['prefill_of_matmul_ceiling']:.2f}"]
-            cells += [f"{1000 * one['decode_seconds_per_token']:.2f}"]
-            cells += [f"{one['decode_of_bandwidth']:.2f}", *sizes, f"{one['kv_bytes'] / 1e9:.3f}"]
+            cells = [f"{one[key] * factor:.{n}f}" for key, factor, n, _ in _COLUMNS.values()]
             rows.append([count, name, *cells])
         if ratios := length["razor_over_full"]:
-            prefill, decode, memory, kv = (f"{ratio:.2f}" for ratio in ratios.values())
-            rows.append([count, "razor / full", prefill, "", decode, "", memory, "", kv])
+            cells = [f"{ratios[name]:.2f}" if name else "" for *_, name in _COLUMNS.values()]
+            rows.append([count, "razor / full", *cells])
     ceilings = figures["ceilings"]
     about = (
         f"{figures['device']}, {figures['threads']} threads, {figures['parameters']:,} random "

@@ -13,9 +13,6 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# A run of an engine, given a prompt and the number of new tokens.
-Generate = Callable[[list[int], int], "TimedRun"]
-
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
     """Return ``count`` token ids below ``vocab_size``."""
@@ -26,16 +23,7 @@ def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """Seconds of one run, and the tokens it generated.
-
-    Attributes
-    ----------
-    prefill_seconds : float
-        From the request to its first token.
-    decode_seconds : float
-        Per token, from the first token to the last; or as `steady` has it.
-    tokens : tuple of int
-    """
+    """Seconds to the first token, seconds per token from there on, and the tokens of one run."""
 
     prefill_seconds: float
     decode_seconds: float
@@ -45,32 +33,26 @@ class TimedRun:
         return f"{self.prefill_seconds:.2f} s, {1000 * self.decode_seconds:.1f} ms/token"
 
     @classmethod
-    def from_stamps(cls, begin: float, stamps: Sequence[float], tokens: Sequence[int]) -> TimedRun:
-        """Make a run from the moments at which its tokens came; the first and last will do."""
-        decode = (stamps[-1] - stamps[0]) / (len(tokens) - 1)
-        return cls(stamps[0] - begin, decode, tuple(tokens))
+    def from_stamps(
+        cls, begin: float, stamps: Sequence[float], tokens: Sequence[int], *, steady: bool = False
+    ) -> TimedRun:
+        """Make a run from the moments at which its tokens came; the first and last will do.
 
-    @classmethod
-    def steady(cls, begin: float, stamps: Sequence[float], tokens: Sequence[int]) -> TimedRun:
-        """Make a run whose decode time is the median of the times between two tokens.
-
-        A few steps record a CUDA graph, and take as long as many that replay it.
+        If ``steady``, the decode time is the median of the times between two tokens instead of
+        their mean: a few steps record a CUDA graph, and take as long as many that replay it.
         """
         gaps = [after - before for before, after in itertools.pairwise(stamps)]
-        return cls(stamps[0] - begin, statistics.median(gaps), tuple(tokens))
+        decode = statistics.median(gaps) if steady else sum(gaps) / (len(tokens) - 1)
+        return cls(stamps[0] - begin, decode, tuple(tokens))
+
+
+# An engine: runs a prompt and generates so many new tokens.
+Generate = Callable[[list[int], int], TimedRun]
 
 
 @dataclass
 class Timing:
-    """The timed runs of one engine.
-
-    Attributes
-    ----------
-    name : str
-    runs : list of TimedRun
-    stats : dict
-        Other measurements of the engine.
-    """
+    """The timed runs of one engine, and its other measurements."""
 
     name: str
     runs: list[TimedRun] = field(default_factory=list)

@@ -31,13 +31,12 @@ _BENCHES: dict[str, tuple[type[BenchSettings], str]] = {
 
 
 class _EngineByDefault(TyperGroup):
-    """Without a subcommand, ``engine``; with the former ``--shape FOLDER``, ``shape``."""
+    """Take ``engine`` without a subcommand, and ``shape`` with the former ``--shape FOLDER``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
             former = "--shape" in args
-            args = [word for word in args if word != "--shape"]
-            args.insert(0, "shape" if former else "engine")
+            args = ["shape" if former else "engine", *(a for a in args if a != "--shape")]
         return super().parse_args(ctx, args)
 
 
@@ -57,9 +56,8 @@ def _run(name: str) -> Callable[[BenchSettings, frozenset[str]], None]:
         record = import_module(f"razor_dist.evals.bench.{name}").run(settings)
         typer.echo(record.page())  # first: whatever becomes of the files, the figures are there
         record.write()
-        for file in record.settings.files:
-            if file is not None:
-                typer.echo(f"wrote {file}")
+        for file in filter(None, settings.files):
+            typer.echo(f"wrote {file}")
 
     return run
 

@@ -26,7 +26,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1024), (16, 512)])
 def test_paths_agree_with_float64(queries: int, keys: int) -> None:
-    figures, table = attention.measure_attention(CPU, (1, 2), queries, keys)
+    figures, [table] = attention.measure_attention(CPU, (1, 2), queries, keys)
     found = {(one["path"], one["kv_heads"]): one for one in figures["paths"]}
     for heads in (1, 2):
         for path in ("kernels.attend", "kernels.attend, bias", "kernels.attend, torch_cpu"):

@@ -10,17 +10,26 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.bench.probe import in_process, measure, run
+from razor_dist.evals.bench import probe
+from razor_dist.evals.bench.probe import measure, run
+from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import ProbeBenchSettings
 from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 
 
+def in_process(work: str, values: dict[str, Any]) -> dict[str, Any]:
+    return call("razor_dist.evals.bench.probe", "measure", work, values)
+
+
 @pytest.mark.parametrize("family", ["llama", "glm"])
-def test_both_probes_find_the_same_scores(family: str, tmp_path: Path) -> None:
+def test_both_probes_find_the_same_scores(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_tiny(family, tmp_path)
     settings = ProbeBenchSettings(model=str(path), tokens=60, threads=1)
-    figures = run(settings, measure).figures
+    monkeypatch.setattr(probe, "call", lambda module, name, *arguments: measure(*arguments))
+    figures = run(settings).figures
     assert [cost["tokens"] for cost in figures["costs"].values()] == [240, 240]
     assert 0 <= figures["largest_difference_of_scores"] < 1e-4
 
@@ -28,11 +37,11 @@ def test_both_probes_find_the_same_scores(family: str, tmp_path: Path) -> None:
 def test_matrices_are_held_by_the_baseline_alone(tmp_path: Path) -> None:
     shape = str(make_tiny("llama", tmp_path))
     values = {"shape": shape, "tokens": 125, "repeats": 16, "threads": 1, "dtype": "fp32"}
-    probe, matrices = (in_process(work, values) for work in ("probe", "materialised"))
-    assert probe["tokens"] == matrices["tokens"] == 2000
+    light, matrices = (in_process(work, values) for work in ("probe", "materialised"))
+    assert light["tokens"] == matrices["tokens"] == 2000
     # 8 query heads of 2000 x 2000 float32 are 122 MiB.
     assert matrices["peak_bytes"] - matrices["before_bytes"] > 122 << 20
-    assert probe["peak_bytes"] - probe["before_bytes"] < 61 << 20
+    assert light["peak_bytes"] - light["before_bytes"] < 61 << 20
 
 
 def test_a_length_beyond_the_context_is_measured(tmp_path: Path) -> None:
@@ -52,14 +61,14 @@ def test_training_is_measured(tmp_path: Path) -> None:
 def test_the_command_says_and_writes_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made_up(work: str, values: dict[str, Any]) -> dict[str, Any]:
+    def made_up(module: str, function: str, work: str, values: dict[str, Any]) -> dict[str, Any]:
         if work == "materialised":
             return {"failed": "out of memory"}
         cost = {"before_bytes": 100 << 20, "peak_bytes": 160 << 20, "tokens": 10_000}
         scores = {"echo": [[0.5]], "induction": [[0.25]]}
         return {"seconds": 1.5, **cost, **({"scores": scores} if work == "probe" else {})}
 
-    monkeypatch.setattr("razor_dist.evals.bench.probe.in_process", made_up)
+    monkeypatch.setattr(probe, "call", made_up)
     file = tmp_path / "cost.json"
     assert cli.main(["bench", "probe", "--training", "--steps", "3", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
@@ -85,11 +94,14 @@ def test_models_without_a_probe_are_refused(
             measure(work, {option: path})
 
 
-def test_mistakes_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.main(["bench", "probe", "--model", "a", "--shape", "b"]) == 2
     assert "give --model or --shape" in capfd.readouterr().err
+    monkeypatch.setattr(probe, "call", lambda *_: {"failed": "there is no such folder"})
     with pytest.raises(ConfigError, match="no such folder"):
-        run(ProbeBenchSettings(), lambda work, values: {"failed": "there is no such folder"})
+        run(ProbeBenchSettings())
     for wrong in ({"steps": 0}, {"train_tokens": 320}, {"tokens": 1}, {"repeats": 1}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
             ProbeBenchSettings(**wrong)  # type: ignore[arg-type]

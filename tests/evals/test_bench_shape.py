@@ -22,14 +22,12 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.evals.bench import measure
 from razor_dist.evals.bench import shape as bench_shape
-from razor_dist.evals.bench.engine import OwnEngine
 from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, measure_ceilings
 from razor_dist.evals.bench.settings import ShapeBenchSettings
-from razor_dist.evals.bench.shape import HEAD, prompt_tokens, random_model, run
+from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
 from razor_dist.evals.bench.timing import TimedRun
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
-from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.compute import decode_reads
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.traffic import full_attention
@@ -109,7 +107,7 @@ def test_a_decode_step_reads_what_is_counted(
     d = Deployment.of(config, "cpu", 0.5)
     d = d if attention == "razor" else full_attention(d)
     model = load_model(str(tiny("glm")), device=CPU, dtype=torch.float32)
-    built = make_engine(model, config, d.decision.retrieval, Communicator(None), eos_token_ids=())
+    engine = engine_around(model, d)
     read: list[int] = []
     from razor_dist.attention import decode
 
@@ -120,7 +118,7 @@ def test_a_decode_step_reads_what_is_counted(
         return attend(q, k, v, **options)
 
     monkeypatch.setattr(decode, "attend", counted)
-    OwnEngine(built).trace(prompt, 2)  # the second token is the one decode step's
+    engine(prompt, 2)  # the second token is the one decode step's
     assert sum(read) == decode_reads(d, len(prompt) + 1) - d.weights.step_bytes
 
 
@@ -231,10 +229,9 @@ def test_a_model_that_computes_no_numbers_is_no_measurement(tiny: Callable[[str]
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     config = settings(tiny("glm")).config(300)
-    retrieval = Deployment.of(config, "cpu", 0.5).decision.retrieval
-    built = make_engine(model, config, retrieval, Communicator(None), eos_token_ids=())
+    engine = engine_around(model, Deployment.of(config, "cpu", 0.5))
     with pytest.raises(EngineError, match="not finite"):
-        OwnEngine(built)([1, 2, 3], 4)
+        engine([1, 2, 3], 4)
 
 
 def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +244,8 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0 if result.dim() else 2.0
 
     monkeypatch.setattr(measure, "fastest", fastest)
-    found = measure_ceilings(CPU, torch.bfloat16, CeilingSizes(1 << 20, 64))
+    monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64))
+    found = measure_ceilings(CPU, torch.bfloat16)
     # The matrix-vector product is the faster one here; 2**20 bytes are read.
     assert found == Ceilings(bandwidth=2.0**20, matmul=2 * 64**3)
     assert done == {"sum": 3, "matmul": 2}
@@ -269,7 +267,7 @@ def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_that_record_a_graph_do_not_count() -> None:
     stamps = [12.0, 15.0, 17.0, 17.5, 18.0, 18.5]
-    found = TimedRun.steady(10.0, stamps, [1] * 6)
+    found = TimedRun.from_stamps(10.0, stamps, [1] * 6, steady=True)
     assert (found.prefill_seconds, found.decode_seconds) == (2.0, 0.5)
 
 
