@@ -44,8 +44,8 @@ _DECODE = ("merge", "control")
 
 def run(settings: EngineBenchSettings) -> BenchRecord:
     """Measure transformers, our engine and its ranks."""
-    single, vocab_size = one_process(settings)
-    parallel = ranks(settings, vocab_size)
+    single, prompt = one_process(settings)
+    parallel = ranks(settings, prompt)
     same = single[OWN["full"]].runs[0].tokens == single[STOCK].runs[0].tokens
     compared = ratios(single, parallel, settings.ranks)
     figures = {
@@ -149,29 +149,27 @@ def greedy(new_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 
-def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], int]:
-    """Time transformers against our engine, razor and full; return also the vocabulary's size."""
+def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], list[int]]:
+    """Time transformers against our engine, razor and full; return also the prompt."""
     torch.set_num_threads(settings.threads)
     engines: dict[str, Generate] = {STOCK: stock_engine(settings)}
     for attention, name in OWN.items():
         config = settings.config(attention)
-        own = OwnEngine(build_engine(config, Communicator(None), torch_device(config, 0)))
-        engines[name] = own
+        built = build_engine(config, Communicator(None), torch_device(config, 0))
+        engines[name] = own = OwnEngine(built)
     prompt = random_tokens(own.vocab_size, settings.prompt_tokens, settings.seed)
     timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats)
-    vocab_size = own.vocab_size
-    del engines, own
+    del engines, built, own
     gc.collect()  # the ranks that are timed next want the memory
-    return timings, vocab_size
+    return timings, prompt
 
 
-def ranks(settings: EngineBenchSettings, vocab_size: int) -> dict[str, Timing]:
+def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]:
     """Time our engine on ranks of this host, razor, then full attention, at every world size.
 
     Razor's take turns, so that a busy machine slows them alike; full attention's run once, for
     bytes. Each `Timing.stats` has the bytes. The keys are of `rank_name`.
     """
-    prompt = random_tokens(vocab_size, settings.prompt_tokens, settings.seed)
     with ExitStack() as stack:
         llms = {
             rank_name("razor", size): stack.enter_context(_llm(settings, "razor", size))

@@ -131,8 +131,14 @@ def replay(device: torch.device) -> PartResult:
             micro[event.name] += round(event.time_range.elapsed_us())
     launches = sum(count.values())
     per_layer = launches / d.shape.layers
-    figures = {"tokens": length, "in_graphs": engine.in_graphs, "launches": launches}
-    figures |= {"launches_per_layer": per_layer, "microseconds": micro, "count": count}
+    figures = {
+        "tokens": length,
+        "in_graphs": engine.in_graphs,
+        "launches": launches,
+        "launches_per_layer": per_layer,
+        "microseconds": micro,
+        "count": count,
+    }
     rows = [["kernel" if cuda else "op", "count", "µs"]]
     rows += [[name[:80], str(count[name]), f"{us:,}"] for name, us in micro.most_common(12)]
     title = (

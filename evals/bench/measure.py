@@ -6,7 +6,9 @@ measured in this process, in the dtype and with the threads of the runs that are
 
 from __future__ import annotations
 
+import math
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,19 +128,14 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 def fastest(operation: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the seconds of one call at best, over about so many ``seconds`` of calls."""
+
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
     operation()
-    calls = max(1, int(_BATCH / _timed(operation, 1, device)))
-    best, spent, rounds = float("inf"), 0.0, 0
-    while spent < seconds or rounds < _LEAST_ROUNDS:
-        batch = _timed(operation, calls, device)
-        best, spent, rounds = min(best, batch / calls), spent + batch, rounds + 1
-    return best
-
-
-def _timed(operation: Callable[[], object], calls: int, device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        operation()
-    synchronize(device)
-    return time.perf_counter() - began
+    timer = timeit.Timer(operation, timer=clock)
+    once = timer.timeit(1)
+    calls = max(1, int(_BATCH / once))
+    rounds = max(_LEAST_ROUNDS, math.ceil(seconds / (calls * once)))
+    return min(timer.repeat(rounds, calls)) / calls
