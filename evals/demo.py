@@ -129,8 +129,13 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
         before = client.get("/stats").raise_for_status().json()
         answer = ask(client, f"{document}\n\n{QUESTION}", console)
         after = client.get("/stats").raise_for_status().json()
-    tokens = answer.prompt_tokens + answer.completion_tokens
-    saved = Savings.between(before, after, tokens, answer.prompt_tokens, full_kv_bytes(folder))
+    saved = Savings.between(
+        before,
+        after,
+        tokens=answer.prompt_tokens + answer.completion_tokens,
+        prompt_tokens=answer.prompt_tokens,
+        token_bytes=full_kv_bytes(folder),
+    )
     console.print("[bold]3.[/] what it took\n", saved.tables())
     console.print(
         f"{answer.first_token_seconds:.1f} s to the first token of the answer, then "
@@ -145,13 +150,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
 
 
 def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]) -> str:
-    """Join paragraphs of about `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them.
-
-    Raises
-    ------
-    ValueError
-        If the paragraphs have too few tokens.
-    """
+    """Join paragraphs of about `DOCUMENT_TOKENS` tokens, with `SENTENCE` among them."""
     chosen: list[str] = []
     tokens = count_tokens(SENTENCE)
     for paragraph in paragraphs:
@@ -172,13 +171,7 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
 
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[str]:
-    """Run ``razor-dist serve`` on a free port until the ``with`` block is left; yields its address.
-
-    Raises
-    ------
-    ServingError
-        If it ends before it serves.
-    """
+    """Run ``razor-dist serve`` on a free port during a ``with`` block; yields its address."""
     # It dies with this process, even if that is killed.
     guard = [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), "razor_dist"]
     process = subprocess.Popen(
@@ -242,13 +235,7 @@ def _wait_until_healthy(client: httpx.Client) -> None:
 
 
 def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
-    """Ask one question; the answer is printed as it comes.
-
-    Raises
-    ------
-    ServingError
-        If the server refuses the request or fails.
-    """
+    """Ask one question; the answer is printed as it comes."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],

@@ -36,12 +36,7 @@ class Savings:
 
     @classmethod
     def between(
-        cls,
-        before: Mapping[str, Any],
-        after: Mapping[str, Any],
-        tokens: int,
-        prompt_tokens: int,
-        token_bytes: int,
+        cls, before: Mapping[str, Any], after: Mapping[str, Any], **counted: int
     ) -> Savings:
         """Subtract the engine's counters (``GET /stats``) before a request from those after it.
 
@@ -49,13 +44,11 @@ class Savings:
         """
         sent = {p: n - before["bytes_sent"][p] for p, n in after["bytes_sent"].items()}
         return cls(
-            after["world_size"],
-            tokens,
-            prompt_tokens,
-            token_bytes,
+            world_size=after["world_size"],
             kv_bytes_per_rank=max(after["peak_kv_bytes_per_rank"]),
             bytes_sent={purpose: n for purpose, n in sent.items() if n},
             retrieval_fraction=after["retrieval_fraction"],
+            **counted,
         )
 
     @property

@@ -1,11 +1,8 @@
-"""Long real texts to summarise, of those that Debian and Python ship; ``razor_dist.evals``.
+"""Long real texts to summarise, of those that Debian and Python ship.
 
-``python -m razor_dist.evals.summary_sample FOLDER`` writes
-
-- ``gpl-3.txt``: the GPL, version 3 (Debian);
-- ``special-names.txt``: a chapter of Python's language reference, beyond a context of 8K tokens;
-- ``python-licence.pdf``: Python's licence, set as a PDF file;
-- ``broken.pdf``: its first half.
+``python -m razor_dist.evals.summary_sample FOLDER`` writes the GPL, a chapter of Python's language
+reference that is longer than a context of 8K tokens, and Python's licence as a PDF file, once whole
+and once broken.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
 from razor_dist.evals.bench.timing import random_tokens
 from razor_dist.frontend.prompts import load_tokenizer
+from razor_dist.heads.duo.train import train
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.heads.razor import (
     ProbeContext,
@@ -38,7 +39,7 @@ from razor_dist.heads.razor import (
     plain_vocabulary,
     probe_input,
 )
-from razor_dist.heads.settings import RazorSettings
+from razor_dist.heads.settings import DuoSettings, RazorSettings
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
@@ -131,8 +132,7 @@ def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError, ModelError
-        If the model cannot be loaded, is biased by distance, or what training needs is not
-        installed.
+        If the model cannot be loaded or is biased by distance.
     """
     settings = ProbeBenchSettings(**values)
     refuse_alibi(settings)
@@ -199,9 +199,6 @@ def _probe(
 def _training(
     settings: ProbeBenchSettings, model: PreTrainedModel, device: torch.device
 ) -> dict[str, Any]:
-    from razor_dist.heads.duo.train import train
-    from razor_dist.heads.settings import DuoSettings
-
     vocab_size, tokens = ModelShape.from_config(model.config).vocab_size, settings.train_tokens
 
     def sample(index: int, most: int = tokens) -> PasskeySample:

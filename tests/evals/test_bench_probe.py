@@ -51,7 +51,6 @@ def test_a_length_beyond_the_context_is_measured(tmp_path: Path) -> None:
 
 
 def test_training_is_measured(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     shape = str(make_tiny("llama", tmp_path))
     cost = in_process("training", {"shape": shape, "train_tokens": 400, "steps": 2, "threads": 1})
     assert cost["tokens"] == 800 and cost["seconds"] > 0

@@ -26,6 +26,7 @@ from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, measure_ceili
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
 from razor_dist.evals.bench.timing import TimedRun
+from razor_dist.kernels import query
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
 from razor_dist.plan.compute import decode_reads
@@ -109,16 +110,17 @@ def test_a_decode_step_reads_what_is_counted(
     model = load_model(str(tiny("glm")), device=CPU, dtype=torch.float32)
     engine = engine_around(model, d)
     read: list[int] = []
-    from razor_dist.attention import decode
-
-    attend = decode.attend
+    attend = query.attend
 
     def counted(q: Any, k: Any, v: Any, **options: Any) -> Any:
         read.append(k.nbytes + v.nbytes)
         return attend(q, k, v, **options)
 
-    monkeypatch.setattr(decode, "attend", counted)
-    engine(prompt, 2)  # the second token is the one decode step's
+    monkeypatch.setattr(query, "attend", counted)
+    tokens = engine.stream(prompt, 2)
+    next(tokens)
+    read.clear()
+    next(tokens)  # one decode step
     assert sum(read) == decode_reads(d, len(prompt) + 1) - d.weights.step_bytes
 
 
