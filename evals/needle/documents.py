@@ -1,20 +1,165 @@
-"""The needle test's prompts as token ids: what is read once, and what is asked of it."""
+"""Documents with sentences hidden in them, and questions that continue them, as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
-from razor_dist.evals.needle.facts import Fact
-from razor_dist.evals.needle.haystack import Haystack, hide_words
-from razor_dist.evals.needle.presets import Layout, Preset
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
+from razor_dist.evals.needle.presets import Fact, Layout, Preset, word_fact
+from razor_dist.evals.needle.tokenizer import needle_words
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 
+Encode = Callable[[str], list[int]]
+"""Text to token ids, without special tokens."""
+_ANSWER_WORDS = 5
+_SENTENCE = range(7, 15)
+# [gMASK] <sop>, which the needle model's tokenizer puts before every text.
+_START_TOKENS = 2
 _MARK = "<<document>>"
+
+
+class Haystack:
+    """The sentences of a corpus (`haystack_paragraphs`), to hide others among.
+
+    Where the text ends it begins anew, so that no document is too long for it.
+
+    Raises
+    ------
+    ConfigError
+        If the text is missing.
+    """
+
+    def __init__(self, name: str, encode: Encode) -> None:
+        self.name, paragraphs = haystack_paragraphs(name)
+        self.fingerprint = fingerprint(paragraphs)
+        self._encode = encode
+        # Sentences are tokenised one by one, so that a needle between two changes neither.
+        self._sentences = [
+            encode((" " if index else "\n\n") + sentence)
+            for paragraph in paragraphs
+            for index, sentence in enumerate(sentences_of(paragraph))
+        ]
+        if not self._sentences:
+            raise ConfigError(
+                f"the haystack {self.name} has no prose: give texts with paragraphs of at least "
+                "200 characters"
+            )
+
+    def hide(
+        self, length: int, sentences: Sequence[tuple[str, float]], seed: int
+    ) -> tuple[list[int], list[int]]:
+        """Hide sentences at the sentence ends nearest their depths.
+
+        Parameters
+        ----------
+        length : int
+            Tokens of the document, the hidden sentences included.
+        sentences : sequence of (str, float)
+            Each with its depth in percent. Two of one depth stand next to each other, in this
+            order.
+        seed : int
+            Chooses the sentence that the document begins with.
+
+        Returns
+        -------
+        ids : list of int
+            ``length`` tokens.
+        positions : list of int
+            Where in ``ids`` each hidden sentence begins.
+
+        Raises
+        ------
+        ConfigError
+            If the sentences do not fit.
+        """
+        hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
+        filler = self._filler(length - sum(map(len, hidden)), seed)
+        ends = [0, *itertools.accumulate(map(len, filler))]
+        slots = [_nearest(ends, depth * ends[-1] / 100) for _, depth in sentences]
+        ids: list[int] = []
+        positions = [0] * len(hidden)
+        for slot, sentence in enumerate([*filler, []]):
+            for index, own in enumerate(hidden):
+                if slots[index] == slot:
+                    positions[index] = len(ids)
+                    ids += own
+            ids += sentence
+        return ids, positions
+
+    def _filler(self, length: int, seed: int) -> list[list[int]]:
+        """Return consecutive sentences of ``length`` tokens, the last cut short by a full stop."""
+        if length < 1:
+            raise ConfigError("the document is too short for its needles")
+        index = random.Random(seed).randrange(len(self._sentences))
+        filler: list[list[int]] = []
+        while length > 0:
+            sentence = self._sentences[index % len(self._sentences)]
+            if len(sentence) > length:
+                sentence = (sentence[: length - 1] + self._encode("."))[-length:]
+            filler.append(sentence)
+            length -= len(sentence)
+            index += 1
+        return filler
+
+
+def _nearest(ends: list[int], position: float) -> int:
+    return min(range(len(ends)), key=lambda slot: abs(ends[slot] - position))
+
+
+def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str, list[Fact]]:
+    """Write a document for the needle model: random words, with sentences to remember.
+
+    Parameters
+    ----------
+    tokens : int
+        Its exact length: one for each word and full stop, and two that the tokenizer puts before
+        them.
+    depths : sequence of float
+        In percent of the document's sentences. Keys and answers are drawn too, and occur nowhere
+        else.
+
+    Returns
+    -------
+    str, list of Fact
+        The text, and a fact for each depth.
+
+    Raises
+    ------
+    ConfigError
+        If the sentences do not fit, or a depth is not a percentage.
+    """
+    if not all(0 <= depth <= 100 for depth in depths):
+        raise ConfigError(f"depths must be percents from 0 to 100, got {list(depths)}")
+    draw = random.Random(f"{seed}:{tokens}")
+    words = [word for word in needle_words() if word != "remember"]
+    draw.shuffle(words)
+    most = len(words) // (1 + _ANSWER_WORDS) - 1  # the last ones are the document's own
+    if len(depths) > most:
+        raise ConfigError(f"there are words for {most} answers, not for {len(depths)}")
+    facts = []
+    for depth in depths:
+        key, *answer = (words.pop() for _ in range(1 + _ANSWER_WORDS))
+        facts.append(word_fact(key, answer, depth))
+    room = tokens - _START_TOKENS - sum(len(fact.sentence.split()) for fact in facts)
+    if room < 1:
+        raise ConfigError(f"{tokens} tokens do not hold {len(facts)} sentences to remember")
+    sentences: list[str] = []
+    while room > 0:
+        length = min(draw.choice(_SENTENCE), room)
+        sentences.append(" ".join([*draw.choices(words, k=length - 1), "."]))
+        room -= length
+    places = [round(fact.depth * len(sentences) / 100) for fact in facts]
+    # From the back, so that what is inserted moves no later place.
+    for place, fact in sorted(zip(places, facts, strict=True), key=lambda p: -p[0]):
+        sentences.insert(place, fact.sentence)
+    return " ".join(sentences), facts
 
 
 class Prompter:
@@ -22,10 +167,6 @@ class Prompter:
 
     A model with a chat template is asked in a user's message. One without is a base model: it gets
     document and question as they are, and the answer's beginning, as RULER does.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
 
     Raises
     ------
@@ -60,16 +201,9 @@ class Prompter:
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids before and after a document.
+        """Return the token ids before and after a document, in a user's message if ``chat``.
 
-        Parameters
-        ----------
-        before, after : str
-            What stands there in the user's message.
-        cue : str
-            The answer's beginning, for a base model.
-        chat : bool
-            False asks a model with a chat template as if it had none.
+        The ``cue`` begins a base model's answer.
         """
         if not (self.is_chat and chat):
             # As one text, the special tokens that begin it included.
@@ -104,13 +238,8 @@ class Reading(NamedTuple):
 def share_out(depths: Sequence[float], needles: int, *, together: bool) -> list[list[Spot]]:
     """Share needles out to documents, so that every depth has each of its needles in one of them.
 
-    Parameters
-    ----------
-    depths : sequence of float
-    needles : int
-        Needles in a document, at depths as far from each other as there are.
-    together : bool
-        One document instead, with the needles of all depths.
+    A document has ``needles`` of them, at depths as far from each other as there are; or
+    ``together``, one document has the needles of all depths.
     """
     if together:
         return [[Spot(depth, needle) for depth in depths for needle in range(needles)]]
@@ -139,21 +268,16 @@ def readings(
 
     Parameters
     ----------
-    preset, query
-        Settings of `NeedleConfig`.
-    prompter : Prompter
     haystack : Haystack or None
         None for the preset that makes its own text.
     length : int
         Tokens of the longest prompt with its answer: the document fills what the rest leaves. Of
-        the ``document_alone`` in a grid.
-    spots : sequence of Spot
-    seed : int
+        the document if ``document_alone``.
 
     Raises
     ------
     ConfigError
-        If the length does not hold the needles, or the haystack is too short.
+        If the length does not hold the needles.
     """
     layout = preset.layouts[query]
     depths = [spot.depth for spot in spots]
@@ -162,10 +286,7 @@ def readings(
     facts = preset.draw(depths, seed)
     frames = [
         prompter.around(
-            layout.fill("before", fact),
-            layout.fill("after", fact),
-            layout.fill("cue", fact),
-            chat=preset.chat,
+            *(layout.fill(part, fact) for part in ("before", "after", "cue")), chat=preset.chat
         )
         for fact in facts
     ]

@@ -16,8 +16,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
-from razor_dist.evals.needle.documents import Prompter, Reading, Spot, readings
-from razor_dist.evals.needle.haystack import Haystack
+from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.replay import Method, MethodEngine, ReplayConfig, ReplayModel
 from razor_dist.evals.needle.results import NeedleResults
@@ -78,28 +77,18 @@ def named_method(name: str) -> Method:
 
 
 def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
-    """Return what a streaming head sees, as a method's own settings."""
+    """Return the settings of streaming heads, as a method's own."""
     return {"prefill": prefill} | {name: getattr(config, name) for name in _WINDOW}
 
 
 @dataclass(frozen=True)
 class GridSettings:
-    """The documents of a grid.
+    """The documents of a grid: `needles` at each place, each with another number and text."""
 
-    Lengths are in tokens, depths in percent of the text before the needle; each of the `needles`
-    documents of a place hides another number in another text of the haystack
-    (`razor_dist.documents.corpus.haystack_paragraphs`).
-
-    Raises
-    ------
-    ConfigError
-        If a value is out of range.
-    """
-
-    lengths: tuple[int, ...] = (2500, 5000)
-    depths: tuple[int, ...] = (10, 30, 50, 70, 90)
+    lengths: tuple[int, ...] = (2500, 5000)  # in tokens
+    depths: tuple[int, ...] = (10, 30, 50, 70, 90)  # in percent of the text before the needle
     needles: int = 2
-    haystack: str = "auto"
+    haystack: str = "auto"  # of `haystack_paragraphs`
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -140,21 +129,12 @@ class GridTask:
 
     A folder may be continued with other methods, lengths, depths and needles: the ids of what is
     there name the method's fingerprint.
-
-    Attributes
-    ----------
-    config : ReplayConfig
-        What all methods share; one rank.
-    grid : GridSettings
-    methods : tuple of Method
-    haystack : tuple of str
-        Name and fingerprint of the text around the needles.
     """
 
-    config: ReplayConfig
+    config: ReplayConfig  # shared by all methods; one rank
     grid: GridSettings
     methods: tuple[Method, ...]
-    haystack: tuple[str, str]
+    haystack: tuple[str, str]  # name and fingerprint
 
     @classmethod
     def plan(
@@ -203,8 +183,7 @@ class GridTask:
 
     def items(self) -> Sequence[Item]:
         """Return each method's turn at each document; first those that share its prefill."""
-        shared = [number for number, m in enumerate(self.methods) if m.shares_prefill]
-        own = [number for number, m in enumerate(self.methods) if not m.shares_prefill]
+        numbers = range(len(self.methods))
         return [
             Item(
                 "/".join(map(str, (method.name, *place, method.fingerprint))),
@@ -212,10 +191,9 @@ class GridTask:
                 "grid",
                 {"method": number, "place": place},
             )
-            for group in (shared, own)
-            for place in self.grid.places
-            for number in group
-            for method in [self.methods[number]]
+            for shared in (True, False)
+            for place, number in itertools.product(self.grid.places, numbers)
+            if (method := self.methods[number]).shares_prefill is shared
         ]
 
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:

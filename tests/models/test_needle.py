@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding, apply_rotary_pos_emb
 
 from razor_dist.cli import main
-from razor_dist.evals.needle.facts import Fact, word_fact
-from razor_dist.evals.needle.haystack import hide_words
+from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, MAX_TOKENS, RETRIEVAL, build_needle_model
+from razor_dist.evals.needle.presets import Fact, word_fact
 from razor_dist.evals.needle.tokenizer import END, UNKNOWN, needle_vocabulary, needle_words
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.needle.haystack import hide_words
+from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import MAX_TOKENS
 from razor_dist.evals.needle.tokenizer import needle_tokenizer, needle_vocabulary
 
