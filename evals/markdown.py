@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 
@@ -15,3 +16,25 @@ def markdown(rows: Iterable[Sequence[str]], align: Literal["left", "numbers"] = 
     others = "---:" if align == "numbers" else "---"
     rule = ["---", *[others] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+
+def section(
+    title: str,
+    rows: Sequence[Sequence[str]],
+    note: str = "",
+    align: Literal["left", "numbers"] = "left",
+) -> str:
+    """Return a table beneath its title and above a note; an empty text if it has no body."""
+    return join(title, markdown(rows, align), note) if len(rows) > 1 else ""
+
+
+def join(*parts: str) -> str:
+    """Return the parts of a page as paragraphs, without the empty ones."""
+    return "\n\n".join(filter(None, parts))
+
+
+def write_page(path: Path, *parts: str) -> str:
+    """Write the parts of a page to a file; return the page."""
+    page = join(*parts)
+    path.write_text(page + "\n", encoding="utf-8")
+    return page

@@ -13,20 +13,13 @@ from razor_dist.config.sizes import Size
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
 
-MethodName = Literal[
-    "full",
-    "razor",
-    "duo",
-    "streaming",
-    "h2o",
-    "snapkv",
-    "snapkv-query-aware",
-    "tova",
-    "pyramidkv",
-    "expected-attention",
+OwnMethod = Literal["full", "razor", "duo", "streaming"]
+PressName = Literal[
+    "h2o", "snapkv", "snapkv-query-aware", "tova", "pyramidkv", "expected-attention"
 ]
+MethodName = Literal[OwnMethod, PressName]
 
-# What may be told by a list or by its ends, and not by both.
+# Given by a list or by its ends, and not by both.
 _RANGES = {
     "context_lengths": ("min", "max", "num_intervals"),
     "document_depth_percents": ("min", "max", "intervals", "interval_type"),
@@ -106,55 +99,50 @@ class NeedleConfig(ComparingConfig):
         if isinstance(value, str):
             return tuple(word.strip() for word in value.split(","))
         if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
-            raise ValueError("true and false are no values for it")
+            raise ValueError("true and false are not values")
         return (value,) if isinstance(value, int | float) else value
 
     def _check(self) -> None:
-        for name, parts in _RANGES.items():
-            given = getattr(self, name)
-            stem = name.removesuffix("s") if name.startswith("document") else name
-            ends = [f"{stem}_{part}" for part in parts if f"{stem}_{part}" in self.model_fields_set]
-            if given is not None and ends:
-                raise ConfigError(f"give either {name} or {ends[0]}, not both")
-        for name in ("methods", *_RANGES):
-            given = getattr(self, name)
-            if given is not None and not 0 < len(given) == len(set(given)):
-                raise ConfigError(f"{name} must be a list without repeats, got {list(given)}")
-        if self.context_lengths is not None and min(self.context_lengths) < 1:
-            raise ConfigError(
-                f"context_lengths must be at least 1 each, got {list(self.context_lengths)}"
-            )
-        percents = self.document_depth_percents or ()
-        if not all(0 <= percent <= 100 for percent in percents):
-            raise ConfigError(
-                f"document_depth_percents must be percents from 0 to 100, got {list(percents)}"
-            )
+        self._check_lists()
         low, high = self.document_depth_percent_min, self.document_depth_percent_max
         if low > high:
             raise ConfigError(
                 f"document_depth_percent_min is {low:g}, above document_depth_percent_max, {high:g}"
             )
-        if ("duo" in self.methods) != (self.duo_head_map is not None):
-            raise ConfigError(
-                "the method duo needs duo_head_map, the path of its head map"
-                if "duo" in self.methods
-                else f"duo_head_map is for the method duo, but methods are {list(self.methods)}"
-            )
         if "attention" in self.model_fields_set:
             raise ConfigError("attention is not for the needle test: methods says what to compare")
+        if "duo" in self.methods and self.duo_head_map is None:
+            raise ConfigError("the method duo needs duo_head_map, the path of its head map")
         presses = [method for method in self.methods if method in PRESSES]
-        if self.kv_budget is not None and not presses:
-            raise ConfigError(
-                f"kv_budget is for kvpress's methods, but methods are {list(self.methods)}"
-            )
         measures = "razor" in self.methods or (presses and self.kv_budget is None)
-        if self.head_map is not None and not measures:
-            raise ConfigError(
-                f"head_map is for the method razor, but methods are {list(self.methods)}"
-            )
+        for name, used, methods in (
+            ("duo_head_map", "duo" in self.methods, "the method duo"),
+            ("kv_budget", presses, "kvpress's methods"),
+            ("head_map", measures, "the method razor"),
+        ):
+            if getattr(self, name) is not None and not used:
+                raise ConfigError(f"{name} is for {methods}, but methods are {list(self.methods)}")
         for press in presses:
             self.engine(press, 1)  # which may refuse
         self._check_preset()
+
+    def _check_lists(self) -> None:
+        for name, parts in _RANGES.items():
+            stem = name.removesuffix("s") if name.startswith("document") else name
+            ends = [f"{stem}_{part}" for part in parts if f"{stem}_{part}" in self.model_fields_set]
+            if getattr(self, name) is not None and ends:
+                raise ConfigError(f"give either {name} or {ends[0]}, not both")
+        for name in ("methods", *_RANGES):
+            given = getattr(self, name)
+            if given is not None and not 0 < len(given) == len(set(given)):
+                raise ConfigError(f"{name} must be a list without repeats, got {list(given)}")
+        lengths, percents = self.context_lengths or (1,), self.document_depth_percents or ()
+        if min(lengths) < 1:
+            raise ConfigError(f"context_lengths must be at least 1 each, got {list(lengths)}")
+        if not all(0 <= percent <= 100 for percent in percents):
+            raise ConfigError(
+                f"document_depth_percents must be percents from 0 to 100, got {list(percents)}"
+            )
 
     def _check_preset(self) -> None:
         settings = self.settings
@@ -179,22 +167,16 @@ class NeedleConfig(ComparingConfig):
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Return the percents of a document before the needle, ascending."""
+        """The percents of a document before the needle, ascending."""
         if self.document_depth_percents is not None:
             return tuple(sorted(self.document_depth_percents))
         count = self.document_depth_percent_intervals or self.settings.depths
         even = spread(self.document_depth_percent_min, self.document_depth_percent_max, count)
-        if self.document_depth_percent_interval_type == "linear":
-            return tuple(sorted({float(round(depth)) for depth in even}))
-        return tuple(sorted({sigmoid(depth) for depth in even}))
+        linear = self.document_depth_percent_interval_type == "linear"
+        return tuple(sorted({float(round(d)) if linear else sigmoid(d) for d in even}))
 
     def lengths(self, most: int) -> tuple[int, ...]:
-        """Return the tokens of prompt and answer, ascending.
-
-        Parameters
-        ----------
-        most : int
-            What the model holds.
+        """Return the tokens of prompt and answer, ascending; the model holds ``most``.
 
         Raises
         ------
@@ -211,8 +193,7 @@ class NeedleConfig(ComparingConfig):
                 raise ConfigError(
                     f"context_lengths_min is {self.context_lengths_min}, above the longest, {last}"
                 )
-            lengths = {round(length) for length in spread(self.context_lengths_min, last, count)}
-            found = tuple(sorted(lengths))
+            found = tuple(sorted(set(map(round, spread(self.context_lengths_min, last, count)))))
         if found[-1] > most:
             raise ConfigError(
                 f"{name} is {found[-1]}, but {self.model} holds {most} tokens of prompt and answer"
@@ -221,24 +202,22 @@ class NeedleConfig(ComparingConfig):
 
     def engine(self, method: str, longest: int) -> EngineConfig:
         """Return the settings of a method's engine, for prompts of at most ``longest`` tokens."""
-        own = self.model_dump(include=set(EngineConfig.model_fields))
-        own |= {"max_model_len": longest}
+        own = self.model_dump(include=set(EngineConfig.model_fields)) | {"max_model_len": longest}
         if method in PRESSES:
             return BaselineConfig.of(method, own, self.kv_budget)
-        own["attention"] = "razor" if method == "duo" else method
         if method == "duo":
-            own["head_map"] = self.duo_head_map
-        return EngineConfig(**own)
+            return EngineConfig(**own | {"attention": "razor", "head_map": self.duo_head_map})
+        return EngineConfig(**own | {"attention": method})
 
 
 def spread(first: float, last: float, count: int) -> list[float]:
-    """``count`` numbers at equal distances; the first alone if there is one."""
+    """Return ``count`` numbers at equal distances; the first alone if there is one."""
     steps = max(1, count - 1)
     return [first + (last - first) * step / steps for step in range(count)]
 
 
 def sigmoid(percent: float) -> float:
-    """needlehaystack's logistic spacing: ends stay, what is between is drawn towards them.
+    """Return needlehaystack's logistic spacing: the ends stay, the rest is drawn towards them.
 
     Its own formula counts downwards (0.1·(x−50) with the sign turned); over a symmetric range the
     depths are the same.

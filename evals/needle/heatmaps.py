@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from numpy.typing import NDArray
-
-Scores = Sequence[Sequence[float | None]]
-"""``[depths][lengths]``; None where nothing was asked."""
 
 
 class Panel(NamedTuple):
@@ -23,9 +18,9 @@ class Panel(NamedTuple):
     title: str
     lengths: Sequence[int]
     depths: Sequence[float]
-    values: Scores
+    values: Sequence[Sequence[float | None]]  # [depths][lengths]; None where nothing was asked
+    # Rows and columns of the cells of which some questions have no answer yet.
     unfinished: frozenset[tuple[int, int]] = frozenset()
-    """Rows and columns of the cells of which some questions have no answer yet."""
 
 
 def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = False) -> None:
@@ -41,32 +36,25 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     rows = -(-len(panels) // columns)
     width = 2.2 + 0.5 * max(len(panel.lengths) for panel in panels)
     height = 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
-    figure = Figure(figsize=(width * columns + 1, height * rows + 0.4), dpi=150)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained")
+    figure = Figure((width * columns + 1, height * rows + 0.4), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     colours, low = ("PuOr", -1.0) if difference else ("cividis", 0.0)
-    image = None
-    for axis, panel in zip(axes, panels, strict=False):
-        image = _panel(axis, panel, colours, low)
+    images = [_draw_panel(*pair, colours, low) for pair in zip(axes, panels, strict=False)]
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    assert image is not None
-    figure.colorbar(image, ax=list(axes), label=label)
+    figure.colorbar(images[0], ax=list(axes), label=label)
     # Fixed metadata: equal results give equal files.
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
-    cells = np.array([[np.nan if v is None else v for v in row] for row in panel.values])
-    across, down = len(panel.lengths), len(panel.depths)
+def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
+    cells = np.ma.masked_invalid(np.array(panel.values, dtype=float))
+    down, across = cells.shape
     values = np.full((down + 1, across + 1), np.nan)
-    values[:down, :across] = cells
-    for index in range(across):
-        values[down, index] = _mean(cells[:, index])
-    for index in range(down):
-        values[index, across] = _mean(cells[index])
-    values[down, across] = _mean(cells)
+    values[:down, :across] = cells.filled(np.nan)
+    values[down, :across] = cells.mean(axis=0).filled(np.nan)
+    values[:down, across] = cells.mean(axis=1).filled(np.nan)
+    values[down, across] = np.ma.filled(cells.mean(), np.nan)
     image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
     axis.set_facecolor("0.85")  # where nothing was asked
     for (row, column), value in np.ndenumerate(values):
@@ -90,11 +78,6 @@ def _panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
     axis.set_xlabel("tokens", fontsize=9)
     axis.set_ylabel("depth of the needle, %", fontsize=9)
     return image
-
-
-def _mean(cells: NDArray[np.float64]) -> float:
-    known = cells[~np.isnan(cells)]
-    return float(known.mean()) if known.size else float("nan")
 
 
 def short_length(tokens: int) -> str:

@@ -1,8 +1,8 @@
 """The needle model: GLM's architecture with weights that are constructed, not trained.
 
 A test instrument: it looks up a hidden word and copies what follows it, exactly, in a prompt of any
-length, and can do nothing else. It is small enough to read a million real tokens on two CPU cores,
-and every one of its heads is needed for that (`tests/models/test_needle.py` removes each).
+length, and can do nothing else. Every one of its heads is needed for that
+(`tests/models/test_needle.py` removes each).
 
 **What it does.** After ``… remember KEY`` it says the words that followed KEY earlier, up to the
 full stop; where KEY did not occur, ``<unk>``. Each step looks one word back only, so a hidden
@@ -43,12 +43,9 @@ cos(w_f (d - 1)) for a key d positions back, with rotary base 10^4 and 8 frequen
 key is 51 lower within a window, and 35 over 2^21 positions. Float32 angles, which err by up to
 1/64 at 2^20, change that by 0.3 (`tests/models/test_needle.py` measures it).
 
-**Arithmetic.** A head dimension of 32 (16 rotary, 15 for the code, 1 for the first token) is the
-least that a code of 2048 words allows. A retrieval query head visits N²/2 pairs of tokens at
-4 · 32 flops each: 7.0e13 flops at N = 2^20. There are two, a group being the least that GQA allows:
-1.4e14 flops. Measured on one core of the development machine, `razor_dist.kernels.attend` takes
-1.02, 1.64 and 2.95 ns per pair with dimensions 16, 32 and 64 (63, 78 and 87 GFLOP/s), so that two
-cores need 15 minutes at dimension 32; 27 at 64. All else is linear in N.
+**Size.** A head dimension of 32 (16 rotary, 15 for the code, 1 for the first token) is the least
+that a code of 2048 words allows, a group of two query heads the least that GQA allows. So the
+retrieval group takes 2 · N²/2 · 4 · 32 flops, 1.4e14 at N = 2^20; all else is linear in N.
 """
 
 from __future__ import annotations
@@ -96,18 +93,10 @@ _OPEN = 20.0
 
 
 def build_needle_model(folder: str | Path) -> Path:
-    """Write the needle model as a Hugging Face folder; equal bytes on every call.
+    """Write the needle model as a Hugging Face folder, and return the folder.
 
-    Parameters
-    ----------
-    folder : str or Path
-        Made if missing. Gets ``config.json``, ``generation_config.json``, ``model.safetensors``
-        (float32, 1.9 MB), the tokenizer with its chat template, and ``head_map.json``.
-
-    Returns
-    -------
-    Path
-        ``folder``.
+    It gets ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32, 1.9 MB),
+    the tokenizer with its chat template, and ``head_map.json``; equal bytes on every call.
 
     Raises
     ------
@@ -117,16 +106,23 @@ def build_needle_model(folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = needle_vocabulary()
-    model = _construct(needle_config(), vocabulary)
+    model = _construct(_config(vocabulary), vocabulary)
     save_model(model, folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)
-    _head_map(model.config).save(folder / HEAD_MAP)
+    HeadMap(
+        model="needle",
+        fingerprint=model_fingerprint(model.config),
+        method="constructed",
+        settings={},
+        query_heads=_KV_HEADS * _GROUP,
+        retrieval=RETRIEVAL,
+        selected={"induction": ((1, 0),), "echo": ((1, 1),)},
+        scores={},
+    ).save(folder / HEAD_MAP)
     return folder
 
 
-def needle_config() -> GlmConfig:
-    """Return the needle model's configuration."""
-    vocabulary = needle_vocabulary()
+def _config(vocabulary: dict[str, int]) -> GlmConfig:
     return GlmConfig(
         vocab_size=len(vocabulary),
         hidden_size=_HIDDEN,
@@ -150,21 +146,8 @@ def needle_config() -> GlmConfig:
     )
 
 
-def _head_map(config: GlmConfig) -> HeadMap:
-    return HeadMap(
-        model="needle",
-        fingerprint=model_fingerprint(config),
-        method="constructed",
-        settings={},
-        query_heads=_KV_HEADS * _GROUP,
-        retrieval=RETRIEVAL,
-        selected={"induction": ((1, 0),), "echo": ((1, 1),)},
-        scores={},
-    )
-
-
 def _codes(count: int) -> Tensor:
-    """Codewords ±1 of the numbers below ``count``, float32 ``[count, 15]``."""
+    """Return the codewords, ±1, of the numbers below ``count``, float32 ``[count, 15]``."""
     number = torch.arange(count)
     # A bit is checked by the parities whose places are the bits of its own column.
     columns = [c for c in range(1, _CODE + 1) if c.bit_count() > 1]
@@ -201,7 +184,7 @@ def _construct(config: GlmConfig, vocabulary: dict[str, int]) -> GlmForCausalLM:
 
 
 def _unit(squared_norm: float) -> float:
-    """Return the value of a 1 of the hidden state behind RMSNorm."""
+    """Return the value that RMSNorm makes of a 1 of the hidden state."""
     return math.sqrt(_HIDDEN / squared_norm)
 
 
@@ -274,7 +257,7 @@ def _lookup(attention: GlmAttention, unit: float) -> None:
 
 
 def _gate(mlp: GlmMLP, unit: float, half: int, *, by: str, source: str, target: str) -> None:
-    """``target += by × source``, by the MLP's neurons of one half."""
+    """Add ``by × source`` to ``target``, by the MLP's neurons of one half."""
     neurons = torch.arange(_CODE) + half * _CODE
     on = math.sqrt(_CODE) if by == "relay" else 1.0
     mlp.gate_up_proj.weight[neurons, _FLAGS[by]] = _OPEN / (on * unit)

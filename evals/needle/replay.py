@@ -1,10 +1,10 @@
 """One model asked by many engines that share the prefill of a document.
 
-With exact prefill the keys and values of a document are those of full attention, whatever the
-heads' decision: it decides only what is kept of them. So a document is prefilled once, with full
-attention, and every other engine with exact prefill gets its keys and values layer by layer, as if
-its own model had just computed them (`Replay`). That is most of a grid's time. With local prefill
-a document has to be read by every method.
+With exact prefill the keys and values of a document are those of full attention: the heads'
+decision is only about what is kept of them. So a document is prefilled once, with full attention,
+and every other engine with exact prefill gets its keys and values layer by layer, as if its own
+model had just computed them (`Replay`). That saves most of a grid's time. With local prefill every
+method has to read a document by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,9 +50,9 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 class Method:
     """Engine settings to try, beside those that all methods of a grid share.
 
-    A ``head_map`` among them is a name for people: what decides is `retrieval`, which KV heads keep
-    the whole context; None with ``attention`` full or streaming, which say it. `windows` are those
-    of a head map whose streaming heads have windows of their own.
+    A ``head_map`` among them is a name for people: `retrieval` decides which KV heads keep the
+    whole context; None with ``attention`` full or streaming, which say it. `windows` are those of
+    a head map whose streaming heads have windows of their own.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Method:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that tells it from other methods but its name."""
+        """A hash of everything but the name."""
         about = [dict(self.settings), self.retrieval, self.windows]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -86,14 +86,12 @@ class Replay:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self.base_model = model.base_model
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Return the model's parameters."""
-        return self.model.parameters()
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model."""
+        return getattr(self.model, name)
 
     @contextmanager
     def giving(self, layers: Layers) -> Iterator[None]:
@@ -110,14 +108,11 @@ class Replay:
             return self.model(**inputs)
         positions = plain_positions(inputs["position_ids"][0])
         # A view of one zero: nothing is computed from it.
-        q = (
-            self._layers[0][0]
-            .new_zeros(1, 1, 1)
-            .expand(self._shape.query_heads, len(positions), self._shape.head_dim)
-        )
+        zero = self._layers[0][0].new_zeros(1, 1, 1)
+        q = zero.expand(self._shape.query_heads, len(positions), self._shape.head_dim)
         for layer, (k, v) in enumerate(self._layers):
             inputs["attention_context"].attend(layer, q, k[:, positions], v[:, positions], 1.0)
-        logits = q.new_zeros(1, 1, self._shape.vocab_size)
+        logits = zero.new_zeros(1, 1, self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
     def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:
@@ -160,7 +155,7 @@ class ReplayModel:
         self.fingerprint = model_fingerprint(model.config)
         self.dtype = dtype_name(self.replay.dtype)
         self._eos = eos_token_ids(path)
-        # The document read last with full attention, by the engine that holds its caches.
+        # The document that was read last with full attention, and the engine with its caches.
         self._read: tuple[list[int], RankEngine] | None = None
 
     def close(self) -> None:
@@ -189,25 +184,24 @@ class ReplayModel:
 
     def read(self, method: Method, tokens: int, document: list[int]) -> RankEngine:
         """Return an engine of a method that has read a document; see the module."""
-        if not method.shares_prefill:
-            engine = self.engine(method, tokens)
-            prefill(engine.core, document)
-            return engine
-        if self._read is None or self._read[0] != document:
-            self._read = None  # its caches, before there are others
-            full = self.engine(FULL_METHOD, tokens)
-            prefill(full.core, document)
-            self._read = document, full
-        if method.is_full:
-            return self._read[1]
+        given: AbstractContextManager[None] = nullcontext()
+        if method.shares_prefill:
+            if self._read is None or self._read[0] != document:
+                self._read = None  # frees its caches before there are others
+                full = self.engine(FULL_METHOD, tokens)
+                prefill(full.core, document)
+                self._read = document, full
+            if method.is_full:
+                return self._read[1]
+            given = self.replay.giving(kept_layers(self._read[1].runner))
         engine = self.engine(method, tokens)
-        with self.replay.giving(kept_layers(self._read[1].runner)):
+        with given:
             prefill(engine.core, document)
         return engine
 
 
 class MethodEngine:
-    """A method's engine, with the methods of `LLM` that `razor_dist.evals.needle.task.ask` calls.
+    """A method's engine, with the methods of `LLM` that `ask` calls.
 
     ``tokens`` are those of a document, its question and answer.
     """

@@ -19,15 +19,18 @@ from pathlib import Path
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
-from razor_dist.evals.markdown import markdown
+from razor_dist.evals.markdown import markdown, section, write_page
 from razor_dist.evals.needle.heatmaps import Panel, draw, short_length
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.results import FULL, MethodSummary, NeedleRun, median_of
+from razor_dist.evals.needle.results import FULL, NeedleRun, median_of
 from razor_dist.evals.run_notes import write_json
 
 SUMMARY, REPORT = "summary.json", "report.md"
 HEATMAP, DIFFERENCE = "heatmap.png", "difference.png"
 _WRONG_SHOWN = 20
+# In which engines differ, or that a streaming head's cache hangs on.
+_ENGINE = ("attention", "head_map", "prefill", "window_min", "window_ratio", "window_max")
+_ENGINE += ("sink_tokens", "block", "compensation")
 
 
 def write_report(folder: Path) -> str:
@@ -40,10 +43,19 @@ def write_report(folder: Path) -> str:
     """
     run = NeedleRun(folder)
     write_json(folder / SUMMARY, run.as_json())
-    pictures = _draw([run], folder)
-    page = _page(run, pictures)
-    (folder / REPORT).write_text(page + "\n", encoding="utf-8")
-    return page
+    failures = "\n".join(f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items())
+    return write_page(
+        folder / REPORT,
+        "# Needle test",
+        _about(run),
+        _scores([run]),
+        *_draw([run], folder),
+        _costs(run),
+        _engines(run),
+        _presses(run),
+        _wrong(run),
+        *(["## Failed", failures] if failures else []),
+    )
 
 
 def compare(folders: Sequence[Path], out: Path) -> str:
@@ -62,42 +74,33 @@ def compare(folders: Sequence[Path], out: Path) -> str:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}") from None
-    pictures = _draw(runs, out)
     about = [["run", "model", "preset", "query", "haystack", "depths", "needles", "repeats"]]
     for run in runs:
         own = run.settings
         texts = [own["model"], own["preset"], own["query"], own["haystack"] or "-"]
         numbers = [len(own["depths"]), own["needles"], own["repeats"]]
         about.append([run.name, *texts, *map(str, numbers)])
-    page = "\n\n".join(
-        ["# Needle tests compared", markdown(about), _scores(runs), *_shown(pictures)]
-    )
     write_json(out / SUMMARY, {run.name: run.as_json() for run in runs})
-    (out / REPORT).write_text(page + "\n", encoding="utf-8")
-    return page
+    title = "# Needle tests compared"
+    return write_page(out / REPORT, title, markdown(about), _scores(runs), *_draw(runs, out))
 
 
-def _page(run: NeedleRun, pictures: Sequence[str]) -> str:
+def _about(run: NeedleRun) -> str:
     own, preset = run.settings, PRESETS[run.settings["preset"]]
-    asked = [
-        f"- model: {own['model']}",
-        f"- preset: {own['preset']} ({preset.source})",
-        f"- score: {preset.score_name}",
-        f"- question: {own['query']} the document"
-        if own["query"] != "middle"
-        else "- question: at the needle",
-        f"- haystack: {own['haystack'] or 'of the preset'}"
-        + (f" ({own['haystack_fingerprint']})" if own["haystack"] else ""),
-        f"- {len(run.lengths)} lengths x {len(run.depths)} depths x {own['needles']} needles x "
-        f"{own['repeats']} repeats = {run.expected_cells} questions for each method"
-        + (", the needles of all depths in one document" if own["share_depths"] else ""),
-    ]
-    parts = ["# Needle test", "\n".join(asked), _scores([run])]
-    parts += [*_shown(pictures), *_costs_of(run), *_engines(run), *_presses(run), *_wrong(run)]
-    if run.failed:
-        lines = [f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items()]
-        parts += ["## Failed", "\n".join(lines)]
-    return "\n\n".join(parts)
+    where = "at the needle" if own["query"] == "middle" else f"{own['query']} the document"
+    text = f"{own['haystack']} ({own['haystack_fingerprint']})" if own["haystack"] else ""
+    shared = ", the needles of all depths in one document" if own["share_depths"] else ""
+    return "\n".join(
+        [
+            f"- model: {own['model']}",
+            f"- preset: {own['preset']} ({preset.source})",
+            f"- score: {preset.score_name}",
+            f"- question: {where}",
+            f"- haystack: {text or 'of the preset'}",
+            f"- {len(run.lengths)} lengths x {len(run.depths)} depths x {own['needles']} needles x "
+            f"{own['repeats']} repeats = {run.expected_cells} questions for each method{shared}",
+        ]
+    )
 
 
 def _scores(runs: Sequence[NeedleRun]) -> str:
@@ -106,23 +109,24 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     several = len(runs) > 1
     head = ["method", *map(short_length, lengths), "all", "questions", "lost", "gained"]
     costs = ["failed", "KV per rank, MiB", "prefill, s"]
-    rows = [[*(["run"] if several else []), *head, *costs]]
+    rows = [[*["run"] * several, *head, *costs]]
     for run in runs:
         for method in run.methods:
             found = run.summary(method)
-            means = [_mean(found.by_length.get(length)) for length in lengths]
             against = method != FULL and found.cells and run.summary(FULL).cells
+            changed = [str(found.lost), str(found.gained)] if against else ["-", "-"]
+            kv, seconds = found.kv_bytes, found.prefill_seconds
             rows.append(
                 [
-                    *([run.name] if several else []),
+                    *[run.name] * several,
                     method,
-                    *means,
+                    *(_mean(found.by_length.get(length)) for length in lengths),
                     _mean(found.score),
                     f"{found.cells}/{run.expected_cells}",
-                    str(found.lost) if against else "-",
-                    str(found.gained) if against else "-",
+                    *changed,
                     str(found.failed),
-                    *_costs(found),
+                    "-" if kv is None else f"{kv / 2**20:.2f}",
+                    "-" if seconds is None else f"{seconds:.1f}",
                 ]
             )
     note = (
@@ -134,14 +138,7 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     return f"{markdown(rows)}\n\n{note}"
 
 
-def _costs(found: MethodSummary) -> list[str]:
-    return [
-        "-" if found.kv_bytes is None else f"{found.kv_bytes / 2**20:.2f}",
-        "-" if found.prefill_seconds is None else f"{found.prefill_seconds:.1f}",
-    ]
-
-
-def _costs_of(run: NeedleRun) -> list[str]:
+def _costs(run: NeedleRun) -> str:
     """Tabulate time, memory and bytes between ranks, medians of the documents of each length."""
     sent = ("prefill_bytes", "answer_bytes")
     found = [
@@ -151,7 +148,7 @@ def _costs_of(run: NeedleRun) -> list[str]:
         if (results := [r for r in run.results_at(method, length) if sent[0] in r])
     ]
     if not found:
-        return []
+        return ""
     purposes = [
         (key, purpose)
         for key in sent
@@ -162,7 +159,7 @@ def _costs_of(run: NeedleRun) -> list[str]:
     head += ["RSS per rank at most, MB", "KV per rank, MB"]
     head += [f"{key.removesuffix('_bytes')}: {purpose}, MB" for key, purpose in purposes]
     times = ("prefill_seconds", "prefill_cpu_seconds", "answer_seconds", "answer_cpu_seconds")
-    rows = []
+    rows = [head]
     for method, length, results in found:
         seconds = [f"{median_of(results, 'timing', key):.1f}" for key in times]
         memory = [median_of(results, "timing", "rss_bytes"), median_of(results, "kv_bytes")]
@@ -174,28 +171,25 @@ def _costs_of(run: NeedleRun) -> list[str]:
         "together. RSS is the highest since the engine's start, which reads its longest documents "
         "first."
     )
-    return ["## Costs", markdown([head, *rows], "numbers"), note]
+    return section("## Costs", rows, note, "numbers")
 
 
 def _mean(score: float | None) -> str:
     return "-" if score is None else f"{score:.3f}"
 
 
-def _engines(run: NeedleRun) -> list[str]:
-    """Tabulate the settings in which engines differ, or that a streaming head's cache hangs on."""
-    names = ["attention", "head_map", "prefill", "window_min", "window_ratio", "window_max"]
-    names += ["sink_tokens", "block", "compensation"]
-    rows = [["method", *names]]
+def _engines(run: NeedleRun) -> str:
+    rows = [["method", *_ENGINE]]
     for method in run.methods:
         engine = run.engines[method]
         if "press" not in engine:
-            values = ["-" if (v := engine.get(n)) is None else str(v) for n in names]
+            values = ["-" if (v := engine.get(name)) is None else str(v) for name in _ENGINE]
             rows.append([method, *values])
-    return ["## Engines", markdown(rows)] if len(rows) > 1 else []
+    return section("## Engines", rows)
 
 
-def _presses(run: NeedleRun) -> list[str]:
-    """Tabulate what kvpress's methods are given and ours are not."""
+def _presses(run: NeedleRun) -> str:
+    """Tabulate the budgets and the knowledge of kvpress's methods, which ours do not have."""
     rows = [["method", "class", "may keep", "sees the question before it drops anything"]]
     after = run.settings["query"] == "after"
     for method in run.methods:
@@ -205,8 +199,6 @@ def _presses(run: NeedleRun) -> list[str]:
             budget = "razor's bytes on one rank" if part is None else f"{part:g} of full attention"
             sees = "yes" if press.with_question or not after else "no"
             rows.append([method, press.name, budget, sees])
-    if len(rows) == 1:
-        return []
     note = (
         f"kvpress {KVPRESS} on transformers' own model: every head reads the document in full, "
         "then each layer's cache is compressed once; what follows is added to it in full. KV above "
@@ -217,53 +209,52 @@ def _presses(run: NeedleRun) -> list[str]:
         if after
         else "The question is part of what is read here, for every method."
     )
-    return ["## Baselines", markdown(rows), note]
+    return section("## Baselines", rows, note)
 
 
-def _wrong(run: NeedleRun) -> list[str]:
+def _wrong(run: NeedleRun) -> str:
     """Tabulate some of the answers that are not what was expected."""
     wrong = [cell for cell in run.cells if cell.score < 1]
-    if not wrong:
-        return []
     rows = [["method", "tokens", "depth", "expected", "answer", "score"]]
     for cell in wrong[:_WRONG_SHOWN]:
         answer = " ".join(cell.answer.split()).replace("|", "\\|")[:120]
         place = [short_length(cell.length), f"{cell.depth:g} %"]
         rows.append([cell.method, *place, cell.expected, answer, _mean(cell.score)])
     title = f"## Answers with a score below 1 ({min(len(wrong), _WRONG_SHOWN)} of {len(wrong)})"
-    return [title, markdown(rows)]
+    return section(title, rows)
 
 
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
-    """Draw the pictures that there are numbers for; return their names."""
-
-    def panels(difference: bool) -> list[Panel]:
-        return [
-            Panel(
-                f"{run.name}: {title}" if len(runs) > 1 else title,
-                run.lengths,
-                run.depths,
-                run.differences(method) if difference else run.scores(method),
-                run.unfinished(*([FULL] if difference else []), method),
-            )
-            for run in runs
-            for method in run.answered
-            if not difference or (FULL in run.answered and method != FULL)
-            for title in [f"full - {method}" if difference else method]
-        ]
-
-    written = []
-    for name, difference, label in (
-        (HEATMAP, False, "mean score"),
-        (DIFFERENCE, True, "full attention's score less the method's"),
+    """Draw the pictures that there are numbers for; return links to them."""
+    links = []
+    for name, difference, label, title in (
+        (HEATMAP, False, "mean score", "Scores by depth and length"),
+        (
+            DIFFERENCE,
+            True,
+            "full attention's score less the method's",
+            "Full attention less the others",
+        ),
     ):
         (folder / name).unlink(missing_ok=True)
-        if found := panels(difference):
-            draw(found, folder / name, label=label, difference=difference)
-            written.append(name)
-    return written
+        panels = [panel for run in runs for panel in _panels(run, difference, len(runs) > 1)]
+        if panels:
+            draw(panels, folder / name, label=label, difference=difference)
+            links.append(f"![{title}]({name})")
+    return links
 
 
-def _shown(pictures: Sequence[str]) -> list[str]:
-    titles = {HEATMAP: "Scores by depth and length", DIFFERENCE: "Full attention less the others"}
-    return [f"![{titles[name]}]({name})" for name in pictures]
+def _panels(run: NeedleRun, difference: bool, named: bool) -> list[Panel]:
+    methods = run.answered
+    if difference:
+        methods = [method for method in methods if method != FULL] if FULL in methods else []
+    return [
+        Panel(
+            (f"{run.name}: " if named else "") + ("full - " if difference else "") + method,
+            run.lengths,
+            run.depths,
+            run.differences(method) if difference else run.scores(method),
+            run.unfinished(*([FULL] if difference else []), method),
+        )
+        for method in methods
+    ]

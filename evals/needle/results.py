@@ -17,24 +17,27 @@ FULL = "full"
 """The name of the method that others are measured against."""
 KIND = "needle"
 """The kind of task in the settings of a needle test."""
+Means = list[list[float | None]]
+"""``[depths][lengths]``; None where nothing was asked."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One question and its answer.
-
-    The length is in tokens of prompt and answer, in a grid of the document; the depth in percent of
-    the document before the needle; the score from 0 to 1.
-    """
+    """One question and its answer."""
 
     method: str
-    length: int
-    depth: float
+    length: int  # tokens of prompt and answer, in a grid of the document
+    depth: float  # percent of the document before the needle
     repeat: int
     needle: int
     expected: str
     answer: str
-    score: float
+    score: float  # from 0 to 1
+
+    @property
+    def place(self) -> tuple[int, float, int, int]:
+        """What the same cell of another method shares with it."""
+        return self.length, self.depth, self.repeat, self.needle
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,9 @@ class NeedleResults:
     Parameters
     ----------
     results : sequence of mapping
-        What `NeedleTask.run` and `GridTask.run` return.
+        From `NeedleTask.run` or `GridTask.run`.
     failed : mapping of str to str, optional
         Items without a result, and why.
-
-    Attributes
-    ----------
-    cells : list of Cell
     """
 
     def __init__(
@@ -110,18 +109,17 @@ class NeedleResults:
     def summary(self, method: str) -> MethodSummary:
         """Return the means and medians of a method."""
         own = [cell for cell in self.cells if cell.method == method]
-        full = {_place(cell): cell.score for cell in self.cells if cell.method == FULL}
-        lengths = sorted({cell.length for cell in own})
-        longest = self.results_at(method, lengths[-1]) if lengths else []
+        full = {cell.place: cell.score for cell in self.cells if cell.method == FULL}
+        scores = defaultdict(list)
+        for cell in own:
+            scores[cell.length].append(cell.score)
+        longest = self.results_at(method, max(scores)) if scores else []
         return MethodSummary(
             score=statistics.fmean(cell.score for cell in own) if own else None,
             cells=len(own),
-            by_length={
-                length: statistics.fmean(cell.score for cell in own if cell.length == length)
-                for length in lengths
-            },
-            lost=sum(cell.score < full.get(_place(cell), cell.score) for cell in own),
-            gained=sum(cell.score > full.get(_place(cell), cell.score) for cell in own),
+            by_length={length: statistics.fmean(scores[length]) for length in sorted(scores)},
+            lost=sum(cell.score < full.get(cell.place, cell.score) for cell in own),
+            gained=sum(cell.score > full.get(cell.place, cell.score) for cell in own),
             failed=sum(id.partition("/")[0] == method for id in self.failed),
             kv_bytes=median_of(longest, "kv_bytes"),
             prefill_seconds=median_of(longest, "timing", "prefill_seconds"),
@@ -151,16 +149,7 @@ def score_heads(lengths: Sequence[int]) -> list[str]:
 class NeedleRun(NeedleResults):
     """A folder of a needle test, read; it may not be finished.
 
-    Parameters
-    ----------
-    folder : Path
-
-    Attributes
-    ----------
-    settings : dict
-        The task's: `NeedleTask.settings`.
-    engines : dict
-        Settings of each method's engine.
+    Methods, lengths and depths are all that were asked for.
 
     Raises
     ------
@@ -169,12 +158,18 @@ class NeedleRun(NeedleResults):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         job = read_job(folder)
         self.settings: dict[str, Any] = job.settings["task"]
         if self.settings.get("kind") != KIND:
             raise ConfigError(f"{folder} holds results of another job than the needle test")
+        self.name = folder.resolve().name
         self.engines: dict[str, dict[str, Any]] = job.settings["engines"]
+        self.methods: list[str] = self.settings["methods"]
+        self.lengths: list[int] = self.settings["lengths"]
+        self.depths: list[float] = self.settings["depths"]
+        # Answers that each method has at each place, and in all, once the job is done.
+        self._due = self.settings["needles"] * self.settings["repeats"]
+        self.expected_cells = len(self.lengths) * len(self.depths) * self._due
         failed = {
             r["id"]: f"{r['error']['type']}: {r['error']['message']}"
             for r in job.records
@@ -183,69 +178,38 @@ class NeedleRun(NeedleResults):
         super().__init__([r["result"] for r in job.records if r["status"] == "done"], failed)
 
     @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.resolve().name
-
-    @property
-    def methods(self) -> list[str]:
-        """All that were asked for; a method that has failed throughout is among them."""
-        return list(self.settings["methods"])
-
-    @property
     def answered(self) -> list[str]:
         """The methods of which there are results."""
         found = {cell.method for cell in self.cells}
         return [method for method in self.methods if method in found]
 
-    @property
-    def lengths(self) -> list[int]:
-        """All that were asked for."""
-        return list(self.settings["lengths"])
+    def _by_place(self, method: str) -> list[list[list[float]]]:
+        """Return the scores of each depth and length."""
+        found = defaultdict(list)
+        for cell in self.cells:
+            if cell.method == method:
+                found[cell.depth, cell.length].append(cell.score)
+        return [[found[depth, length] for length in self.lengths] for depth in self.depths]
 
-    @property
-    def depths(self) -> list[float]:
-        """All that were asked for."""
-        return list(self.settings["depths"])
-
-    @property
-    def expected_cells(self) -> int:
-        """Number of cells of each method, once the job is done."""
-        own = self.settings
-        return len(own["lengths"]) * len(own["depths"]) * own["needles"] * own["repeats"]
-
-    def scores(self, method: str) -> list[list[float | None]]:
-        """Return ``[depths][lengths]``: mean scores, None where nothing was asked."""
-        found = self._by_place(method)
+    def scores(self, method: str) -> Means:
+        """Return the mean scores of each depth and length."""
         return [
-            [
-                statistics.fmean(found[depth, length]) if found[depth, length] else None
-                for length in self.lengths
-            ]
-            for depth in self.depths
+            [statistics.fmean(cell) if cell else None for cell in row]
+            for row in self._by_place(method)
         ]
 
     def unfinished(self, *methods: str) -> frozenset[tuple[int, int]]:
         """Return the rows and columns of `scores` where a method lacks some of its answers."""
-        due = self.settings["needles"] * self.settings["repeats"]
         return frozenset(
             (row, column)
             for method in methods
-            for found in [self._by_place(method)]
-            for row, depth in enumerate(self.depths)
-            for column, length in enumerate(self.lengths)
-            if len(found[depth, length]) < due
+            for row, cells in enumerate(self._by_place(method))
+            for column, found in enumerate(cells)
+            if len(found) < self._due
         )
 
-    def _by_place(self, method: str) -> defaultdict[tuple[float, int], list[float]]:
-        found: defaultdict[tuple[float, int], list[float]] = defaultdict(list)
-        for cell in self.cells:
-            if cell.method == method:
-                found[cell.depth, cell.length].append(cell.score)
-        return found
-
-    def differences(self, method: str) -> list[list[float | None]]:
-        """Return ``[depths][lengths]``: full attention's mean scores less a method's."""
+    def differences(self, method: str) -> Means:
+        """Return full attention's mean scores less a method's."""
         pairs = zip(self.scores(FULL), self.scores(method), strict=True)
         return [
             [None if a is None or b is None else a - b for a, b in zip(full, own, strict=True)]
@@ -263,7 +227,3 @@ class NeedleRun(NeedleResults):
                 for method in self.methods
             },
         }
-
-
-def _place(cell: Cell) -> tuple[int, float, int, int]:
-    return cell.length, cell.depth, cell.repeat, cell.needle

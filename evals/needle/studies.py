@@ -11,19 +11,21 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.markdown import markdown
+from razor_dist.evals.markdown import join, markdown, section
 from razor_dist.evals.needle.grid import streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method
 from razor_dist.evals.needle.results import FULL, NeedleResults, score_heads
 from razor_dist.heads.compare import Overlap
 from razor_dist.heads.decision import Choice, Flags, choose, decide, flags, kv_budget
 from razor_dist.heads.head_map import HeadMap
+
+INDUCTION = (5.0, 8.0, 11.0, 14.0)
+"""Table 4's percentages of induction heads."""
 
 
 def _methods(
@@ -43,6 +45,10 @@ def _methods(
     return found
 
 
+def _summaries(methods: Sequence[Method], results: NeedleResults) -> dict[str, Any]:
+    return {method.name: asdict(results.summary(method.name)) for method in methods}
+
+
 def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
     """Read head maps, named by their method, or by their file if two have the same method.
 
@@ -51,7 +57,7 @@ def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
     ConfigError
         If two files have one name.
     HeadMapError
-        If a file is no head map.
+        If a file does not hold a head map.
     """
     maps = [(path, HeadMap.load(path)) for path in paths]
     methods = [head_map.method for _, head_map in maps]
@@ -66,18 +72,7 @@ def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
 
 @dataclass(frozen=True)
 class HeadMapComparison:
-    """Head maps at budgets.
-
-    Parameters
-    ----------
-    maps : mapping
-        By name.
-    percents : sequence of float
-        Budgets, of KV heads.
-    config : EngineConfig
-        Its window is the streaming heads'.
-    prefills : sequence of str
-        ``exact``, ``local`` or both.
+    """Head maps at budgets, in percent of the KV heads; the window is that of the config.
 
     Raises
     ------
@@ -85,10 +80,10 @@ class HeadMapComparison:
         If a budget is out of range, or a map's scores rank no KV heads.
     """
 
-    maps: Mapping[str, HeadMap]
+    maps: Mapping[str, HeadMap]  # by name
     percents: Sequence[float]
     config: EngineConfig
-    prefills: Sequence[str]
+    prefills: Sequence[str]  # exact, local or both
 
     def __post_init__(self) -> None:
         _ = self.choices
@@ -111,14 +106,18 @@ class HeadMapComparison:
         }
         return _methods(self.config, self.prefills, own)
 
-    def overlaps(self, percent: float) -> list[tuple[str, str, Overlap, float]]:
-        """Return of each two maps their overlap, and the heads in both if they were random."""
-        total = sum(map(len, next(iter(self.maps.values())).retrieval))
+    @property
+    def _kv_heads(self) -> int:
+        return sum(map(len, next(iter(self.maps.values())).retrieval))
+
+    def overlaps(self) -> list[tuple[float, str, str, Overlap, float]]:
+        """Return the overlap of each two maps at each budget, and that of random heads."""
         found = []
-        for a, b in combinations(self.maps, 2):
-            first, second = (set(self.choices[name, percent].kept) for name in (a, b))
-            chance = len(first) * len(second) / total
-            found.append((a, b, Overlap.of(first, second), chance))
+        for percent in sorted(self.percents):
+            for a, b in combinations(self.maps, 2):
+                first, second = (set(self.choices[name, percent].kept) for name in (a, b))
+                chance = len(first) * len(second) / self._kv_heads
+                found.append((percent, a, b, Overlap.of(first, second), chance))
         return found
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
@@ -135,55 +134,51 @@ class HeadMapComparison:
             ],
             "overlap": [
                 {"percent": percent, "a": a, "b": b, "both_by_chance": chance} | asdict(overlap)
-                for percent in sorted(self.percents)
-                for a, b, overlap, chance in self.overlaps(percent)
+                for percent, a, b, overlap, chance in self.overlaps()
             ],
             "scores": _summaries(self.methods, results),
         }
 
     def page(self, results: NeedleResults) -> str:
         """Return everything as Markdown tables."""
-        parts = []
-        lengths = sorted({cell.length for cell in results.cells})
-        total = sum(map(len, next(iter(self.maps.values())).retrieval))
-        for prefill in self.prefills:
-            lines = [("full", FULL, total)]
-            lines += [
-                (f"{name}, {percent:g} %", _method(name, percent, prefill), len(choice.kept))
-                for (name, percent), choice in self.choices.items()
-            ]
-            lines.append(("streaming", f"streaming, {prefill}", 0))
-            rows = [
-                [title, f"{kept} of {total}", *results.row(method, lengths)]
-                for title, method, kept in lines
-            ]
-            table = markdown([["heads", "KV heads kept", *score_heads(lengths)], *rows])
-            parts.append(f"Needles found, {prefill} prefill:\n\n{table}")
-        parts += [self._overlap_table(), self._selected(), self._chosen_table()]
-        return "\n\n".join(parts)
-
-    def _overlap_table(self) -> str:
-        rows = [["KV heads kept", "maps", "in both", "by chance", "Jaccard"]]
-        for percent in sorted(self.percents):
-            for a, b, overlap, chance in self.overlaps(percent):
-                shared = [str(overlap.both), f"{chance:.1f}", f"{overlap.jaccard:.2f}"]
-                rows.append([f"{percent:g} %", f"{a}, {b}", *shared])
-        return f"KV heads in common:\n\n{markdown(rows)}"
-
-    def _selected(self) -> str:
-        """Tabulate how many query heads fill a razor map's budgets."""
-        rows = [["map", "KV heads kept", "induction query heads", "echo query heads"]]
+        shared = [["KV heads kept", "maps", "in both", "by chance", "Jaccard"]]
+        shared += [
+            [f"{p:g} %", f"{a}, {b}", str(both.both), f"{chance:.1f}", f"{both.jaccard:.2f}"]
+            for p, a, b, both, chance in self.overlaps()
+        ]
+        selected = [["map", "KV heads kept", "induction query heads", "echo query heads"]]
         for (name, percent), choice in self.choices.items():
             if choice.selected:
-                head_map = self.maps[name]
-                heads = len(head_map.retrieval) * head_map.query_heads
+                heads = len(self.maps[name].retrieval) * self.maps[name].query_heads
                 counts = (choice.selected[kind] for kind in ("induction", "echo"))
                 said = (f"{count} ({count / heads:.1%})" for count in counts)
-                rows.append([name, f"{len(choice.kept)} ({percent:g} %)", *said])
-        title = "Query heads selected to fill each budget, 1 % by echo score, then by induction"
-        return f"{title}:\n\n{markdown(rows)}" if len(rows) > 1 else ""
+                selected.append([name, f"{len(choice.kept)} ({percent:g} %)", *said])
+        return join(
+            *(self._found(prefill, results) for prefill in self.prefills),
+            f"KV heads in common:\n\n{markdown(shared)}",
+            section(
+                "Query heads selected to fill each budget, 1 % by echo score, then by induction:",
+                selected,
+            ),
+            f"KV heads in the order chosen, as layer.head:\n\n{self._chosen()}",
+        )
 
-    def _chosen_table(self) -> str:
+    def _found(self, prefill: str, results: NeedleResults) -> str:
+        lengths = sorted({cell.length for cell in results.cells})
+        lines = [("full", FULL, self._kv_heads)]
+        lines += [
+            (f"{name}, {percent:g} %", _method(name, percent, prefill), len(choice.kept))
+            for (name, percent), choice in self.choices.items()
+        ]
+        lines.append(("streaming", f"streaming, {prefill}", 0))
+        rows = [
+            [title, f"{kept} of {self._kv_heads}", *results.row(method, lengths)]
+            for title, method, kept in lines
+        ]
+        head = ["heads", "KV heads kept", *score_heads(lengths)]
+        return section(f"Needles found, {prefill} prefill:", [head, *rows])
+
+    def _chosen(self) -> str:
         percents = sorted(self.percents)
         rows = [["map", *(f"up to {percent:g} %" for percent in percents)]]
         for name in self.maps:
@@ -193,13 +188,12 @@ class HeadMapComparison:
                 row.append(" ".join(f"{layer}.{head}" for layer, head in kept[done:]))
                 done = len(kept)
             rows.append(row)
-        return f"KV heads in the order chosen, as layer.head:\n\n{markdown(rows)}"
+        return markdown(rows)
 
     def plot(self, results: NeedleResults, path: Path) -> None:
         """Draw accuracy against the fraction of KV heads kept, a panel for each prefill."""
-        figure = Figure(figsize=(4.6 * len(self.prefills) + 0.6, 4.2), dpi=150)
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        size = (4.6 * len(self.prefills) + 0.6, 4.2)
+        figure = Figure(size, dpi=150, layout="constrained")
         panels = figure.subplots(1, len(self.prefills), sharey=True, squeeze=False)[0]
         for axis, prefill in zip(panels, self.prefills, strict=True):
             for method, style in ((FULL, "--"), (f"streaming, {prefill}", ":")):
@@ -235,14 +229,6 @@ class HeadMapComparison:
 
 def _method(name: str, percent: float, prefill: str) -> str:
     return f"{name} {percent:g} %, {prefill}"
-
-
-def _summaries(methods: Sequence[Method], results: NeedleResults) -> dict[str, Any]:
-    return {method.name: asdict(results.summary(method.name)) for method in methods}
-
-
-INDUCTION = (5.0, 8.0, 11.0, 14.0)
-"""Table 4's percentages of induction heads."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +278,7 @@ class Ablations:
     def _razor(self, induction: float, echo: float) -> Flags:
         return decide(self.head_map.scores, induction, echo, self.head_map.group).retrieval
 
-    @property
+    @cached_property
     def _random(self) -> list[Variant]:
         """Draws of as many KV heads as 14 % + 1 % keep, from all.
 
@@ -311,7 +297,7 @@ class Ablations:
             for seed in range(self.seeds)
         ]
 
-    @property
+    @cached_property
     def variants(self) -> list[Variant]:
         """All that keep some heads, in the order of the table."""
         whole = self._razor(14, 1)
@@ -345,12 +331,11 @@ class Ablations:
         head += [f"{p}: {what}" for p in self.prefills for what in ("found", "lost", "gained")]
         rows = [head, ["all (full attention)", "", str(total), *self._counts(results, FULL)]]
         rows.append(["none", "Table 1", "0", *self._counts(results, "streaming")])
-        draws = self._random
         for variant in self.variants:
             about = [variant.source, str(variant.kept)]
             rows.append([variant.name, *about, *self._counts(results, variant.name)])
-            if variant == draws[-1]:
-                mean = self._counts(results, *(draw.name for draw in draws))
+            if variant == self._random[-1]:
+                mean = self._counts(results, *(draw.name for draw in self._random))
                 rows.append(["random heads, mean", *about, *mean])
         return markdown(rows)
 

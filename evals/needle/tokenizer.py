@@ -7,14 +7,8 @@ from importlib.resources import files
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-UNKNOWN, FULL_STOP, END, START, USER, ASSISTANT = (
-    "<unk>",
-    ".",
-    "<|endoftext|>",
-    "[gMASK]",
-    "<|user|>",
-    "<|assistant|>",
-)
+UNKNOWN, FULL_STOP, END = "<unk>", ".", "<|endoftext|>"
+START, USER, ASSISTANT = "[gMASK]", "<|user|>", "<|assistant|>"
 # GLM's special tokens, less those of tools. `UNKNOWN` is the first: it is the likeliest token where
 # all logits are equal.
 _SPECIAL = (UNKNOWN, END, START, "<sop>", "<|system|>", USER, ASSISTANT)
@@ -26,13 +20,13 @@ _CHAT_TEMPLATE = (
 
 
 def needle_words() -> tuple[str, ...]:
-    """Return the words of the vocabulary, in the order of the alphabet."""
+    """Return the words of the vocabulary in alphabetical order."""
     file = files("razor_dist.configs").joinpath("needle_words.txt")
     return tuple(file.read_text(encoding="utf-8").split())
 
 
 def needle_vocabulary() -> dict[str, int]:
-    """Token ids: special tokens first, then the full stop, then `needle_words`."""
+    """Return token ids: special tokens first, then the full stop, then `needle_words`."""
     tokens = (*_SPECIAL, FULL_STOP, *needle_words())
     return {token: index for index, token in enumerate(tokens)}
 
@@ -40,12 +34,7 @@ def needle_vocabulary() -> dict[str, int]:
 def needle_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """Make a word-level tokenizer that begins every text with ``[gMASK] <sop>``, as GLM's does.
 
-    Case is ignored; what is no word of the vocabulary becomes ``<unk>``.
-
-    Parameters
-    ----------
-    max_length : int
-        In tokens, of the model's context.
+    Case is ignored; a word outside the vocabulary becomes ``<unk>``.
     """
     vocabulary = needle_vocabulary()
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Check:
 
     @classmethod
     def plan(cls, config: EngineConfig, tokens: int | None, haystack: str, seed: int) -> Check:
-        """Refuse what can be known to be of no use; see `Check` for the parameters.
+        """Refuse a verification that is known to be of no use; see `Check` for the parameters.
 
         The windows of a model biased by distance (ALiBi) are its map's, so that `run` looks at
         them.
@@ -65,7 +65,7 @@ class Check:
             )
         if not is_alibi(model_config):
             check._refuse_nothing(
-                length, StreamingPolicy.of(config), ["give a smaller --verify-window"]
+                length, StreamingPolicy.of(config), "give a smaller --verify-window"
             )
         Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
         return check
@@ -76,14 +76,12 @@ class Check:
             return self.tokens
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
 
-    def _refuse_nothing(
-        self, length: int, policy: StreamingPolicy, remedies: Sequence[str]
-    ) -> None:
+    def _refuse_nothing(self, length: int, policy: StreamingPolicy, *remedies: str) -> None:
         """Refuse documents of which a streaming head that sees ``policy`` drops nothing."""
         if policy.dropped(length - 1):
             return
         if length < self.most:
-            remedies = [*remedies, f"give more --verify-tokens, up to {self.most}"]
+            remedies += (f"give more --verify-tokens, up to {self.most}",)
         advice = "; " + ", or ".join(remedies) if remedies else ", the longest that fits"
         raise ConfigError(
             f"--verify would test nothing: a streaming head's window of at least "
@@ -105,7 +103,7 @@ class Check:
         if not windows:
             raise ConfigError("--verify would test nothing: every head keeps the whole context")
         length = self._length(min(windows))
-        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)), [])
+        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)))
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
@@ -118,23 +116,23 @@ class Check:
         """
         tokens, settings = self.settle(head_map)
         grid = GridSettings(lengths=(tokens,), needles=1, haystack=self.haystack, seed=self.seed)
-        name = head_map.method
-        own = Method(name, settings, head_map.retrieval, head_map.windows)
+        own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)
         task = GridTask.plan(self.config, grid, [FULL_METHOD, own], [head_map])
         model = ReplayModel(task.config)
         found = task.run_here(model, say)
-        of_full, of_map = found.summary(FULL), found.summary(name)
-        right = (sum(c.score == 1 for c in found.cells if c.method == m) for m in (FULL, name))
+        of_full, of_map = found.summary(FULL), found.summary(own.name)
+        right = [cell.method for cell in found.cells if cell.score == 1]
+        name, text = task.haystack
         return Verification(
             documents=of_map.cells,
             tokens=tokens,
-            haystack=task.haystack[0],
-            haystack_fingerprint=task.haystack[1],
+            haystack=name,
+            haystack_fingerprint=text,
             seed=self.seed,
             dtype=model.dtype,
             settings=settings,
-            found_full=next(right),
-            found=next(right),
+            found_full=right.count(FULL),
+            found=right.count(own.name),
             lost=of_map.lost,
             gained=of_map.gained,
             kv_bytes_full=round(of_full.kv_bytes or 0),

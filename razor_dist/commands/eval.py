@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from razor_dist.evals.needle.grid import GridSettings
     from razor_dist.evals.needle.replay import Method
     from razor_dist.evals.needle.results import NeedleResults
+    from razor_dist.evals.needle.studies import Ablations, HeadMapComparison
     from razor_dist.heads.head_map import HeadMap
 
 eval = typer.Typer(
@@ -38,6 +39,7 @@ _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threa
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code"}
 _NOT_ABLATIONS = _NOT_GRID - _WINDOW
 _NOT_HEADS = _NOT_ABLATIONS - {"compensation"}
+_PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
 
 Out: TypeAlias = Annotated[
     Path, typer.Option(help="Folder for results and report; what is there is not run again.")
@@ -105,11 +107,10 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the report of each folder, and compare needle tests if there are several."""
-    from razor_dist.evals.needle.report import compare
-    from razor_dist.evals.needle.report import write_report as write_needle
+    from razor_dist.evals.needle import report as needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
+    from razor_dist.evals.ruler import report as ruler
     from razor_dist.evals.ruler.job import KIND as RULER
-    from razor_dist.evals.ruler.report import write_report as write_ruler
     from razor_dist.jobs.results import read_job
 
     if (len(folders) > 1) != (out is not None):
@@ -118,7 +119,7 @@ def report(
             if out is None
             else "--out is for the comparison of several runs; a single one is its own folder's"
         )
-    writers = {NEEDLE: write_needle, RULER: write_ruler}
+    writers = {NEEDLE: needle.write_report, RULER: ruler.write_report}
     kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}
     for folder, kind in kinds.items():
         if kind not in writers:
@@ -129,7 +130,7 @@ def report(
                 "give such a folder by itself"
             )
     pages = [writers[kinds[folder]](folder) for folder in folders]
-    typer.echo(pages[0] if out is None else compare(folders, out))
+    typer.echo(pages[0] if out is None else needle.compare(folders, out))
 
 
 @eval.command("grid")
@@ -148,13 +149,13 @@ def grid(
     seed: GridSeed = 0,
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.evals.needle.grid import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
+    config = load_config(EngineConfig, flags, os.environ, config_file)
     settings = _grid(lengths, depths, needles, haystack, seed)
     results = _run_grid(config, settings, list(map(named_method, names)), (), out)
-    _write(results.table(names), out / "report.md")
+    _write_page(out / "report.md", results.table(names))
 
 
 @eval.command("heads")
@@ -175,15 +176,15 @@ def heads(
     seed: GridSeed = 0,
 ) -> None:
     """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
-    config = load_config(EngineConfig, flags, os.environ, config_file)
-    budgets = _numbers("percents", percents, float)
     from razor_dist.evals.needle.studies import HeadMapComparison, read_maps
 
-    study = HeadMapComparison(read_maps(head_maps), budgets, config, _prefills(prefill))
+    config = load_config(EngineConfig, flags, os.environ, config_file)
+    budgets = _numbers("percents", percents, float)
+    study = HeadMapComparison(read_maps(head_maps), budgets, config, _PREFILLS[prefill])
     settings = _grid(lengths, depths, needles, haystack, seed)
     results = _run_grid(config, settings, study.methods, list(study.maps.values()), out)
     study.plot(results, out / "heads.png")
-    _write(study.page(results), out / "heads.md", out / "heads.json", study.report(results))
+    _write_study(study, results, out / "heads.md")
 
 
 @eval.command("ablations")
@@ -205,19 +206,15 @@ def ablations(
     seed: GridSeed = 0,
 ) -> None:
     """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
-    config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.evals.needle.studies import Ablations
     from razor_dist.heads.head_map import HeadMap, default_head_map
 
+    config = load_config(EngineConfig, flags, os.environ, config_file)
     found = HeadMap.load(head_map or default_head_map(config.model))
-    study = Ablations(found, config, _prefills(prefill), random_draws)
+    study = Ablations(found, config, _PREFILLS[prefill], random_draws)
     settings = _grid(lengths, depths, needles, haystack, seed)
     results = _run_grid(config, settings, study.methods, [found], out)
-    _write(study.page(results), out / "ablations.md", out / "ablations.json", study.report(results))
-
-
-def _prefills(prefill: str) -> tuple[str, ...]:
-    return ("exact", "local") if prefill == "both" else (prefill,)
+    _write_study(study, results, out / "ablations.md")
 
 
 def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
@@ -253,14 +250,17 @@ def _run_grid(
     return GridTask.plan(config, settings, methods, head_maps).run_in(out)
 
 
-def _write(
-    page: str, path: Path, data_path: Path | None = None, data: Mapping[str, Any] | None = None
-) -> None:
-    """Write a page, and the same as data, and show the page."""
+def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:
+    """Write a study's page, and the same as JSON beside it."""
     from razor_dist.evals.run_notes import write_json
 
-    if data_path is not None:
-        write_json(data_path, data)
-    path.write_text(page + "\n", encoding="utf-8")
-    typer.echo(page)
+    write_json(path.with_suffix(".json"), study.report(results))
+    _write_page(path, study.page(results))
+
+
+def _write_page(path: Path, page: str) -> None:
+    """Write a page and show it."""
+    from razor_dist.evals.markdown import write_page
+
+    typer.echo(write_page(path, page))
     typer.echo(f"wrote {path.parent}")
