@@ -27,13 +27,7 @@ _RANGES = {
 
 
 class NeedleConfig(ComparingConfig):
-    """The needle test's settings, the job's and the engines'; frozen.
-
-    Raises
-    ------
-    ConfigError
-        On construction, if a value is wrong or two contradict each other.
-    """
+    """The needle test's settings, the job's and the engines'; frozen."""
 
     max_num_seqs: int = Field(
         default=2, ge=2, description="Sequences at once: the document, and questions asked of it."
@@ -176,13 +170,7 @@ class NeedleConfig(ComparingConfig):
         return tuple(sorted({float(round(d)) if linear else sigmoid(d) for d in even}))
 
     def lengths(self, most: int) -> tuple[int, ...]:
-        """Return the tokens of prompt and answer, ascending; the model holds ``most``.
-
-        Raises
-        ------
-        ConfigError
-            If a length is beyond that.
-        """
+        """Return the tokens of prompt and answer, ascending; refuse more than ``most``."""
         name = "context_lengths_max"
         if self.context_lengths is not None:
             name, found = "context_lengths", tuple(sorted(self.context_lengths))

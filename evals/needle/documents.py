@@ -29,11 +29,6 @@ class Haystack:
     """The sentences of a corpus (`haystack_paragraphs`), to hide others among.
 
     Where the text ends it begins anew, so that no document is too long for it.
-
-    Raises
-    ------
-    ConfigError
-        If the text is missing.
     """
 
     def __init__(self, name: str, encode: Encode) -> None:
@@ -52,9 +47,7 @@ class Haystack:
                 "200 characters"
             )
 
-    def hide(
-        self, length: int, sentences: Sequence[tuple[str, float]], seed: int
-    ) -> tuple[list[int], list[int]]:
+    def hide(self, length: int, sentences: Sequence[tuple[str, float]], seed: int) -> list[int]:
         """Hide sentences at the sentence ends nearest their depths.
 
         Parameters
@@ -67,13 +60,6 @@ class Haystack:
         seed : int
             Chooses the sentence that the document begins with.
 
-        Returns
-        -------
-        ids : list of int
-            ``length`` tokens.
-        positions : list of int
-            Where in ``ids`` each hidden sentence begins.
-
         Raises
         ------
         ConfigError
@@ -82,16 +68,14 @@ class Haystack:
         hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
         filler = self._filler(length - sum(map(len, hidden)), seed)
         ends = [0, *itertools.accumulate(map(len, filler))]
-        slots = [_nearest(ends, depth * ends[-1] / 100) for _, depth in sentences]
+        wanted = [depth * ends[-1] / 100 for _, depth in sentences]
+        slots = [min((abs(end - at), slot) for slot, end in enumerate(ends))[1] for at in wanted]
         ids: list[int] = []
-        positions = [0] * len(hidden)
         for slot, sentence in enumerate([*filler, []]):
-            for index, own in enumerate(hidden):
-                if slots[index] == slot:
-                    positions[index] = len(ids)
-                    ids += own
+            for own, place in zip(hidden, slots, strict=True):
+                ids += own if place == slot else []
             ids += sentence
-        return ids, positions
+        return ids
 
     def _filler(self, length: int, seed: int) -> list[list[int]]:
         """Return consecutive sentences of ``length`` tokens, the last cut short by a full stop."""
@@ -109,26 +93,17 @@ class Haystack:
         return filler
 
 
-def _nearest(ends: list[int], position: float) -> int:
-    return min(range(len(ends)), key=lambda slot: abs(ends[slot] - position))
-
-
 def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str, list[Fact]]:
     """Write a document for the needle model: random words, with sentences to remember.
+
+    Returns the text and a fact for each depth, in percent of the document's sentences. Keys and
+    answers are drawn too, and occur nowhere else.
 
     Parameters
     ----------
     tokens : int
-        Its exact length: one for each word and full stop, and two that the tokenizer puts before
+        The exact length: one for each word and full stop, and two that the tokenizer puts before
         them.
-    depths : sequence of float
-        In percent of the document's sentences. Keys and answers are drawn too, and occur nowhere
-        else.
-
-    Returns
-    -------
-    str, list of Fact
-        The text, and a fact for each depth.
 
     Raises
     ------
@@ -140,9 +115,6 @@ def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str
     draw = random.Random(f"{seed}:{tokens}")
     words = [word for word in needle_words() if word != "remember"]
     draw.shuffle(words)
-    most = len(words) // (1 + _ANSWER_WORDS) - 1  # the last ones are the document's own
-    if len(depths) > most:
-        raise ConfigError(f"there are words for {most} answers, not for {len(depths)}")
     facts = []
     for depth in depths:
         key, *answer = (words.pop() for _ in range(1 + _ANSWER_WORDS))
@@ -300,7 +272,7 @@ def readings(
 
     def document(asked: Fact | None) -> list[int]:
         hidden = [layout.fill("hidden", f) if f is asked else f.sentence for f in facts]
-        return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)[0]
+        return haystack.hide(room, list(zip(hidden, depths, strict=True)), seed)
 
     if query == "after":
         return [Reading(frames[0][0] + document(None), questions)]

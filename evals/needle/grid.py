@@ -61,13 +61,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def named_method(name: str) -> Method:
-    """Return one of `METHODS`, with its head map's decision.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such method.
-    """
+    """Return one of `METHODS`, with its head map's decision."""
     if name not in METHODS:
         raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
     own = METHODS[name]
@@ -144,15 +138,7 @@ class GridTask:
         methods: Sequence[Method],
         head_maps: Sequence[HeadMap] = (),
     ) -> GridTask:
-        """Settle the haystack by what is installed, and see that head maps fit the model.
-
-        Raises
-        ------
-        ConfigError
-            If the haystack is missing.
-        HeadMapError, ModelError
-            If there is no such model, or a head map is another's.
-        """
+        """Settle the haystack by what is installed, and see that head maps fit the model."""
         trust = config.trust_remote_code
         model = read_config(config_folder(config.model), trust_remote_code=trust)
         for head_map in head_maps:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from razor_dist.config.errors import ConfigError
-
 _CITIES = (  # noqa: SIM905
     "Athens Berlin Cairo Dublin Geneva Havana Lisbon London Madrid Moscow Nairobi Oslo Paris "
     "Prague Rome Sydney Tokyo Vienna Warsaw Zurich"
@@ -75,14 +73,7 @@ def number_facts(depths: Sequence[float], seed: int) -> list[Fact]:
 
     RULER's wording: of those tried it is the one that a model of 135M parameters answers most
     reliably with its whole cache, and the test is to measure the cache (docs/LOG.md).
-
-    Raises
-    ------
-    ConfigError
-        If there are more depths than cities.
     """
-    if len(depths) > len(_CITIES):
-        raise ConfigError(f"a document holds at most {len(_CITIES)} needles, not {len(depths)}")
     draw = random.Random(seed)
     facts = []
     for city, depth in zip(draw.sample(_CITIES, len(depths)), depths, strict=True):
@@ -176,7 +167,7 @@ PRESETS: Mapping[str, Preset] = {
         score_name="the number is in the answer",
         answer_tokens=32,
         chat=True,
-        most_needles=20,
+        most_needles=len(_CITIES),
     ),
     "duoattention": _sandwich_preset(
         source="DuoAttention, appendices A.11 and A.12",

@@ -129,13 +129,7 @@ class ReplayConfig(ExternalEngineConfig):
 
 
 class ReplayModel:
-    """A model to try methods on.
-
-    Raises
-    ------
-    ConfigError, ModelError
-        If the model cannot be loaded, or has no tokenizer.
-    """
+    """A model to try methods on."""
 
     failed = False
 
@@ -200,15 +194,14 @@ class ReplayModel:
         return engine
 
 
+@dataclass
 class MethodEngine:
-    """A method's engine, with the methods of `LLM` that `ask` calls.
+    """A method's engine, with the methods of `LLM` that `ask` calls."""
 
-    ``tokens`` are those of a document, its question and answer.
-    """
-
-    def __init__(self, model: ReplayModel, method: Method, tokens: int) -> None:
-        self._model, self._method, self._tokens = model, method, tokens
-        self._core: EngineCore | None = None
+    model: ReplayModel
+    method: Method
+    tokens: int  # of a document, its question and answer
+    _core: EngineCore | None = None
 
     def stats(self) -> Mapping[str, Any]:
         """Return ``kv_bytes_per_rank``, of the one rank."""
@@ -218,7 +211,7 @@ class MethodEngine:
     @contextmanager
     def prefill(self, ids: list[int]) -> Iterator[str]:
         """Read a document; yields what `generate` knows it by."""
-        self._core = self._model.read(self._method, self._tokens, ids).core
+        self._core = self.model.read(self.method, self.tokens, ids).core
         try:
             yield "document"
         finally:
@@ -234,7 +227,7 @@ class MethodEngine:
             ids = prompt["prompt_token_ids"]
             self._core.add(f"question-{number}", ids, params, prefix_id=prefix)
             said = run_core(self._core)
-            answer = CompletionOutput(text=self._model.prompter.decode(said), token_ids=said)
+            answer = CompletionOutput(text=self.model.prompter.decode(said), token_ids=said)
             outputs.append(RequestOutput(str(number), None, ids, outputs=[answer]))
         return outputs
 

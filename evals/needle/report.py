@@ -1,26 +1,25 @@
 """The needle test's report: a folder is read, and what it tells is written beside its results.
 
-==================  ==========================================================================
-``job.json``        the settings that decide the results (`razor_dist.jobs.results`)
-``results.jsonl``   the answers (the same)
-``config.json``     all settings of the last run, with those that decide nothing
-``environment.json``  of each run that ended: machine, versions, when it began
-``summary.json``    means by method, and by depth and length
-``report.md``       the same as tables, with what failed
-``heatmap.png``     depth by length for each method, one scale of colours
-``difference.png``  full attention's scores less each other method's
-==================  ==========================================================================
+``summary.json`` holds means by method, and by depth and length; ``report.md`` the same as tables,
+with what failed; the pictures are depth by length for each method, and full attention's scores less
+each other method's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from numpy.typing import NDArray
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.evals.markdown import markdown, section, write_page
-from razor_dist.evals.needle.heatmaps import Panel, draw, short_length
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import FULL, NeedleRun, median_of
 from razor_dist.evals.run_notes import write_json
@@ -34,13 +33,7 @@ _ENGINE += ("sink_tokens", "block", "compensation")
 
 
 def write_report(folder: Path) -> str:
-    """Read a folder's results and write all that follows from them; returns the Markdown.
-
-    Raises
-    ------
-    ConfigError
-        If the folder holds no results of a needle test.
-    """
+    """Read a folder's results and write all that follows from them; returns the Markdown."""
     run = NeedleRun(folder)
     write_json(folder / SUMMARY, run.as_json())
     failures = "\n".join(f"- `{id}`: {' '.join(why.split())}" for id, why in run.failed.items())
@@ -59,13 +52,7 @@ def write_report(folder: Path) -> str:
 
 
 def compare(folders: Sequence[Path], out: Path) -> str:
-    """Put several runs side by side in ``out``; returns the Markdown.
-
-    Raises
-    ------
-    ConfigError
-        If two folders have one name, or one holds no results of a needle test.
-    """
+    """Put several runs side by side in ``out``; returns the Markdown."""
     runs = [NeedleRun(folder) for folder in folders]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -107,7 +94,7 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     """Tabulate mean scores, methods of all runs by lengths; a hyphen where nothing was asked."""
     lengths = sorted({length for run in runs for length in run.lengths})
     several = len(runs) > 1
-    head = ["method", *map(short_length, lengths), "all", "questions", "lost", "gained"]
+    head = ["method", *map(_short, lengths), "all", "questions", "lost", "gained"]
     costs = ["failed", "KV per rank, MiB", "prefill, s"]
     rows = [[*["run"] * several, *head, *costs]]
     for run in runs:
@@ -165,7 +152,7 @@ def _costs(run: NeedleRun) -> str:
         memory = [median_of(results, "timing", "rss_bytes"), median_of(results, "kv_bytes")]
         moved = [median_of(results, *keys) for keys in purposes]
         megabytes = [f"{nbytes / 1e6:.2f}" for nbytes in (*memory, *moved)]
-        rows.append([method, short_length(length), *seconds, *megabytes])
+        rows.append([method, _short(length), *seconds, *megabytes])
     note = (
         "Medians of the documents of a length. CPU seconds and bytes sent are of all ranks "
         "together. RSS is the highest since the engine's start, which reads its longest documents "
@@ -218,10 +205,26 @@ def _wrong(run: NeedleRun) -> str:
     rows = [["method", "tokens", "depth", "expected", "answer", "score"]]
     for cell in wrong[:_WRONG_SHOWN]:
         answer = " ".join(cell.answer.split()).replace("|", "\\|")[:120]
-        place = [short_length(cell.length), f"{cell.depth:g} %"]
+        place = [_short(cell.length), f"{cell.depth:g} %"]
         rows.append([cell.method, *place, cell.expected, answer, _mean(cell.score)])
     title = f"## Answers with a score below 1 ({min(len(wrong), _WRONG_SHOWN)} of {len(wrong)})"
     return section(title, rows)
+
+
+def _short(tokens: int) -> str:
+    """Return ``8K`` for 8192, ``1000`` for 1000."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+class Panel(NamedTuple):
+    """One map."""
+
+    title: str
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    values: NDArray[np.float64]  # [depths, lengths]; NaN where nothing was asked
+    # Rows and columns of the cells of which some questions have no answer yet.
+    unfinished: frozenset[tuple[int, int]] = frozenset()
 
 
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
@@ -244,17 +247,74 @@ def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
     return links
 
 
-def _panels(run: NeedleRun, difference: bool, named: bool) -> list[Panel]:
-    methods = run.answered
-    if difference:
-        methods = [method for method in methods if method != FULL] if FULL in methods else []
-    return [
-        Panel(
-            (f"{run.name}: " if named else "") + ("full - " if difference else "") + method,
-            run.lengths,
-            run.depths,
-            run.differences(method) if difference else run.scores(method),
-            run.unfinished(*([FULL] if difference else []), method),
-        )
-        for method in methods
-    ]
+def _panels(run: NeedleRun, difference: bool, named: bool) -> Iterator[Panel]:
+    """Return a panel for each method; for differences, of all but full attention."""
+    if difference and FULL not in run.answered:
+        return
+    for method in run.answered:
+        title, unfinished = method, run.unfinished(method)
+        values = np.array(run.scores(method), dtype=float)
+        if difference:
+            if method == FULL:
+                continue
+            title, unfinished = f"full - {method}", unfinished | run.unfinished(FULL)
+            values = run.differences(method)
+        title = f"{run.name}: {title}" if named else title
+        yield Panel(title, run.lengths, run.depths, values, unfinished)
+
+
+def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = False) -> None:
+    """Draw panels side by side, with one scale of colours that colour-blind eyes can read.
+
+    A cell holds its number, or a question mark where not everything was asked yet; the last row
+    and column are the means of what was asked.
+
+    The picture is a PNG file. The scale, which ``label`` names, goes from 0 to 1, or for a
+    difference from −1 to 1.
+    """
+    columns = min(2 if max(len(panel.lengths) for panel in panels) > 6 else 3, len(panels))
+    rows = -(-len(panels) // columns)
+    width = 2.2 + 0.5 * max(len(panel.lengths) for panel in panels)
+    height = 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
+    figure = Figure((width * columns + 1, height * rows + 0.4), dpi=150, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    colours, low = ("PuOr", -1.0) if difference else ("cividis", 0.0)
+    images = [_draw_panel(*pair, colours, low) for pair in zip(axes, panels, strict=False)]
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.colorbar(images[0], ax=list(axes), label=label)
+    # Fixed metadata: equal results give equal files.
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
+    cells = np.ma.masked_invalid(panel.values)
+    down, across = cells.shape
+    values = np.full((down + 1, across + 1), np.nan)
+    values[:down, :across] = cells.filled(np.nan)
+    values[down, :across] = cells.mean(axis=0).filled(np.nan)
+    values[:down, across] = cells.mean(axis=1).filled(np.nan)
+    values[down, across] = np.ma.filled(cells.mean(), np.nan)
+    image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
+    axis.set_facecolor("0.85")  # where nothing was asked
+    for (row, column), value in np.ndenumerate(values):
+        unasked = np.isnan(value)
+        missing = unasked or (row, column) in panel.unfinished
+        text = "" if unasked else f"{value:.2f}"
+        colour = "w" if not unasked and sum(image.cmap(image.norm(value))[:3]) < 1.5 else "k"
+        shown = f"{text}?" if missing and row < down and column < across else text
+        axis.text(column, row, shown, ha="center", va="center", fontsize=7, color=colour)
+    # Borders between cells, and a wider one before the means.
+    axis.set_xticks(np.arange(across) + 0.5, minor=True)
+    axis.set_yticks(np.arange(down) + 0.5, minor=True)
+    axis.grid(which="minor", color="w", linewidth=0.8)
+    axis.tick_params(which="minor", length=0)
+    axis.axvline(across - 0.5, color="w", linewidth=3)
+    axis.axhline(down - 0.5, color="w", linewidth=3)
+    lengths = [*map(_short, panel.lengths), "mean"]
+    axis.set_xticks(range(across + 1), lengths, rotation=45, fontsize=8)
+    axis.set_yticks(range(down + 1), [*(f"{d:g}" for d in panel.depths), "mean"], fontsize=8)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel("tokens", fontsize=9)
+    axis.set_ylabel("depth of the needle, %", fontsize=9)
+    return image

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.markdown import markdown
 from razor_dist.jobs.results import read_job
@@ -17,8 +20,6 @@ FULL = "full"
 """The name of the method that others are measured against."""
 KIND = "needle"
 """The kind of task in the settings of a needle test."""
-Means = list[list[float | None]]
-"""``[depths][lengths]``; None where nothing was asked."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """A method over its cells: mean scores, of all and by length; None if nothing was asked.
+    """A method over its cells."""
 
-    Lost and gained are answers below and above full attention's score of the same cell, failed are
-    documents whose questions have no answer. KV of the rank that holds most and seconds of prefill,
-    on a machine that may have been busy, are medians at the longest length that was run.
-    """
-
-    score: float | None
+    score: float | None  # the mean; None if nothing was asked
     cells: int
     by_length: Mapping[int, float]
-    lost: int
-    gained: int
-    failed: int
+    lost: int  # answers below full attention's score of the same cell
+    gained: int  # answers above it
+    failed: int  # documents whose questions have no answer
+    # Medians at the longest length that was run: of the rank that holds most, and on a machine that
+    # may have been busy.
     kv_bytes: int | None
     prefill_seconds: float | None
 
@@ -62,12 +60,7 @@ class MethodSummary:
 class NeedleResults:
     """Answers of several methods to the same questions.
 
-    Parameters
-    ----------
-    results : sequence of mapping
-        From `NeedleTask.run` or `GridTask.run`.
-    failed : mapping of str to str, optional
-        Items without a result, and why.
+    Results come from `NeedleTask.run` or `GridTask.run`; ``failed`` says why others are missing.
     """
 
     def __init__(
@@ -150,11 +143,6 @@ class NeedleRun(NeedleResults):
     """A folder of a needle test, read; it may not be finished.
 
     Methods, lengths and depths are all that were asked for.
-
-    Raises
-    ------
-    ConfigError
-        If the folder holds no results, or those of something else.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -191,30 +179,26 @@ class NeedleRun(NeedleResults):
                 found[cell.depth, cell.length].append(cell.score)
         return [[found[depth, length] for length in self.lengths] for depth in self.depths]
 
-    def scores(self, method: str) -> Means:
-        """Return the mean scores of each depth and length."""
+    def scores(self, method: str) -> list[list[float | None]]:
+        """Return the mean scores of each depth and length; None where nothing was asked."""
         return [
             [statistics.fmean(cell) if cell else None for cell in row]
             for row in self._by_place(method)
         ]
 
-    def unfinished(self, *methods: str) -> frozenset[tuple[int, int]]:
+    def differences(self, method: str) -> NDArray[np.float64]:
+        """Return full attention's `scores` less a method's; NaN where one was not asked."""
+        full, own = self.scores(FULL), self.scores(method)
+        return np.array(full, dtype=float) - np.array(own, dtype=float)
+
+    def unfinished(self, method: str) -> frozenset[tuple[int, int]]:
         """Return the rows and columns of `scores` where a method lacks some of its answers."""
         return frozenset(
             (row, column)
-            for method in methods
             for row, cells in enumerate(self._by_place(method))
             for column, found in enumerate(cells)
             if len(found) < self._due
         )
-
-    def differences(self, method: str) -> Means:
-        """Return full attention's mean scores less a method's."""
-        pairs = zip(self.scores(FULL), self.scores(method), strict=True)
-        return [
-            [None if a is None or b is None else a - b for a, b in zip(full, own, strict=True)]
-            for full, own in pairs
-        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary of all methods, and the mean score of every place."""

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from razor_dist.config.errors import ConfigError, HeadMapError
@@ -50,15 +51,7 @@ def _summaries(methods: Sequence[Method], results: NeedleResults) -> dict[str, A
 
 
 def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
-    """Read head maps, named by their method, or by their file if two have the same method.
-
-    Raises
-    ------
-    ConfigError
-        If two files have one name.
-    HeadMapError
-        If a file does not hold a head map.
-    """
+    """Read head maps, named by their method, or by their file if two have the same method."""
     maps = [(path, HeadMap.load(path)) for path in paths]
     methods = [head_map.method for _, head_map in maps]
     named = {
@@ -72,13 +65,7 @@ def read_maps(paths: Sequence[Path]) -> dict[str, HeadMap]:
 
 @dataclass(frozen=True)
 class HeadMapComparison:
-    """Head maps at budgets, in percent of the KV heads; the window is that of the config.
-
-    Raises
-    ------
-    ConfigError, HeadMapError
-        If a budget is out of range, or a map's scores rank no KV heads.
-    """
+    """Head maps at budgets, in percent of the KV heads; the window is that of the config."""
 
     maps: Mapping[str, HeadMap]  # by name
     percents: Sequence[float]
@@ -192,7 +179,7 @@ class HeadMapComparison:
 
     def plot(self, results: NeedleResults, path: Path) -> None:
         """Draw accuracy against the fraction of KV heads kept, a panel for each prefill."""
-        size = (4.6 * len(self.prefills) + 0.6, 4.2)
+        percents, size = sorted(self.percents), (4.6 * len(self.prefills) + 0.6, 4.2)
         figure = Figure(size, dpi=150, layout="constrained")
         panels = figure.subplots(1, len(self.prefills), sharey=True, squeeze=False)[0]
         for axis, prefill in zip(panels, self.prefills, strict=True):
@@ -202,15 +189,12 @@ class HeadMapComparison:
                     label = method.removesuffix(f", {prefill}")
                     axis.axhline(score, color="0.3", linestyle=style, label=label)
             for index, name in enumerate(self.maps):
-                scores = {
-                    percent: results.summary(_method(name, percent, prefill)).score
-                    for percent in sorted(self.percents)
-                }
-                points = {percent: score for percent, score in scores.items() if score is not None}
+                methods = [_method(name, percent, prefill) for percent in percents]
+                scores = [results.summary(method).score for method in methods]
                 # Equal results lie on each other: marks of several sizes and shapes show them all.
                 axis.plot(
-                    list(points),
-                    list(points.values()),
+                    percents,
+                    np.array(scores, dtype=float),  # NaN, which is not drawn, for None
                     marker="osD^v"[index % 5],
                     markersize=max(4, 10 - 2 * index),
                     alpha=0.8,
@@ -218,7 +202,7 @@ class HeadMapComparison:
                 )
             axis.set_title(f"{prefill} prefill", fontsize=10)
             axis.set_xlabel("KV heads that keep the whole context, %")
-            axis.set_xticks(sorted(self.percents))
+            axis.set_xticks(percents)
             axis.grid(alpha=0.3)
         panels[0].set_ylim(-0.03, 1.03)
         panels[0].set_ylabel(f"needles found, of {results.summary(FULL).cells}")
@@ -248,23 +232,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Ablations:
-    """The paper's ablations on one model.
+    """The paper's ablations on one model."""
 
-    The map has induction and echo scores; `seeds` are the draws of random heads, and the rest is as
-    in `HeadMapComparison`.
-
-    Raises
-    ------
-    ConfigError
-        If there is no draw.
-    HeadMapError
-        If the map is not RazorAttention's.
-    """
-
-    head_map: HeadMap
+    head_map: HeadMap  # RazorAttention's, with induction and echo scores
     config: EngineConfig
     prefills: Sequence[str]
-    seeds: int = 3
+    seeds: int = 3  # draws of random heads
 
     def __post_init__(self) -> None:
         check_least(self, seeds=1)

@@ -58,10 +58,8 @@ class NeedleTask:
         ConfigError
             If a length is beyond the model, the haystack or a method's library is missing, or
             model and preset do not fit.
-        ModelError
-            If there is no such model, or a method's library does not know it.
-        HeadMapError
-            If a head map is missing, or the one of method duo was made in another way.
+        ModelError, HeadMapError
+            If a method's library does not know the model, or method duo's head map is another's.
         """
         trust = config.trust_remote_code
         model = read_config(config_folder(config.model), trust_remote_code=trust)
@@ -132,15 +130,7 @@ class NeedleTask:
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
-        """Read a document and ask its questions.
-
-        Raises
-        ------
-        ConfigError
-            If this node's haystack is another text, or the length does not hold the needles.
-        ModelError
-            If the model has no tokenizer.
-        """
+        """Read a document and ask its questions."""
         length, repeat, document = (item.data[key] for key in ("length", "repeat", "document"))
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
@@ -221,13 +211,7 @@ def _stats(llm: LLM) -> Stats:
 
 
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-    """Open a haystack, if its text is the one that a job was begun with.
-
-    Raises
-    ------
-    ConfigError
-        If it is another.
-    """
+    """Open a haystack; refuse another text than the one that a job was begun with."""
     found = _opened(name, tokenizer)
     if found.fingerprint != text:
         raise ConfigError(

@@ -91,10 +91,7 @@ class Check:
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
         """Return a document's tokens, and the settings that act on the map's streaming heads.
 
-        Raises
-        ------
-        ConfigError
-            If a document fits into the least of the map's own windows, or no head is streaming.
+        Refuse a document that fits into the least of the map's own windows, or no streaming head.
         """
         settings = streaming_settings(self.config, self.config.prefill)
         if head_map.windows is None:
@@ -107,13 +104,7 @@ class Check:
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
-        """Ask for the needles with full attention and with a head map, saying each answer.
-
-        Raises
-        ------
-        ConfigError
-            As `settle`.
-        """
+        """Ask for the needles with full attention and with a head map, saying each answer."""
         tokens, settings = self.settle(head_map)
         grid = GridSettings(lengths=(tokens,), needles=1, haystack=self.haystack, seed=self.seed)
         own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)

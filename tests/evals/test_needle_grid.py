@@ -39,8 +39,8 @@ def hidden(haystack: Haystack, place: Place, seed: int = 0) -> tuple[list[int], 
     length, depth, _ = place
     own = place_seed(place, seed)
     [fact] = number_facts([depth], own)
-    ids, [position] = haystack.hide(length, [(fact.sentence, depth)], own)
-    return ids, position, fact
+    ids = haystack.hide(length, [(fact.sentence, depth)], own)
+    return ids, decode(ids).index(f" {fact.sentence}"), fact
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -52,7 +52,6 @@ def test_document_has_its_length_and_its_needle(
     assert len(ids) == length
     text = decode(ids)
     assert text.count(fact.answer) == 1
-    assert text.startswith(f" {fact.sentence}", position)
     # A sentence end is never further off than half the longest sentence.
     assert abs(position / length - depth / 100) < 500 / length
     assert depth > 0 or position == 0
@@ -61,7 +60,7 @@ def test_document_has_its_length_and_its_needle(
 
 def test_needles_of_one_depth_are_neighbours(haystack: Haystack) -> None:
     first, second = number_facts([50, 50], 1)
-    ids, _ = haystack.hide(2500, [(first.sentence, 50), (second.sentence, 50)], 0)
+    ids = haystack.hide(2500, [(first.sentence, 50), (second.sentence, 50)], 0)
     assert f" {first.sentence} {second.sentence}" in decode(ids)
 
 
@@ -98,7 +97,7 @@ def test_folder_of_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{prose}\n\nshort\n\n    indented code\n")
     haystack = Haystack(str(tmp_path), encode)
     for length in (400, 4000):  # the longer one begins the text anew
-        assert len(haystack.hide(length, [("Here.", 25)], 0)[0]) == length
+        assert len(haystack.hide(length, [("Here.", 25)], 0)) == length
     with pytest.raises(ConfigError, match="too short"):
         haystack.hide(6, [("Here.", 25)], 0)
     (tmp_path / "a.txt").write_text("short")
