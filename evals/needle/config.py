@@ -19,6 +19,9 @@ PressName = Literal[
 ]
 MethodName = Literal[OwnMethod, PressName]
 
+_WINDOW = ("window_min", "window_ratio", "window_max")
+STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
+"""The engine's settings that decide what a streaming head keeps."""
 # Given by a list or by its ends, and not by both.
 _RANGES = {
     "context_lengths": ("min", "max", "num_intervals"),

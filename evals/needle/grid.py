@@ -16,6 +16,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
+from razor_dist.evals.needle.config import STREAMING_SETTINGS
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.replay import Method, MethodEngine, ReplayConfig, ReplayModel
@@ -37,7 +38,6 @@ PRESET = PRESETS["number"]
 Place = tuple[int, int, int]
 """Length, depth and which needle."""
 
-_WINDOW = ("window_min", "window_ratio", "window_max", "sink_tokens", "block", "compensation")
 _SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
 _LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
 _CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
@@ -72,7 +72,7 @@ def named_method(name: str) -> Method:
 
 def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
     """Return the settings of streaming heads, as a method's own."""
-    return {"prefill": prefill} | {name: getattr(config, name) for name in _WINDOW}
+    return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class GridTask:
         name, paragraphs = haystack_paragraphs(grid.haystack)
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows.
-        own |= {name: EngineConfig.model_fields[name].default for name in _WINDOW}
+        own |= {name: EngineConfig.model_fields[name].default for name in STREAMING_SETTINGS}
         shared = ReplayConfig(**own | {"attention": "full", "head_map": None})
         return cls(shared, grid, tuple(methods), (name, fingerprint(paragraphs)))
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
 from razor_dist.evals.markdown import markdown, section, write_page
+from razor_dist.evals.needle.config import STREAMING_SETTINGS
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import FULL, NeedleRun, median_of
 from razor_dist.evals.run_notes import write_json
@@ -28,8 +29,7 @@ SUMMARY, REPORT = "summary.json", "report.md"
 HEATMAP, DIFFERENCE = "heatmap.png", "difference.png"
 _WRONG_SHOWN = 20
 # In which engines differ, or that a streaming head's cache hangs on.
-_ENGINE = ("attention", "head_map", "prefill", "window_min", "window_ratio", "window_max")
-_ENGINE += ("sink_tokens", "block", "compensation")
+_ENGINE = ("attention", "head_map", "prefill", *STREAMING_SETTINGS)
 
 
 def write_report(folder: Path) -> str:
