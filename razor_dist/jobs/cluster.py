@@ -35,16 +35,8 @@ _PATIENCE = 20.0
 def connected(address: str | None) -> Iterator[bool]:
     """Join a Ray cluster, or start one on this host, until the ``with`` block ends.
 
-    Parameters
-    ----------
-    address : str or None
-        As `ray.init` takes it; ``None`` is ``RAY_ADDRESS``, which Ray sets in submitted jobs, and
-        without that a cluster of this host alone.
-
-    Yields
-    ------
-    bool
-        Whether it may grow: a cluster that is started here has what this host has.
+    Without an address, ``RAY_ADDRESS`` is taken, which Ray sets in submitted jobs, and without that
+    a cluster is started. Yields True if the cluster may grow, which a started one cannot.
 
     Raises
     ------
@@ -54,10 +46,10 @@ def connected(address: str | None) -> Iterator[bool]:
     address = address or os.environ.get("RAY_ADDRESS")
     joins = address not in (None, "local")
     how: dict[str, Any] = {"address": address or "local"}
-    if not joins:
-        how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     if joins:
         _check_listens(str(address))
+    else:
+        how |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     try:
         ray.init(**how, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -81,30 +73,17 @@ def _check_listens(address: str) -> None:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one engine asks the cluster for.
-
-    Attributes
-    ----------
-    ranks : int
-        The number of bundles.
-    bundle : mapping
-        What each rank needs, by Ray's names of resources.
-    strategy : str
-        Ray's placement strategy.
-    """
+    """The resources that one engine asks the cluster for."""
 
     ranks: int
-    bundle: Mapping[str, float]
+    bundle: Mapping[str, float]  # for each rank, by Ray's names of resources
     strategy: Literal["STRICT_PACK", "PACK"]
 
     @classmethod
     def of(cls, engine: EngineConfig, job: JobConfig) -> Demand:
-        """For an engine's settings, on the cluster that was joined.
+        """Tell what an engine asks the cluster for that was joined.
 
-        Raises
-        ------
-        ConfigError
-            If CUDA is asked for and no node has a GPU.
+        Raises `ConfigError` if CUDA is asked for and no node has a GPU.
         """
         bundle = {"CPU": job.cpus_per_rank}
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -115,7 +94,7 @@ class Demand:
         return cls(engine.world_size, bundle, job.placement)
 
     def engines_held(self) -> int:
-        """How many such engines the cluster's nodes hold when nothing else runs on them."""
+        """Return the number of such engines that the nodes hold when nothing else runs there."""
         ranks = [
             min(int(has.get(name, 0) / amount + 1e-6) for name, amount in self.bundle.items())
             for has in _nodes()
@@ -125,9 +104,8 @@ class Demand:
         return sum(there // self.ranks for there in ranks)
 
     def __str__(self) -> str:
-        bundle = _resources(self.bundle)
-        where = {"STRICT_PACK": "on one node", "PACK": "on any nodes"}[self.strategy]
-        return f"{self.ranks} x ({bundle}) {where}"
+        where = "on any nodes" if self.strategy == "PACK" else "on one node"
+        return f"{self.ranks} x ({_resources(self.bundle)}) {where}"
 
 
 def reserve(
@@ -139,13 +117,13 @@ def reserve(
     ----------
     demand : Demand
     what : str
-        What it is for, for the log.
+        The engine's name in the log.
     timeout : float
         Seconds to wait at most.
     over : threading.Event
         Set when nobody wants it any more.
     grows : bool
-        Whether nodes may be added: without that, what the nodes cannot hold is not waited for.
+        Nodes may be added: without that, what the nodes cannot hold is not waited for.
 
     Raises
     ------
@@ -171,14 +149,8 @@ def reserve(
                 )
             if waited - told >= _TELL:
                 told = waited
-                log.info(
-                    "%s is pending: it asks for %s; %s (%.0f of %g s)",
-                    what,
-                    demand,
-                    _cluster(),
-                    waited,
-                    timeout,
-                )
+                asks = f"it asks for {demand}; {_cluster()}"
+                log.info("%s is pending: %s (%.0f of %g s)", what, asks, waited, timeout)
     except BaseException:
         remove_placement_group(group)
         raise
@@ -186,12 +158,12 @@ def reserve(
 
 
 def _nodes() -> list[dict[str, float]]:
-    """The resources of every living node."""
+    """Return the resources of every living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _cluster() -> str:
-    """What the cluster has, in words."""
+    """Tell in words what the cluster has."""
     nodes = _nodes()
     free = ray.available_resources()
     each = "; ".join(_resources(has) for has in nodes[:8])
@@ -203,6 +175,6 @@ def _cluster() -> str:
 
 
 def _resources(amounts: Mapping[str, float]) -> str:
-    """Only what a rank may need; Ray also counts memory and marks nodes by such entries."""
+    """Tell what a rank may need; Ray also counts memory and marks nodes by such entries."""
     named = [f"{amounts[name]:g} {name}" for name in ("GPU", "CPU") if name in amounts]
     return " + ".join(named) or "nothing"

@@ -19,15 +19,12 @@ from razor_dist.llm.progress import ReadingLog
 class HostEngine:
     """A `JobEngine` on an `LLM` of this process, which restarts dead ranks by itself.
 
-    Parameters
-    ----------
-    task : Task
-    llm : LLM
-        Or what an `ExternalEngineConfig` opens. Closed with this engine.
+    ``llm`` may also be what an `ExternalEngineConfig` opens; it is closed with this engine.
     """
 
     def __init__(self, task: Task, llm: LLM) -> None:
         self._task, self._llm = task, llm
+        self.close = llm.close
 
     def run(self, item: Item) -> Work:
         """See `razor_dist.jobs.pool.JobEngine`."""
@@ -40,19 +37,15 @@ class HostEngine:
                 raise EngineLostError(str(error)) from error
             raise
 
-    def close(self) -> None:
-        """End the ranks."""
-        self._llm.close()
-
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """An engine's settings as keyword arguments of `LLM`, one for each field."""
+    """Return an engine's settings as keyword arguments of `LLM`, one for each field."""
     return {name: getattr(config, name) for name in EngineConfig.model_fields}
 
 
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
-    """Engines of this host, for `razor_dist.jobs.job.run_task`."""
+    """Yield engines of this host, for `razor_dist.jobs.job.run_task`."""
 
     def open_engine(name: str, number: int, over: threading.Event) -> HostEngine:
         config = task.engines[name]

@@ -1,8 +1,4 @@
-"""Runs a task to its end: what is missing is computed, each result stored at once.
-
-`run_job` runs it as a job's settings say, on Ray or on processes of this host; `run_task` on any
-engines.
-"""
+"""Runs a task to its end: what is missing is computed, each result stored at once."""
 
 from __future__ import annotations
 
@@ -25,22 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class JobSummary(NamedTuple):
-    """The end of a run.
-
-    Attributes
-    ----------
-    folder : Path
-        Where the results are.
-    done, failed : int
-        Records in the results, those of earlier runs included.
-    earlier : int
-        Those that earlier runs had left.
-    """
+    """The end of a run: the counts of all records in its folder."""
 
     folder: Path
     done: int
     failed: int
-    earlier: int
+    earlier: int  # items that earlier runs had left
 
 
 def run_job(
@@ -50,7 +36,7 @@ def run_job(
     *,
     on_open: Callable[[Path], None] | None = None,
 ) -> JobSummary:
-    """Compute what ``folder`` lacks of a task's results.
+    """Compute what ``folder`` lacks of a task's results, on Ray or on processes of this host.
 
     Parameters
     ----------
@@ -62,11 +48,6 @@ def run_job(
     on_open : callable, optional
         As in `run_task`.
 
-    Returns
-    -------
-    JobSummary
-        ``failed`` counts the items without a result.
-
     Raises
     ------
     ClusterError
@@ -74,32 +55,31 @@ def run_job(
     RazorError
         As `run_task`.
     """
+    pool: AbstractContextManager[EnginePool]
+    if config.ray:
+        try:
+            import ray  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
+                "or use processes of this host (ray: false, --no-ray)"
+            ) from None
+        from razor_dist.jobs.ray_engine import ray_pool
+
+        pool = ray_pool(task, config)
+    else:
+        from razor_dist.jobs.host_engine import host_pool
+
+        pool = host_pool(task, config.engines or 1)
     return run_task(
         task,
         folder,
-        _engine_pool(task, config),
+        pool,
         attempts=config.attempts,
         new_folder=config.new_folder,
         retry_failed=config.retry_failed,
         on_open=on_open,
     )
-
-
-def _engine_pool(task: Task, config: JobConfig) -> AbstractContextManager[EnginePool]:
-    if not config.ray:
-        from razor_dist.jobs.host_engine import host_pool
-
-        return host_pool(task, config.engines or 1)
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
-            "or use processes of this host (ray: false, --no-ray)"
-        ) from None
-    from razor_dist.jobs.ray_engine import ray_pool
-
-    return ray_pool(task, config)
 
 
 def run_task(
@@ -112,7 +92,7 @@ def run_task(
     retry_failed: bool = False,
     on_open: Callable[[Path], None] | None = None,
 ) -> JobSummary:
-    """Compute the results of a task that its folder does not hold yet.
+    """Compute the results of a task that its folder does not hold yet, on any engines.
 
     When nothing is missing any more, the results are put into the order of the task's items.
 
@@ -122,14 +102,9 @@ def run_task(
     folder : str or Path
         See `razor_dist.jobs.results`.
     pool : context manager of EnginePool
-        The engines, such as `razor_dist.jobs.ray_engine.ray_pool` makes. It is entered only if
-        anything is missing.
-    attempts : int
-        How often an item is tried while engines fail under it.
-    new_folder : bool
-        Begin another folder where this one is of other settings: `ResultStore.open`.
-    retry_failed : bool
-        Try again what an earlier run has recorded as failed.
+        Entered only if anything is missing.
+    attempts, new_folder, retry_failed
+        As in `JobConfig`.
     on_open : callable, optional
         Called with the folder, which may be another than the one asked for, before any work: what
         it writes there is there however the run ends.
@@ -201,11 +176,18 @@ def _checked(task: Task) -> Sequence[Item]:
 
 
 def _record(outcome: Outcome) -> Record:
-    record: Record = {
+    error = outcome.error
+    if error is None:
+        try:
+            json_line(outcome.result or {})
+        except (TypeError, ValueError) as unfit:
+            error = TypeError(f"the task's result is not JSON data: {unfit}")
+    failure = None if error is None else {"type": type(error).__name__, "message": str(error)}
+    return {
         "id": outcome.item.id,
-        "status": "done",
-        "result": outcome.result,
-        "error": None,
+        "status": "failed" if failure else "done",
+        "result": None if failure else outcome.result,
+        "error": failure,
         "run": {
             "seconds": round(outcome.seconds, 3),
             "attempts": outcome.attempts,
@@ -213,13 +195,3 @@ def _record(outcome: Outcome) -> Record:
             "finished": datetime.now(UTC).isoformat(timespec="milliseconds"),
         },
     }
-    error = outcome.error
-    if error is None:
-        try:
-            json_line(record)
-        except (TypeError, ValueError) as unfit:
-            error = TypeError(f"the task's result is not JSON data: {unfit}")
-    if error is not None:
-        failure = {"type": type(error).__name__, "message": str(error)}
-        record |= {"status": "failed", "result": None, "error": failure}
-    return record

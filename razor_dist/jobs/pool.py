@@ -24,10 +24,10 @@ class EngineLostError(EngineError):
 
 
 class JobEngine(Protocol):
-    """What works on one item at a time."""
+    """Works on one item at a time."""
 
     def run(self, item: Item) -> Mapping[str, Any] | Work:
-        """Work on an item: its result, or a stream of updates that returns it.
+        """Work on an item: return its result, or a stream of updates that returns it.
 
         Raises
         ------
@@ -46,12 +46,12 @@ class JobEngine(Protocol):
 
 
 # From one of the task's engine names and the number of the thread that asks, to an engine that is
-# ready. It may take long; `threading.Event` is set when nobody waits for it any more.
+# ready. It may take long; the event is set when nobody waits for the engine any more.
 OpenEngine = Callable[[str, int, threading.Event], JobEngine]
 
 
 class EnginePool(NamedTuple):
-    """How engines are opened, and how many at once."""
+    """A way to open engines, and how many to open at once."""
 
     open_engine: OpenEngine
     engines: int
@@ -59,16 +59,13 @@ class EnginePool(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an item: its ``result``, or the ``error`` of its last attempt.
-
-    ``seconds`` and ``engine`` (a number) are those of the last attempt.
-    """
+    """The end of an item: its ``result``, or the ``error`` of its last attempt."""
 
     item: Item
     result: Mapping[str, Any] | None
     error: Exception | None
     attempts: int
-    seconds: float
+    seconds: float  # of the last attempt, like the engine's number
     engine: int
 
 
@@ -79,12 +76,11 @@ class ItemUpdate(NamedTuple):
     update: Update
 
 
-class _Ended(RuntimeError):
-    """The thread of an engine ends, because no engine can be opened for it."""
+class _ThreadEnd(NamedTuple):
+    """News of a thread that ends because no engine can be opened for it."""
 
-    def __init__(self, engine: int, error: Exception) -> None:
-        super().__init__(engine, error)
-        self.engine, self.error = engine, error
+    engine: int
+    error: Exception
 
 
 def run_items(
@@ -102,7 +98,7 @@ def run_items(
     open_engine : callable
         See `OpenEngine`.
     engines : int
-        How many engines at most, each opened when there is an item for it.
+        Engines at most, each opened when there is an item for it.
     attempts : int
         How often an item is tried while engines fail under it, and an engine opened that is lost
         while it is being opened.
@@ -119,30 +115,25 @@ def run_items(
         last one tried. A mistake of the user's (`ConfigError`, ...) ends the others at once.
     """
     pool = _Pool(items, open_engine, attempts)
+    left = len(pool.waiting)
     threads = [
         threading.Thread(target=pool.work, args=(number,), name=f"engine-{number}", daemon=True)
-        for number in range(min(engines, pool.left))
+        for number in range(min(engines, left))
     ]
     for thread in threads:
         thread.start()
     working = len(threads)
     try:
-        while pool.left:
+        while left:
             event = pool.events.get()
-            if not isinstance(event, _Ended):
-                pool.left -= isinstance(event, Outcome)
+            if not isinstance(event, _ThreadEnd):
+                left -= isinstance(event, Outcome)
                 yield event
                 continue
             working -= 1
-            user_error = not isinstance(event.error, EngineError | ClusterError)
-            if user_error or not working:
+            if not working or not isinstance(event.error, EngineError | ClusterError):
                 raise event.error
-            log.warning(
-                "engine %d is given up: %s; the job goes on with %d",
-                event.engine,
-                event.error,
-                working,
-            )
+            log.warning("engine %d is given up: %s; the job goes on with %d", *event, working)
     finally:
         pool.stop()
         for thread in threads:
@@ -155,11 +146,10 @@ class _Pool:
     def __init__(self, items: Iterable[Item], open_engine: OpenEngine, attempts: int) -> None:
         items = list(items)
         order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
-        self.events: queue.Queue[Outcome | ItemUpdate | _Ended] = queue.Queue()
-        self.left = len(items)
+        self.events: queue.Queue[Outcome | ItemUpdate | _ThreadEnd] = queue.Queue()
+        self.waiting = sorted(items, key=lambda item: (order[item.engine], -item.size))
         self._open = open_engine
         self._attempts = attempts
-        self._waiting = sorted(items, key=lambda item: (order[item.engine], -item.size))
         self._running = 0  # items that a thread has taken and not yet given back or done
         self._tried: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -176,7 +166,7 @@ class _Pool:
             engine.close()
 
     def work(self, number: int) -> None:
-        """A thread's life: see to the engine that the next item wants, and run it there.
+        """See to the engine that the next item wants, and run it there, until none is left.
 
         No item is held while an engine is being opened, which may take long: another that is free
         gets it.
@@ -187,15 +177,14 @@ class _Pool:
                 if number not in self._engines or name != wanted:
                     self._close(number)
                     name = wanted
-                    self._keep(number, self._open_patiently(name, number))
-                item = self._take(name)
-                if item is not None:
+                    self._open_patiently(name, number)
+                if (item := self._take(name)) is not None:
                     self._run(item, number)
         except Exception as error:
             if not self._over.is_set():
                 if not isinstance(error, RazorError):
                     log.exception("engine %d cannot be opened", number)
-                self.events.put(_Ended(number, error))
+                self.events.put(_ThreadEnd(number, error))
         finally:
             self._close(number)
 
@@ -222,32 +211,32 @@ class _Pool:
             return  # whatever failed did so because it was ended
         if isinstance(failure, EngineLostError):
             self._close(number)
-        if isinstance(failure, EngineError) and attempt < self._attempts:
+        again = isinstance(failure, EngineError) and attempt < self._attempts
+        if again:
             log.warning("%s, attempt %d of %d: %s", item.id, attempt, self._attempts, failure)
-            self._give_back(replace(item, parts=parts))
         else:
             self.events.put(Outcome(item, result, failure, attempt, seconds, number))
-            self._done()
+        with self._changed:
+            if again:
+                self.waiting.insert(0, replace(item, parts=parts))
+            self._running -= 1
+            self._changed.notify_all()
 
-    # ------------------------------------------------------------------ engines
-
-    def _open_patiently(self, name: str, number: int) -> JobEngine:
-        for attempt in range(1, self._attempts + 1):
+    def _open_patiently(self, name: str, number: int) -> None:
+        attempt = 1
+        while True:
             try:
-                return self._open(name, number, self._over)
+                engine = self._open(name, number, self._over)
+                break
             except EngineLostError as error:
                 if attempt == self._attempts or self._over.is_set():
                     raise
                 log.warning("engine %d was lost while it was opened: %s", number, error)
-        raise AssertionError("attempts is at least 1")
-
-    def _keep(self, number: int, engine: JobEngine) -> None:
+                attempt += 1
         with self._changed:
-            if not self._over.is_set():
-                self._engines[number] = engine
-                return
-        engine.close()  # `stop` has not seen it
-        raise EngineError("the job is over")
+            self._engines[number] = engine
+        if self._over.is_set():  # `stop` may not have seen it
+            raise EngineError("the job is over")
 
     def _close(self, number: int) -> None:
         with self._changed:
@@ -255,35 +244,20 @@ class _Pool:
         if engine is not None:
             engine.close()
 
-    # -------------------------------------------------------------------- items
-
     def _wanted(self) -> str | None:
-        """The engine of the next item; waits while others are at work, whose items may come back.
+        """Return the engine name of the next item; ``None`` if there is nothing left to do.
 
-        None if there is nothing left to do.
+        Waits while others are at work, whose items may come back.
         """
         with self._changed:
-            while not self._waiting and self._running and not self._over.is_set():
+            while not self.waiting and self._running and not self._over.is_set():
                 self._changed.wait()
-            if not self._waiting or self._over.is_set():
-                return None
-            return self._waiting[0].engine
+            return self.waiting[0].engine if self.waiting and not self._over.is_set() else None
 
     def _take(self, name: str) -> Item | None:
-        """The next item, if it still is one for this engine."""
+        """Take the next item, if it still is one for this engine."""
         with self._changed:
-            if not self._waiting or self._waiting[0].engine != name or self._over.is_set():
+            if not self.waiting or self.waiting[0].engine != name or self._over.is_set():
                 return None
             self._running += 1
-            return self._waiting.pop(0)
-
-    def _give_back(self, item: Item) -> None:
-        with self._changed:
-            self._waiting.insert(0, item)
-            self._running -= 1
-            self._changed.notify_all()
-
-    def _done(self) -> None:
-        with self._changed:
-            self._running -= 1
-            self._changed.notify_all()
+            return self.waiting.pop(0)

@@ -34,7 +34,7 @@ from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
 from razor_dist.jobs.host_engine import HostEngine, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
-from razor_dist.jobs.ray_ranks import ActorRanks, brief, on_bundle
+from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
 from razor_dist.jobs.task import Item, ItemSize, PartResult, Task, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.server.logs import set_up_logging
@@ -48,16 +48,7 @@ _LOOK = 1.0
 
 
 class RayLLM(LLM):
-    """An `LLM` whose ranks are actors.
-
-    Parameters
-    ----------
-    config : EngineConfig
-    group : PlacementGroup
-        A bundle for each rank, the first on this node.
-    bundle : mapping
-        The resources of each.
-    """
+    """An `LLM` whose ranks are actors in a placement group, the first of them on this node."""
 
     def __init__(
         self, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
@@ -75,13 +66,9 @@ class EngineActor:
     """The frontend of an engine, in an actor's process."""
 
     def open(
-        self,
-        task: Task,
-        config: EngineConfig,
-        group: PlacementGroup,
-        bundle: Mapping[str, float],
+        self, task: Task, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
     ) -> list[int]:
-        """Start the ranks, or what is in their place; returns their process ids once ready."""
+        """Start the ranks, or what is in their place; return their process ids once ready."""
         set_up_logging("info")
         if isinstance(config, ExternalEngineConfig):
             external = config.open()
@@ -103,16 +90,7 @@ class EngineActor:
 class RayEngine:
     """The driver's handle of an engine, ready when the constructor returns.
 
-    Parameters
-    ----------
-    task : Task
-    config : EngineConfig
-    group : PlacementGroup
-        Removed when the engine is closed.
-    bundle : mapping
-        The resources of each of its bundles.
-    over : threading.Event
-        Set when nobody waits for it any more.
+    ``group`` is removed when the engine is closed; ``over`` is set when nobody waits any more.
 
     Raises
     ------
@@ -133,14 +111,9 @@ class RayEngine:
         self._group, self._over = group, over
         self._closing = threading.Lock()
         self._closed, self._busy = False, True
-        make: Any = ray.remote(EngineActor)
         # The bundle's resources are the rank's, where there is one.
-        external = isinstance(config, ExternalEngineConfig)
-        self._actor = make.options(
-            num_cpus=bundle["CPU"] if external else 0,
-            num_gpus=bundle.get("GPU", 0) if external else 0,
-            scheduling_strategy=on_bundle(group, 0),
-        ).remote()
+        own = bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
+        self._actor = make_actor(EngineActor, group, 0, own)
         try:
             self.pids: list[int] = self._get(self._actor.open.remote(task, config, group, bundle))
         except BaseException:
@@ -192,12 +165,7 @@ class RayEngine:
 
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
-    """Engines of a Ray cluster, for `razor_dist.jobs.job.run_task`.
-
-    Parameters
-    ----------
-    task : Task
-    job : JobConfig
+    """Yield engines of a Ray cluster, for `razor_dist.jobs.job.run_task`.
 
     Raises
     ------

@@ -27,7 +27,7 @@ _KILLED = 10.0
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The node and process that a rank runs in."""
 
     node: str
     address: str
@@ -38,12 +38,12 @@ class RankActor:
     """A process that becomes one rank."""
 
     def place(self) -> Place:
-        """Where this is."""
+        """Tell where this is."""
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 
     def run(self, config_json: str, env: Mapping[str, str], socket_path: str | None) -> int:
-        """Be a rank until the frontend says shutdown; returns what a rank's process exits with."""
+        """Be a rank until the frontend says shutdown; return a rank's exit code."""
         set_up_logging("info")
         os.environ.update(env)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -61,16 +61,18 @@ class RankActor:
         return 0
 
 
-def on_bundle(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
-    """Where one bundle of a placement group is."""
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+def make_actor(
+    kind: type, group: PlacementGroup, index: int, resources: Mapping[str, float]
+) -> Any:
+    """Start an actor in one bundle of a placement group."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    cpus, gpus = resources["CPU"], resources.get("GPU", 0)
+    make: Any = ray.remote(kind)
+    return make.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote()
 
 
 class ActorRanks:
-    """One generation of ranks, each an actor in one bundle of a placement group.
-
-    Build it with `start`.
-    """
+    """One generation of ranks, each an actor in a bundle of its own. Build it with `start`."""
 
     def __init__(self, actors: list[Any], pids: list[int], ends: list[Any], store: Any) -> None:
         self._actors, self._pids = actors, pids
@@ -86,30 +88,12 @@ class ActorRanks:
         folder: Path,
         socket_path: Path,
     ) -> ActorRanks:
-        """Start ``config.world_size`` ranks; rank 0 in the first bundle.
+        """Start a rank in each bundle; rank 0 in the first, on whose node the caller is.
 
-        Parameters
-        ----------
-        group : PlacementGroup
-            Of one bundle for each rank; the caller is on the node of the first.
-        bundle : mapping
-            The resources of each.
-        config : EngineConfig
-            Handed to every rank.
-        folder : Path
-            A private, empty folder of this node.
-        socket_path : Path
-            Where rank 0 finds the frontend.
+        As in `RankGroup.start`, ``folder`` is private and empty, and rank 0 finds the frontend at
+        ``socket_path``.
         """
-        make: Any = ray.remote(RankActor)
-        actors = [
-            make.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=on_bundle(group, rank),
-            ).remote()
-            for rank in range(config.world_size)
-        ]
+        actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]
             try:
@@ -139,7 +123,7 @@ class ActorRanks:
         return self._exits()[0]
 
     async def wait(self, timeout: float) -> list[RankExit]:
-        """Wait until all ranks have ended, at most ``timeout`` seconds; returns those that did."""
+        """Wait until all ranks have ended, at most ``timeout`` seconds; return those that did."""
         await asyncio.wait(self._waits, timeout=timeout)
         return self._exits()
 
@@ -167,14 +151,14 @@ async def _end(rank: int, ref: Any) -> RankExit:
 
 
 def brief(error: RayError) -> str:
-    """A Ray error as one sentence or two: without the ids of what it befell, and general advice."""
+    """Tell a Ray error in a sentence or two, without the ids it befell and general advice."""
     lines = (line.strip() for line in str(error).splitlines())
     told = [line for line in lines if line and not re.match(r"[a-z_]+:", line)]
     return " ".join(told).partition(" Some common causes include")[0] or repr(error)
 
 
 def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:
-    """Every rank's environment, and the store at which they meet if they are on several nodes.
+    """Return every rank's environment, and the store at which ranks of several nodes meet.
 
     On one node they meet at a file and talk over loopback, as `RankGroup` has them. Otherwise at
     a store that is already listening, as torchrun's agent does it, so that no port is raced for.
@@ -203,7 +187,7 @@ def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]]
 
 
 def _interface(address: str) -> str:
-    """The network interface with an address: gloo would take that of the host's name."""
+    """Return the network interface with an address: gloo would take that of the host's name."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

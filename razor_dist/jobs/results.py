@@ -3,10 +3,10 @@
 A folder holds
 
 - ``job.json``: the settings that decide the results, with their hash, written once;
-- ``results.jsonl``: one line for each finished item, as soon as it is finished. A line is written
-  at once and synced before the next; a last line that was torn by a crash is dropped when the file
-  is opened again, and its item is missing like any other;
-- ``parts.jsonl``: as long as there are items in work, what is done of them, in lines of ``id`` (the
+- ``results.jsonl``: one line for each finished item, synced before the next is written. A last
+  line that was torn by a crash is dropped when the file is opened again, and its item is missing
+  like any other;
+- ``parts.jsonl``: while items are in work, the parts of them that are done, in lines of ``id`` (the
   item's), ``part``, ``result`` and ``settings``, written like those;
 - ``lock``: held by the one process that may write.
 
@@ -18,8 +18,8 @@ A line of the results is a JSON object with
 ``result``      the task's; null if it failed
 ``error``       ``{"type", "message"}`` if it failed; null otherwise
 ``settings``    the hash in ``job.json``
-``run``         how it went this time, which no other run need repeat: ``seconds``,
-                ``attempts``, ``engine`` (a number), ``finished`` (UTC, ISO 8601)
+``run``         this run's ``seconds``, ``attempts``, ``engine`` (a number) and
+                ``finished`` (UTC, ISO 8601), which no other run need repeat
 ==============  =====================================================================
 """
 
@@ -29,7 +29,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 
 def read_job(folder: str | Path) -> Job:
-    """A job's settings and the results so far; another process may be writing more.
+    """Return a job's settings and the results so far; another process may be writing more.
 
     Raises
     ------
@@ -65,77 +65,56 @@ def read_job(folder: str | Path) -> Job:
     if header is None:
         raise ConfigError(f"{folder} holds no results of a job: there is no {HEADER} in it")
     records, _ = _read_records(folder / RESULTS, header["hash"])
-    return Job(header["settings"], records)
+    return Job(header["settings"], list(records.values()))
 
 
-class _Lines:
+class _RecordFile:
     """A file of records, the last of which is whole whenever the process or the machine ends."""
 
     def __init__(self, path: Path, settings_hash: str) -> None:
         self.path, self._hash = path, settings_hash
-        self.records, self._length = _read_records(path, settings_hash)
-        self._file: int | None = None
+        self.records, length = _read_records(path, settings_hash)
+        if path.exists():
+            os.truncate(path, length)  # a torn last line
 
-    def open(self) -> int:
-        """Open the file for writing, without a torn last line; make it if it is missing."""
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._file, self._length)
-            sync_folder(self.path.parent)
-        return self._file
-
-    def append(self, record: Record) -> Record:
-        """Add a record; it is on the disk when this returns.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written; then nothing of it is in the file.
-        """
+    def append(self, record: Record) -> None:
+        """Add a record; it is on the disk when this returns, or none of it after an `OSError`."""
         record = {**record, "settings": self._hash}
-        line, file = json_line(record), self.open()
+        line, is_new = json_line(record), not self.path.exists()
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         length = os.fstat(file).st_size
         try:
-            written = 0
-            while written < len(line):
-                written += os.write(file, line[written:])
+            while line:
+                line = line[os.write(file, line) :]
             os.fsync(file)
+            if is_new:
+                sync_folder(self.path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, length)
             raise
-        self.records.append(record)
-        return record
+        finally:
+            os.close(file)
+        self.records[_key(record)] = record
 
-    def rewrite(self, records: Sequence[Record]) -> None:
+    def rewrite(self, records: Iterable[Record]) -> None:
         """Replace the records."""
-        if records == self.records:
-            return
-        with replacing(self.path) as draft:
-            draft.write_bytes(b"".join(map(json_line, records)))
-        self.close()
-        self.records, self._length = list(records), self.path.stat().st_size
-
-    def close(self) -> None:
-        """Close the file; `open` opens it again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        replaced = {_key(record): record for record in records}
+        if list(replaced.items()) != list(self.records.items()):
+            with replacing(self.path) as draft:
+                draft.write_bytes(b"".join(map(json_line, replaced.values())))
+            self.records = replaced
 
 
 class ResultStore:
-    """The results of one job, open for writing; a context manager.
-
-    Build it with `open`.
-    """
+    """The results of one job, open for writing; a context manager. Build it with `open`."""
 
     def __init__(self, folder: Path, settings_hash: str, lock: FileLock) -> None:
         self.folder, self.settings_hash = folder, settings_hash
         self._lock = lock
-        self._results = _Lines(folder / RESULTS, settings_hash)
-        self._parts = _Lines(folder / PARTS, settings_hash)
-        self._results.open()
-        self._records: dict[str, Record] = {r["id"]: r for r in self._results.records}
+        self._results = _RecordFile(folder / RESULTS, settings_hash)
+        self._parts = _RecordFile(folder / PARTS, settings_hash)
+        self._results.path.touch()
 
     @classmethod
     def open(
@@ -148,7 +127,7 @@ class ResultStore:
         folder : str or Path
             Made if missing.
         settings : mapping
-            What decides the results: `razor_dist.jobs.task.job_settings`.
+            All that decides the results: `razor_dist.jobs.task.job_settings`.
         new_folder : bool
             If the folder holds results of other settings, take ``FOLDER-2``, or the first of
             ``FOLDER-3``, ... that does not.
@@ -159,34 +138,27 @@ class ResultStore:
             If the folder holds results of other settings, or damaged ones; if another process
             writes to it; if it cannot be written.
         """
-        folder = Path(folder)
-        candidate = folder
+        folder = candidate = Path(folder)
         for number in itertools.count(2):
             differences = _differences(candidate, settings)
-            if not differences or not new_folder:
+            if not differences:
+                return cls._take(candidate, settings)
+            if not new_folder:
                 break
             candidate = folder.with_name(f"{folder.name}-{number}")
-        if differences:
-            raise ConfigError(
-                f"{folder} holds results of other settings ({'; '.join(differences)}); "
-                "name another folder, or ask for a new one (--new-folder)"
-            )
-        return cls._take(candidate, settings)
+        raise ConfigError(
+            f"{folder} holds results of other settings ({'; '.join(differences)}); "
+            "name another folder, or ask for a new one (--new-folder)"
+        )
 
     @classmethod
     def _take(cls, folder: Path, settings: Mapping[str, Any]) -> Self:
+        lock = FileLock(folder / LOCK)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / LOCK)
             lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigError(f"another process is writing results to {folder}") from None
-        except OSError as error:
-            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-        try:
-            # Again, now that nobody else may write.
-            name = settings_hash(settings)
-            header = _read_header(folder)
+            # Looked at again, now that nobody else may write.
+            name, header = settings_hash(settings), _read_header(folder)
             if header is None:
                 header = {"format": _FORMAT, "hash": name, "settings": settings}
                 text = json.dumps(header, indent=2, ensure_ascii=False) + "\n"
@@ -195,6 +167,8 @@ class ResultStore:
             elif header["hash"] != name:
                 raise ConfigError(f"another process has begun another job in {folder}")
             return cls(folder, name, lock)
+        except Timeout:
+            raise ConfigError(f"another process is writing results to {folder}") from None
         except OSError as error:
             lock.release()
             raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
@@ -205,17 +179,17 @@ class ResultStore:
     @property
     def records(self) -> Mapping[str, Record]:
         """The records by their items' ids, in the file's order."""
-        return self._records
+        return self._results.records
 
     def append(self, record: Record) -> None:
         """Add a record; it is on the disk when this returns, or none of it after an `OSError`."""
-        assert record["id"] not in self._records, f"{record['id']} is there already"
-        self._records[record["id"]] = self._results.append(record)
+        assert record["id"] not in self.records, f"{record['id']} is there already"
+        self._results.append(record)
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """The stored results of parts, by their items' ids and their keys."""
+        """Return the stored results of parts, by their items' ids and their keys."""
         found: dict[str, dict[str, Any]] = {}
-        for part in self._parts.records:
+        for part in self._parts.records.values():
             found.setdefault(part["id"], {})[part["part"]] = part["result"]
         return found
 
@@ -224,30 +198,23 @@ class ResultStore:
         self._parts.append({"id": id, "part": key, "result": dict(result)})
 
     def drop_failed(self) -> int:
-        """Forget the failures, so that their items are missing; returns how many there were."""
-        kept = [record for record in self._records.values() if record["status"] != "failed"]
-        dropped = len(self._records) - len(kept)
-        self._rewrite(kept)
-        return dropped
+        """Forget the failures, so that their items are missing; return their number."""
+        before = len(self.records)
+        self._results.rewrite(r for r in self.records.values() if r["status"] != "failed")
+        return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
         """Order the results by ``ids``, those of other items last; drop parts nobody waits for."""
         order = {id: place for place, id in enumerate(ids)}
-        self._rewrite(sorted(self._results.records, key=lambda r: order.get(r["id"], len(order))))
-        done = {record["id"] for record in self._results.records if record["status"] == "done"}
-        unfinished = order.keys() - done
-        self._parts.rewrite([part for part in self._parts.records if part["id"] in unfinished])
+        records = list(self.records.values())
+        self._results.rewrite(sorted(records, key=lambda r: order.get(r["id"], len(order))))
+        unfinished = order.keys() - {r["id"] for r in records if r["status"] == "done"}
+        self._parts.rewrite(p for p in self._parts.records.values() if p["id"] in unfinished)
         if not self._parts.records:
             self._parts.path.unlink(missing_ok=True)
 
-    def _rewrite(self, records: Sequence[Record]) -> None:
-        self._results.rewrite(records)
-        self._records = {record["id"]: record for record in records}
-
     def close(self) -> None:
         """Let others write."""
-        self._results.close()
-        self._parts.close()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -258,7 +225,7 @@ class ResultStore:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of a file.
+    """Return a record as a line of a file.
 
     Raises
     ------
@@ -272,19 +239,16 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     return text + b"\n"
 
 
+def _key(record: Record) -> Any:
+    return (record["id"], record["part"]) if "part" in record else record["id"]
+
+
 def _read_header(folder: Path) -> dict[str, Any] | None:
-    """The content of ``job.json``; ``None`` for a folder that no job has been begun in."""
+    """Return the content of ``job.json``, or ``None`` for a folder without a job."""
     path = folder / HEADER
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-        if header["format"] != _FORMAT:
-            raise ConfigError(
-                f"{path} has format {header['format']!r}; this version knows {_FORMAT}"
-            )
-        if not isinstance(header["settings"], dict):
-            raise TypeError
-        if header["hash"] != settings_hash(header["settings"]):
-            raise ConfigError(f"{path} was changed by hand: its hash is of other settings")
+        header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        format, name, expected = header["format"], header["hash"], settings_hash(header["settings"])
     except FileNotFoundError:
         if (folder / RESULTS).exists():
             raise ConfigError(
@@ -295,41 +259,41 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{folder} is not a folder") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is not a job's header") from None
-    return dict(header)
+    if format != _FORMAT:
+        raise ConfigError(f"{path} has format {format!r}; this version knows {_FORMAT}")
+    if name != expected:
+        raise ConfigError(f"{path} was changed by hand: its hash is of other settings")
+    return header
 
 
-def _read_records(path: Path, settings_hash: str) -> tuple[list[Record], int]:
-    """The records, and the length of the file without a torn last line."""
+def _read_records(path: Path, settings_hash: str) -> tuple[dict[Any, Record], int]:
+    """Return the records by `_key`, and the length of the file without a torn last line."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return [], 0
+        return {}, 0
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     length = data.rfind(b"\n") + 1
-    records: list[Record] = []
-    seen: set[tuple[str, str | None]] = set()
+    records: dict[Any, Record] = {}
     for number, line in enumerate(data[:length].split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            name, settings = (record["id"], record.get("part")), record["settings"]
+            key, settings = _key(record), record["settings"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"line {number} of {path} is not a record of a result") from None
         if settings != settings_hash:
             raise ConfigError(f"line {number} of {path} is of other settings than {HEADER}")
-        if name in seen:
-            raise ConfigError(f"line {number} of {path} is a second result of {name[0]!r}")
-        seen.add(name)
-        records.append(record)
+        if key in records:
+            raise ConfigError(f"line {number} of {path} is a second result of {record['id']!r}")
+        records[key] = record
     return records, length
 
 
 def _differences(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """The differences from the settings of the job in a folder, in words; none if it is new."""
+    """Tell how settings differ from those of the job in a folder; in no way if it is new."""
     header = _read_header(folder)
     if header is None:
         return []
@@ -342,7 +306,7 @@ def _differences(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings as pairs of a dotted name and a value's JSON, which is what is hashed."""
+    """Yield dotted names and values as JSON, which is what is hashed."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))

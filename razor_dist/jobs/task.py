@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 # Engine settings that answers do not depend on: how many ranks share the work and how
 # (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on with
 # others than it was begun with.
-_INDIFFERENT = frozenset(
-    {
-        "world_size",
-        "max_num_seqs",
-        "kv_tokens",
-        "page_size",
-        "chunked_prefill_size",
-        "cuda_graphs",
-        "threads",
-        "collective_timeout",
-        "heartbeat_timeout",
-    }
-)
+_INDIFFERENT = {
+    "world_size",
+    "max_num_seqs",
+    "kv_tokens",
+    "page_size",
+    "chunked_prefill_size",
+    "cuda_graphs",
+    "threads",
+    "collective_timeout",
+    "heartbeat_timeout",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Item:
     engine : str
         The task's engine that it runs on.
     data : mapping
-        What the task needs to know of it. It travels to the engine by pickle.
+        For the task's own use. It travels to the engine by pickle.
     parts : mapping
         Results of parts that earlier attempts stored, by their keys: see `PartResult`.
     """
@@ -79,14 +77,8 @@ class ItemSize:
 class PartResult:
     """A part of an item that is done: it is stored at once, and `Item.parts` has it next time.
 
-    Attributes
-    ----------
-    key : str
-        Names the part within its item: the same in every run, and another where the part is.
-    result : mapping
-        Plain JSON data.
-    tokens : int
-        The part's size.
+    ``key`` names the part within its item, the same in every run, and differs where the part does;
+    ``result`` is plain JSON data; ``tokens`` is the part's size.
     """
 
     key: str
@@ -100,7 +92,7 @@ Work = Generator[Update, None, Mapping[str, Any]]
 
 
 def work_of(result: Mapping[str, Any] | Work) -> Work:
-    """Return what a task or an engine returned as a stream; a plain result has no updates."""
+    """Turn what a task or an engine returned into a stream; a plain result has no updates."""
     if isinstance(result, Generator):
         result = yield from result
     return result
@@ -111,7 +103,7 @@ class Task(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides the results, apart from the engines' settings: plain JSON data."""
+        """All that decides the results, apart from the engines' settings: plain JSON data."""
         ...
 
     @property
@@ -120,20 +112,14 @@ class Task(Protocol):
         ...
 
     def items(self) -> Sequence[Item]:
-        """All items, in the order in which the finished results list them."""
+        """Return all items, in the order in which the finished results list them."""
         ...
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
         """Do one item's work on an engine that is there for this item alone meanwhile.
 
-        Runs in a process on the node of the engine's rank 0. The caches of what it leaves in
-        ``llm`` (a prefix that is not released) would be missing to the next item.
-
-        Parameters
-        ----------
-        llm : LLM
-            ``generate``, ``chat``, ``prefill``, ``prefill_chat``, ``stats``, ``get_tokenizer``.
-        item : Item
+        Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a
+        prefix that is not released) takes room in the caches from the next item.
 
         Returns
         -------
@@ -154,7 +140,7 @@ class Task(Protocol):
 
 
 def job_settings(task: Task) -> dict[str, Any]:
-    """All that decides a task's results, as plain JSON data.
+    """Return all that decides a task's results, as plain JSON data.
 
     Head maps are told by their content, so that another path of the same map makes no other job.
 
@@ -177,18 +163,16 @@ def job_settings(task: Task) -> dict[str, Any]:
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """A name for settings: the first 16 hexadecimal digits of the SHA-256 of their JSON."""
+    """Name settings by the first 16 hexadecimal digits of the SHA-256 of their JSON."""
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def _deciding(config: EngineConfig) -> dict[str, Any]:
-    fields = config.model_dump(
-        mode="json", include=set(EngineConfig.model_fields) - _INDIFFERENT - {"head_map"}
-    )
+    names = set(EngineConfig.model_fields) - _INDIFFERENT - {"head_map"}
     if isinstance(config, ExternalEngineConfig):
-        own = set(type(config).model_fields) - set(EngineConfig.model_fields)
-        fields |= config.model_dump(mode="json", include=own)
+        names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
+    fields = config.model_dump(mode="json", include=names)
     if config.attention == "razor":
         path = Path(config.head_map or default_head_map(config.model))
         try:
