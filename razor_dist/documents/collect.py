@@ -6,7 +6,7 @@ import codecs
 import glob
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents.lines import DIGEST, Line, digest_of, read_lines
 from razor_dist.documents.read import (
+    BOMS_OF_UTF16,
     KIND_OF_SUFFIX,
     ReadLimits,
     checked_text,
@@ -24,45 +25,19 @@ from razor_dist.documents.read import (
 
 @dataclass(frozen=True)
 class Source:
-    """A document and where it is. It can be pickled, and read on any host that has the file.
+    """A document. It can be pickled, and read on any host that has the file."""
 
-    Attributes
-    ----------
-    id : str
-        The path as it was given or found, or the ``id`` of a JSONL line.
-    path : str
-        The file's path, as it was given or found.
-    kind : str
-        A kind of `razor_dist.documents.read`; "jsonl" for a line.
-    file : str
-        The file's absolute path.
-    size : int
-        In bytes.
-    digest : str
-        Of the bytes, by `digest_of`; empty if they could not be read.
-    line : Line or None
-        The line of the file that it is; ``None`` for a whole file.
-    encoding : str or None
-        Of plain text that is not UTF-8; ``None`` for all that is.
-    """
-
-    id: str
-    path: str
-    kind: str
-    file: str
-    size: int
-    digest: str
-    line: Line | None = None
-    encoding: str | None = None
+    id: str  # the path, or the ``id`` of a JSONL line
+    path: str  # as it was given or found
+    kind: str  # of `razor_dist.documents.read`; "jsonl" for a line
+    file: str  # the absolute path
+    size: int  # bytes
+    digest: str  # of the bytes, by `digest_of`; empty if they could not be read
+    line: Line | None = None  # None for a whole file
+    encoding: str | None = None  # of plain text that is not UTF-8
 
     def text(self) -> str:
-        """Read it.
-
-        Raises
-        ------
-        DocumentError
-            If it cannot be read, or is another than it was when it was found.
-        """
+        """Return the text; raises `DocumentError` if it cannot be read or has changed."""
         ReadLimits().check_bytes(self.size)
         try:
             data = self.line.read() if self.line is not None else Path(self.file).read_bytes()
@@ -116,10 +91,10 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     found: dict[Path, Path] = {}
     left_out: dict[Path, Path] = {}
     for name in inputs:
-        paths = list(_files(name))
-        for path, readable in paths:
+        paths = dict(_files(name))
+        for path, readable in paths.items():
             (found if readable else left_out).setdefault(path.resolve(), path)
-        if not any(readable for _, readable in paths):
+        if not any(paths.values()):
             raise ConfigError(f"{name} holds no document; these are read: {_known()}")
     sources: list[Source] = []
     places: dict[str, str] = {}
@@ -138,7 +113,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
 
 
 def _files(name: str) -> Iterator[tuple[Path, bool]]:
-    """The files that an input names, and whether each is of a kind that can be read."""
+    """Yield the files that an input names, with True for those that can be read."""
     path = Path(name)
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
@@ -169,59 +144,43 @@ def _is_document(file: Path) -> bool:
             beginning = opened.read(8192)
     except OSError:
         return True  # told of with the other documents that cannot be read
-    return b"\0" not in beginning or beginning.startswith(
-        (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    )
+    return b"\0" not in beginning or beginning.startswith(BOMS_OF_UTF16)
 
 
-def _sources(path: Path, encoding: str | None) -> Iterable[Source]:
-    kind, file = kind_of(path), str(path.absolute())
+def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
+    name, kind, file = str(path), kind_of(path), str(path.absolute())
     assert kind is not None
     if kind == "jsonl":
-        return [
-            Source(_id_of(data, path, line), str(path), kind, file, len(data), line.digest, line)
-            for line, data in read_lines(path)
-        ]
+        for line, data in read_lines(path):
+            try:
+                id, _ = _fields(data)
+            except DocumentError:
+                id = f"{name}:{line.number}"
+            yield Source(id, name, kind, file, len(data), line.digest, line)
+        return
+    size, digest = 1, ""
     try:
         with path.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()[:DIGEST]
             size = opened.tell()
-    except OSError:  # told of with the other documents that cannot be read
-        return [Source(str(path), str(path), kind, file, 1, "")]
-    if encoding and (kind != "text" or _is_utf8(path)):
+        if encoding and kind == "text":
+            path.read_text(encoding="utf-8")
         encoding = None
-    return [Source(str(path), str(path), kind, file, size, digest, encoding=encoding)]
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _id_of(data: bytes, path: Path, line: Line) -> str:
-    try:
-        return _fields(data)[0]
-    except DocumentError:
-        return f"{path}:{line.number}"
+    except UnicodeDecodeError:
+        pass  # the encoding is needed
+    except OSError:
+        encoding = None  # told of with the other documents that cannot be read
+    yield Source(name, name, kind, file, size, digest, encoding=encoding)
 
 
 def _fields(data: bytes) -> tuple[str, str]:
-    """The id and the text of a line.
-
-    Raises
-    ------
-    DocumentError
-        If it is malformed.
-    """
+    """Return the id and the text of a line; raises `DocumentError` if it is malformed."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise DocumentError("the line is no JSON object with id and text")
+        raise DocumentError("the line must be a JSON object with id and text")
     id, text = value.get("id"), value.get("text")
     if isinstance(id, int) and not isinstance(id, bool):
         id = str(id)

@@ -18,19 +18,13 @@ _COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
-    """Yield the paragraphs and tables of a document, with the tables' rows as lines.
-
-    Raises
-    ------
-    DocumentError
-        If it is encrypted.
-    """
+    """Yield paragraphs, and tables with their rows as lines; `DocumentError` if encrypted."""
     if data.startswith(_COMPOUND):
         raise DocumentError("is encrypted, or a .doc file under another name")
     levels: dict[str | None, str] = {}  # by styles, which python-docx looks up slowly
     for part in Document(io.BytesIO(data)).iter_inner_content():
         if isinstance(part, Table):
-            text = _table(part)
+            text = "\n".join("\t".join(cell.text for cell in row.cells) for row in part.rows)
         else:
             style = part._p.style
             if style not in levels:
@@ -40,13 +34,9 @@ def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
 
 
 def _level(paragraph: Paragraph) -> str:
-    """The mark of a heading of the paragraph's style; empty for other styles."""
+    """Return the mark of a heading by the paragraph's style; empty for other styles."""
     style = paragraph.style.name if paragraph.style is not None else None
     if style == "Title":
         return "# "
     level = re.fullmatch(r"Heading ([1-9])", style or "")
     return "#" * int(level[1]) + " " if level else ""
-
-
-def _table(table: Table) -> str:
-    return "\n".join("\t".join(cell.text for cell in row.cells) for row in table.rows)

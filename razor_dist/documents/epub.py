@@ -29,13 +29,7 @@ _ENTITY = re.compile(r"&(\w+);")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
-    """Yield the text of each page.
-
-    Raises
-    ------
-    DocumentError
-        If it is encrypted, has too many pages, or lacks what an EPUB file must hold.
-    """
+    """Yield the text of each page; `DocumentError` if it is encrypted, too long or incomplete."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         book = _Book(archive)
         pages = book.pages()
@@ -53,7 +47,7 @@ class _Book:
                 raise DocumentError("is encrypted")
 
     def pages(self) -> list[str]:
-        """The names of the pages' files, each once.
+        """Return the names of the pages' files, each once.
 
         Entries of the manifest may be places in files (``page.xhtml#chapter-2``), of which the
         spine then names several.
@@ -74,7 +68,7 @@ class _Book:
         return list(dict.fromkeys(names))
 
     def page(self, name: str) -> str:
-        """The text of a page."""
+        """Return the text of a page."""
         page = _ENTITY.sub(_as_character, decoded(self._bytes(name)))
         return text_of(BeautifulSoup(page, "xml"))  # <title/> would swallow the page in HTML
 

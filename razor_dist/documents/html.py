@@ -26,18 +26,12 @@ _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
-    """Yield the text of an HTML page.
-
-    Raises
-    ------
-    DocumentError
-        If its encoding cannot be found.
-    """
+    """Yield the text of an HTML page; `DocumentError` if its encoding cannot be found."""
     yield text_of(BeautifulSoup(decoded(data), "lxml"))
 
 
 def decoded(data: bytes) -> str:
-    """A page's characters, by its declarations or, without them, by its bytes."""
+    """Decode a page by its declarations or, without them, by its bytes."""
     text = UnicodeDammit(data, is_html=True).unicode_markup
     if text is None:
         raise DocumentError("is in an unknown encoding")
@@ -45,7 +39,7 @@ def decoded(data: bytes) -> str:
 
 
 def text_of(page: Tag) -> str:
-    """The text of an element: blocks separated by empty lines, headings marked by ``#``."""
+    """Return an element's text: blocks separated by empty lines, headings marked by ``#``."""
     blocks = _Blocks()
     blocks.walk(page)
     blocks.end()

@@ -19,36 +19,16 @@ DIGEST = 12
 
 @dataclass(frozen=True)
 class Line:
-    """Where a line is.
+    """The place of a line in its file."""
 
-    Attributes
-    ----------
-    path : str
-        The file's absolute path.
-    number : int
-        From 1; empty lines count.
-    offset, length : int
-        In bytes.
-    digest : str
-        `digest_of` the line's bytes.
-    """
-
-    path: str
-    number: int
-    offset: int
+    path: str  # absolute
+    number: int  # from 1; empty lines count
+    offset: int  # bytes
     length: int
     digest: str
 
     def read(self) -> bytes:
-        """The line.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be read.
-        ValueError
-            If it holds another line there now.
-        """
+        """Return the line; raises `ValueError` if the file holds another there now."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read(self.length)
@@ -58,7 +38,7 @@ class Line:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
-    """The lines of a file that hold more than white space, and where they are.
+    """Yield the lines of a file that hold more than white space.
 
     Raises
     ------
@@ -77,5 +57,5 @@ def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
 
 
 def digest_of(data: bytes) -> str:
-    """A name for bytes: the first `DIGEST` hexadecimal digits of their SHA-256."""
+    """Name bytes by the first `DIGEST` hexadecimal digits of their SHA-256."""
     return hashlib.sha256(data).hexdigest()[:DIGEST]

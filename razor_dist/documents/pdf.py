@@ -17,10 +17,7 @@ _HYPHENATED = re.compile("[\x02\ufffe](\r?\n)?")
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
     """Yield the text of each page.
 
-    Raises
-    ------
-    DocumentError
-        If it asks for a password, its pages are pictures, or they are too many.
+    Raises `DocumentError` if it asks for a password, its pages are pictures, or they are too many.
     """
     try:
         document = pypdfium2.PdfDocument(data)

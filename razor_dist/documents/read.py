@@ -15,7 +15,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,8 +39,6 @@ _NEEDED = {
     "pdf": ("pypdfium2",),
     "docx": ("docx",),
 }
-
-
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
@@ -48,21 +46,12 @@ _REFUSED = 3
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """Bounds of one document: text, pages, and what its reader may use.
-
-    Attributes
-    ----------
-    characters, pages : int
-    seconds : int
-        Of the processor.
-    memory : int
-        Bytes of the reader's address space; a file may take half of it.
-    """
+    """Bounds of one document and of its reader."""
 
     characters: int = 100_000_000
     pages: int = 20_000
-    seconds: int = 120
-    memory: int = 2 * 2**30
+    seconds: int = 120  # of the processor
+    memory: int = 2 * 2**30  # bytes of the reader's address space; a file may take half of it
 
     def check_pages(self, pages: int) -> None:
         """Raise `DocumentError` if a document has too many pages."""
@@ -76,27 +65,21 @@ class ReadLimits:
 
 
 def kind_of(path: Path) -> str | None:
-    """A file's kind by its name, or ``None`` if it cannot be read.
+    """Return a file's kind by its name, or ``None`` if it cannot be read.
 
     A name without a suffix (``GPL-3``, ``LGPL-2.1``) is a text's. ``.gz`` is passed over.
     """
-    if path.suffix.lower() == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         kind = kind_of(path.with_suffix(""))
         return None if kind == "jsonl" else kind
-    suffix = path.suffix.lower()
     if not suffix[1:2].isalpha():
         return "text"
     return KIND_OF_SUFFIX.get(suffix)
 
 
 def require_readers(kinds: Iterable[str]) -> None:
-    """Check that the libraries are installed that read these kinds.
-
-    Raises
-    ------
-    ConfigError
-        Naming those that are not.
-    """
+    """Raise `ConfigError` if a library that reads one of the kinds is missing."""
     for kind in sorted(set(kinds)):
         missing = [name for name in _NEEDED.get(kind, ()) if find_spec(name) is None]
         if missing:
@@ -114,7 +97,7 @@ def read_document(
     encoding: str | None = None,
     limits: ReadLimits | None = None,
 ) -> str:
-    """The text of a file.
+    """Return the text of a file, which is not empty.
 
     Parameters
     ----------
@@ -125,13 +108,8 @@ def read_document(
     gz : bool
         The file is compressed by gzip.
     encoding : str, optional
-        Of plain text that is not UTF-8.
+        Tried for plain text that is not UTF-8.
     limits : ReadLimits, optional
-
-    Returns
-    -------
-    str
-        Not empty.
 
     Raises
     ------
@@ -192,9 +170,9 @@ def main() -> None:
 
 def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> str:
     limits.check_bytes(len(data))
-    pages: Iterator[str]
+    pages: Iterable[str]
     if kind == "text":
-        pages = iter([_text(data, encoding)])
+        pages = [_text(data, encoding)]
     else:
         pages = import_module(f"razor_dist.documents.{kind}").read(data, limits)
     texts, characters = [], 0
@@ -207,14 +185,9 @@ def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> s
 
 
 def checked_text(text: str) -> str:
-    """A document's text, refused if it is empty.
+    """Return a document's text; raises `DocumentError` if it is only white space.
 
     Half characters, which PDF files and JSON can hold and no tokenizer can, become U+FFFD.
-
-    Raises
-    ------
-    DocumentError
-        If it holds white space only.
     """
     if not text.strip():
         raise DocumentError("holds no text")
@@ -222,11 +195,8 @@ def checked_text(text: str) -> str:
 
 
 def _text(data: bytes, encoding: str | None) -> str:
-    if data.startswith(BOMS_OF_UTF16):
-        encodings = ["utf-16"]
-    else:
-        encodings = ["utf-8-sig", *([encoding] if encoding else [])]
-    for name in encodings:
+    first = "utf-16" if data.startswith(BOMS_OF_UTF16) else "utf-8-sig"
+    for name in filter(None, (first, encoding)):
         try:
             text = data.decode(name)
             break

@@ -44,10 +44,9 @@ def split(text: str, limit: int, count: Count) -> list[str]:
     list of str
         Joined they are the text.
     """
-    units = _units(text, limit, count, 0)
     parts: list[str] = []
     size = limit
-    for unit, tokens in units:
+    for unit, tokens in _units(text, limit, count, 0):
         if size + tokens > limit:
             parts.append("")
             size = 0
@@ -57,7 +56,7 @@ def split(text: str, limit: int, count: Count) -> list[str]:
 
 
 def _units(text: str, limit: int, count: Count, level: int) -> list[tuple[str, int]]:
-    """Units of at most ``limit`` tokens and their tokens, cut by boundaries from ``level`` on."""
+    """Return units of at most ``limit`` tokens and their tokens, cut from ``level`` on."""
     if level == len(_BOUNDARIES):
         return _characters(text, limit, count)
     pieces = [piece for piece in _BOUNDARIES[level].split(text) if piece]

@@ -43,7 +43,7 @@ _MAX_PROMPTS = 1024
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a batch file; ``problem`` tells why it is not a request, if it is not."""
+    """A line of a batch file; ``problem`` tells why it cannot be a request."""
 
     line: Line
     custom_id: str | None
@@ -51,12 +51,12 @@ class Entry:
 
     @property
     def item_id(self) -> str:
-        """The name of its record in the results: what it asks is a part of it."""
+        """The name of its record in the results, which changes with the request."""
         return f"{self.custom_id}#{self.line.digest}"
 
 
 def read_batch(path: str | Path) -> list[Entry]:
-    """The entries of a batch file; their bodies are not checked yet.
+    """Return the entries of a batch file; their bodies are not checked yet.
 
     Raises
     ------
@@ -66,15 +66,19 @@ def read_batch(path: str | Path) -> list[Entry]:
     entries: list[Entry] = []
     lines: dict[str, list[str]] = {}
     for line, data in read_lines(path):
-        custom_id = None
+        custom_id: str | None = None
+        problem: str | None = None
         try:
             request = _parse(data)
-            custom_id = _custom_id(request)
+            custom_id = request.get("custom_id")
+            if not isinstance(custom_id, str) or not custom_id:
+                custom_id = None
+                raise RequestError("custom_id must be a string that is not empty")
             lines.setdefault(custom_id, []).append(str(line.number))
             _check(request)
-            entries.append(Entry(line, custom_id))
         except RequestError as error:
-            entries.append(Entry(line, custom_id, str(error)))
+            problem = str(error)
+        entries.append(Entry(line, custom_id, problem))
     for custom_id, numbers in lines.items():
         if len(numbers) > 1:
             raise ConfigError(
@@ -92,13 +96,6 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not isinstance(request, dict):
         raise RequestError("the line must be a JSON object")
     return request
-
-
-def _custom_id(request: Mapping[str, Any]) -> str:
-    custom_id = request.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise RequestError("custom_id must be a string that is not empty")
-    return custom_id
 
 
 def _check(request: Mapping[str, Any]) -> None:
@@ -124,16 +121,16 @@ class BatchTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The requests bring their own."""
+        """The name of the model; the requests bring their own."""
         return {"task": "batch", "model": self.model}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        """One kind of engine."""
+        """One engine for all requests."""
         return {"default": self.config}
 
     def items(self) -> Sequence[Item]:
-        """The requests; one whose line is changed is another item."""
+        """Return the requests; one whose line is changed is another item."""
         return [
             Item(entry.item_id, max(1, entry.line.length // 4), data={"line": entry.line})
             for entry in self.entries
@@ -154,32 +151,29 @@ class BatchTask:
 def _answer(
     llm: LLM, endpoint: Endpoint, body: dict[str, Any], model: str, item_id: str
 ) -> dict[str, Any]:
-    tokenizer, info = llm.get_tokenizer(), llm.info
-    defaults = llm.sampling_defaults
+    tokenizer, info, defaults = llm.get_tokenizer(), llm.info, llm.sampling_defaults
     limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size, defaults)
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
-    # Draws that hang on nothing but the request, so that a second run repeats them.
+    # Draws depend on the request alone, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     params = [
         p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number))
         for number, (_, p) in enumerate(parsed.prompts)
     ]
     prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
-    answers = ServedChoices(
-        [_as_pieces(output, tokenizer) for output in llm.generate(prompts, params)]
-    )
+    outputs = llm.generate(prompts, params)
+    answers = ServedChoices([_served(output, tokenizer) for output in outputs])
     form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
-def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> ServedChoice:
-    """A finished answer as the server's formats take it: all of its text in the last piece."""
+def _served(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> ServedChoice:
+    """Turn an answer into the pieces of the server's formats, all of its text in the last."""
     [answer] = output.outputs
-    none: list[TokenLogprobs | None] = [None] * len(answer.token_ids)
-    logprobs = answer.logprobs or none
     ids = answer.token_ids
+    logprobs: Sequence[TokenLogprobs | None] = answer.logprobs or [None] * len(ids)
     offsets = [0] * len(ids) if tokenizer is None else text_offsets(tokenizer, ids)
     pieces = [
         TextPiece(token, "", entry, offset=offset)
@@ -197,29 +191,21 @@ def _as_pieces(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None)
 def output_lines(
     entries: Sequence[Entry], records: Mapping[str, Record]
 ) -> Iterator[dict[str, Any]]:
-    """The output's lines, in the order of the batch file.
+    """Yield the output's lines, in the order of the batch file.
 
-    Parameters
-    ----------
-    entries : sequence of Entry
-    records : mapping
-        The results of a `BatchTask`, by their ids; one for each entry without a problem.
+    ``records`` are the results of a `BatchTask` by their ids: one for each entry that is a request.
     """
     for entry in entries:
-        digest = digest_of(f"{entry.line.number}#{entry.item_id}".encode())
-        line: dict[str, Any] = {
-            "id": f"batch_req_{digest}",
-            "custom_id": entry.custom_id,
-            "response": None,
-            "error": None,
-        }
+        response: dict[str, Any] | None = None
+        error: dict[str, str] | None = None
+        number = entry.line.number
+        digest = digest_of(f"{number}#{entry.item_id}".encode())
         if entry.problem is not None:
-            message = f"line {entry.line.number}: {entry.problem}"
-            line["error"] = {"code": "invalid_request", "message": message}
+            error = {"code": "invalid_request", "message": f"line {number}: {entry.problem}"}
         elif (record := records[entry.item_id])["status"] == "done":
-            line["response"] = {"request_id": f"req_{digest}", **record["result"]}
+            response = {"request_id": f"req_{digest}", **record["result"]}
         else:
-            error = record["error"]
-            message = f"line {entry.line.number}: {error['type']}: {error['message']}"
-            line["error"] = {"code": "engine_error", "message": message}
-        yield line
+            message = "line {}: {type}: {message}".format(number, **record["error"])
+            error = {"code": "engine_error", "message": message}
+        ids = {"id": f"batch_req_{digest}", "custom_id": entry.custom_id}
+        yield {**ids, "response": response, "error": error}

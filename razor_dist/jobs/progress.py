@@ -1,4 +1,4 @@
-"""How a job gets on: a line for each finished item or part, and a bar where somebody watches."""
+"""Progress of a job: a line for each finished item or part, and a bar where somebody watches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -26,7 +27,7 @@ class JobProgress:
     Parameters
     ----------
     items : sequence of Item
-        Those to be computed now.
+        The items to be computed now.
     before : int
         Items whose results an earlier run left.
     bar : bool, optional
@@ -51,16 +52,18 @@ class JobProgress:
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item
         shown = sys.stderr.isatty() if bar is None else bar
-        self._redirect = logging_redirect_tqdm() if shown else None
-        if self._redirect is not None:
-            self._redirect.__enter__()  # log lines go above the bar
-        self._bar = tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
+        self._stack = ExitStack()
+        if shown:
+            self._stack.enter_context(logging_redirect_tqdm())  # log lines go above the bar
+        self._bar = self._stack.enter_context(
+            tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
+        )
         if before:
             log.info("%d of %d items are there already", before, self._total)
 
     def updated(self, news: ItemUpdate) -> None:
         """Tell how an item gets on."""
-        (item, update) = news
+        item, update = news
         if self._begin is None:
             self._begin = self._clock()
         if isinstance(update, ItemSize):
@@ -87,7 +90,7 @@ class JobProgress:
         log.info("%s", self.line(outcome))
 
     def line(self, outcome: Outcome) -> str:
-        """The log's line of an outcome that has been counted."""
+        """Return the log's line of an outcome that has been counted."""
         failed = f" ({self._failed} failed)" if self._failed else ""
         end = f"done in {outcome.seconds:.1f} s"
         if outcome.error is not None:
@@ -95,7 +98,7 @@ class JobProgress:
         return f"{self._finished}/{self._total}{failed} | {outcome.item.id} {end} | {self.rate()}"
 
     def rate(self) -> str:
-        """Tokens per second and the time left; unknown as long as nothing was read."""
+        """Tell tokens per second and the time left, unknown as long as nothing was read."""
         if not self._read or self._begin is None:
             return "nothing read so far, time left unknown"
         rate = self._read / max(self._clock() - self._begin, 1e-9)
@@ -112,6 +115,4 @@ class JobProgress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-        if self._redirect is not None:
-            self._redirect.__exit__(None, None, None)
+        self._stack.close()

@@ -75,7 +75,8 @@ class ActorRanks:
     """One generation of ranks, each an actor in a bundle of its own. Build it with `start`."""
 
     def __init__(self, actors: list[Any], pids: list[int], ends: list[Any], store: Any) -> None:
-        self._actors, self._pids = actors, pids
+        self._actors = actors
+        self.pids = pids  # by rank, each on its node; empty if they did not all start
         self._waits = [asyncio.create_task(_end(rank, ref)) for rank, ref in enumerate(ends)]
         self._store = store  # lives as long as the ranks may look into it
 
@@ -111,11 +112,6 @@ class ActorRanks:
                 ray.kill(actor)
             raise
         return cls(actors, [place.pid for place in places], ends, store)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank, each on its node; empty if they did not all start."""
-        return self._pids
 
     async def first_exit(self) -> RankExit:
         """Wait until a rank ends; of several, the one of the lowest rank."""

@@ -1,4 +1,4 @@
-"""Wishes for summaries: the prompt and the settings that fill it in."""
+"""Style of summaries: the prompt and the settings that fill it in."""
 
 from __future__ import annotations
 
@@ -23,34 +23,16 @@ _TOKENS_PER_WORD = 3
 
 @dataclass(frozen=True)
 class Style:
-    """Wishes for summaries; all of them decide the results.
+    """Settings that decide the summaries; wrong values raise `ConfigError`.
 
-    Parameters
-    ----------
-    words : int
-        Length asked for.
-    language : str
-        In the prompt's words, such as "French".
-    template : str
-        The prompt, with ``{document}`` and, where wanted, ``{kind}`` (a document, a part,
-        summaries), ``{words}`` and ``{language}``.
-    max_tokens : int, optional
-        At which an answer is cut off; three for each word if not given.
-    temperature : float
-        0 is greedy.
-    seed : int
-        Of the draws at other temperatures.
-
-    Raises
-    ------
-    ConfigError
-        If a value is wrong.
+    The template has ``{document}`` and, where wanted, ``{kind}`` (a document, a part, summaries),
+    ``{words}`` and ``{language}``.
     """
 
     words: int = 200
     language: str = "the language of the text"
     template: str = TEMPLATE
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # where an answer is cut off; none: three for each word
     temperature: float = 0.0
     seed: int = 0
 
@@ -70,12 +52,12 @@ class Style:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the answers are drawn."""
+        """The settings by which answers are drawn."""
         limit = self.max_tokens or _TOKENS_PER_WORD * self.words
         return SamplingParams(max_tokens=limit, temperature=self.temperature, seed=self.seed)
 
     def prompt(self, document: str, kind: str) -> str:
-        """The prompt for a text."""
+        """Return the prompt for a text."""
         values = {
             "document": document,
             "kind": kind,

@@ -40,19 +40,7 @@ Json = dict[str, Any]
 
 
 class Summarizer:
-    """Asks a model for summaries.
-
-    Parameters
-    ----------
-    llm : LLM
-        ``info``, ``get_tokenizer`` and ``generate`` are used.
-    style : Style
-
-    Raises
-    ------
-    ConfigError
-        If the model has no tokenizer.
-    """
+    """Asks a model for summaries; one without a tokenizer raises `ConfigError`."""
 
     def __init__(self, llm: LLM, style: Style) -> None:
         tokenizer = llm.get_tokenizer()
@@ -84,14 +72,12 @@ class Summarizer:
         ------
         DocumentError
             If the context is too short to summarise anything in it.
-        RequestError, EngineError
-            As `LLM.generate`.
         """
         [tokens] = self._count([text])
         parts: list[Json] = []
         summaries: list[Json] = []
         levels, kind, now = 0, _WHOLE, text
-        while not self._fits(prompt := self._encode(now, kind)):
+        while len(prompt := self._encode(now, kind)) > self._room:
             texts = self._split(now, len(prompt))
             if levels and len(texts) >= len(summaries):
                 raise DocumentError(
@@ -104,7 +90,9 @@ class Summarizer:
                 {"tokens": count, **summary}
                 for count, summary in zip(counts, summaries, strict=True)
             ]
-            now = _joined([summary["summary"] for summary in summaries])
+            # One text, which can be cut between the summaries.
+            numbered = enumerate(summaries, start=1)
+            now = "\n\n".join(f"# Part {n}\n\n{part['summary']}" for n, part in numbered)
             levels, kind = levels + 1, _SUMMARIES
         yield ItemSize(len(prompt))
         result = {"tokens": tokens, **self._ask(prompt), "parts": len(parts) or 1, "levels": levels}
@@ -131,12 +119,12 @@ class Summarizer:
         return [found[key] for key in keys]
 
     def _split(self, text: str, tokens: int) -> list[str]:
-        """Parts that fit the context with their prompt."""
+        """Cut a text into parts that fit the context with their prompt."""
         [alone] = self._count([text])
         limit = self._room - max(tokens - alone, len(self._encode("", _PART.format(9999, 9999))))
         while limit >= 1:
             parts = split(text, limit, self._count)
-            if all(self._fits(prompt) for prompt in self._encode_parts(parts)):
+            if all(len(prompt) <= self._room for prompt in self._encode_parts(parts)):
                 return parts
             limit = int(limit * _LESS)
         raise DocumentError(
@@ -155,9 +143,6 @@ class Summarizer:
         if getattr(self._tokenizer, "chat_template", None):
             return self._encoder.chat([{"role": "user", "content": prompt}])
         return self._encoder.text(f"{prompt}\n\nSummary:")
-
-    def _fits(self, prompt: Sequence[int]) -> bool:
-        return len(prompt) <= self._room
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         return [
@@ -188,12 +173,6 @@ def loops(result: Mapping[str, Any]) -> bool:
     return any(answer["finish_reason"] == "repetition" for answer in answers)
 
 
-def _joined(summaries: Sequence[str]) -> str:
-    """Summaries of parts as one text, which can be cut between them."""
-    numbered = enumerate(summaries, start=1)
-    return "\n\n".join(f"# Part {number}\n\n{summary}" for number, summary in numbered)
-
-
 @dataclass(frozen=True)
 class SummaryTask:
     """One item for each document; one that cannot be read fails with a `DocumentError`."""
@@ -209,11 +188,11 @@ class SummaryTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        """One kind of engine."""
+        """One engine for all documents."""
         return {"default": self.config}
 
     def items(self) -> Sequence[Item]:
-        """The documents; a changed file is another item."""
+        """Return the documents; a changed file is another item."""
         return [
             Item(item_id(source), max(1, source.size // 4), data={"source": source})
             for source in self.sources
@@ -227,25 +206,13 @@ class SummaryTask:
 
 
 def item_id(source: Source) -> str:
-    """The name of a document's record in the results: its id, and what its text depends on."""
+    """Name a document's record in the results by its id and what its text depends on."""
     encoding = f"-{source.encoding}" if source.encoding else ""
     return f"{source.id}#{source.digest or 'unreadable'}{encoding}"
 
 
 def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Write a Markdown page for each summary.
-
-    Parameters
-    ----------
-    records : iterable of dict
-        Of a `SummaryTask`; those that failed get no page.
-    folder : Path
-        Made if missing.
-
-    Returns
-    -------
-    list of Path
-    """
+    """Write a Markdown page for each summary among the records of a `SummaryTask`."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for record in records:
@@ -263,16 +230,15 @@ def _page(record: Record) -> str:
     result = record["result"]
     parts = result.get("part_summaries", [])
     how = f"{len(parts)} parts, each summarised, then their summaries" if parts else "one prompt"
-    facts = {
-        "source": result["source"],
-        "tokens": result["tokens"],
-        "read as": how,
-        "finish reason": result["finish_reason"],
-        "seconds": record["run"]["seconds"],
-        "settings": record["settings"],
-    }
-    blocks = [f"# {result['id']}", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
-    blocks.append(result["summary"])
+    facts = f"""# {result["id"]}
+
+- source: {result["source"]}
+- tokens: {result["tokens"]}
+- read as: {how}
+- finish reason: {result["finish_reason"]}
+- seconds: {record["run"]["seconds"]}
+- settings: {record["settings"]}"""
+    blocks = [facts, result["summary"]]
     for number, part in enumerate(parts, start=1):
         title = f"## Part {number} of {len(parts)} ({part['tokens']} tokens)"
         blocks += [title, part["summary"]]
