@@ -33,7 +33,7 @@ def batch(
 ) -> None:
     """Answer the requests of a batch file.
 
-    Lines that are no request, and requests that are refused, are told of; the exit code is 1 then.
+    Malformed lines and refused requests are told of; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
     from razor_dist.config.schema import EngineConfig
@@ -50,26 +50,22 @@ def batch(
     if not entries:
         raise ConfigError(f"{file} holds no line")
     set_up_logging("info")
-    engine = EngineConfig(**settings_of(config))
-    task = BatchTask(engine, served_model_name or config.model, entries)
+    engines = {"default": EngineConfig(**settings_of(config))}
+    task = BatchTask(engines, served_model_name or config.model, entries)
     folder = run_job(task, config, work).folder
     records = {record["id"]: record for record in read_job(folder).records}
     failed = 0
     with replacing(out) as draft, draft.open("wb") as target:
         for entry, line in zip(entries, output_lines(entries, records), strict=True):
             target.write(json_line(line))
-            problem = _problem(line, entry.line.number)
-            if problem:
-                failed += 1
-                typer.echo(f"{file}: {problem}", err=True)
+            error, response = line["error"], line["response"]
+            if error is None and response["status_code"] == 200:
+                continue
+            failed += 1
+            if error is not None:
+                problem = error["message"]
+            else:
+                problem = f"line {entry.line.number}: {response['body']['error']['message']}"
+            typer.echo(f"{file}: {problem}", err=True)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
     raise typer.Exit(1 if failed else 0)
-
-
-def _problem(line: dict[str, Any], number: int) -> str | None:
-    """What is wrong with a line of the output, naming its line of the batch file."""
-    if line["error"] is not None:
-        return str(line["error"]["message"])
-    if line["response"]["status_code"] == 200:
-        return None
-    return f"line {number}: {line['response']['body']['error']['message']}"

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
-from razor_dist.config.errors import ConfigError
-from razor_dist.config.sources import load_config
+from razor_dist.config.sources import load_config, read_text
 from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.style import Style
 
@@ -52,7 +51,7 @@ def summarize(
 ) -> None:
     """Summarise documents, each in one prompt if it fits the model's context.
 
-    Documents that cannot be read are told of in the end and skipped; the exit code is 1 then.
+    Documents that cannot be read are skipped and named at the end; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
     from razor_dist.config.schema import EngineConfig
@@ -64,47 +63,28 @@ def summarize(
     from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
     from razor_dist.server.logs import set_up_logging
 
-    style = Style(
-        words=words,
-        language=language,
-        template=Style.template if template is None else _read(template),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=config.seed or 0,
-    )
+    prompt = Style.template if template is None else read_text(template, "the --template file")
+    style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0)
     sources, left_out = collect(inputs, encoding)
     require_readers(source.kind for source in sources)
     for path in left_out:
         typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     set_up_logging("info")
-    engine = EngineConfig(**settings_of(config))
-    task = SummaryTask(engine, style, sources)
+    task = SummaryTask({"default": EngineConfig(**settings_of(config))}, style, sources)
     folder = run_job(task, config, out).folder
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]
-    written = [folder / RESULTS]
+    pages = ""
     if markdown:
-        written += write_pages(records, folder / "pages")
-    skipped = [
-        (source, record["error"])
-        for source, record in zip(sources, records, strict=True)
-        if record["status"] == "failed"
-    ]
-    for source, error in skipped:
-        typer.echo(f"skipped {source.id}: {error['message'] or error['type']}", err=True)
-    pages = f" and {len(written) - 1} pages beside it" if markdown else ""
-    looped = [r["result"]["id"] for r in records if r["status"] == "done" and loops(r["result"])]
-    for id in looped:
-        typer.echo(f"{id}: the summary, or that of a part, repeats itself", err=True)
-    done = len(records) - len(skipped)
-    typer.echo(f"{done} of {len(records)} documents summarised; wrote {written[0]}{pages}")
-    raise typer.Exit(1 if skipped else 0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the file {path} (--template): {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the file {path} (--template) is not UTF-8 text") from None
+        pages = f" and {len(write_pages(records, folder / 'pages'))} pages beside it"
+    done = 0
+    for source, record in zip(sources, records, strict=True):
+        if (error := record["error"]) is not None:
+            typer.echo(f"skipped {source.id}: {error['message'] or error['type']}", err=True)
+            continue
+        done += 1
+        if loops(record["result"]):
+            typer.echo(f"{source.id}: the summary, or that of a part, repeats itself", err=True)
+    wrote = f"wrote {folder / RESULTS}{pages}"
+    typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
+    raise typer.Exit(0 if done == len(records) else 1)

@@ -40,15 +40,13 @@ class Source:
         """Return the text; raises `DocumentError` if it cannot be read or has changed."""
         ReadLimits().check_bytes(self.size)
         try:
-            data = self.line.read() if self.line is not None else Path(self.file).read_bytes()
+            if self.line is not None:
+                return checked_text(_fields(self.line.read())[1])
+            data = Path(self.file).read_bytes()
         except OSError as error:
             raise DocumentError(f"cannot be opened: {error.strerror}") from None
-        except ValueError as error:
-            raise DocumentError(str(error)) from None
         if digest_of(data) != self.digest:
             raise DocumentError("was changed since the job began; run it again")
-        if self.line is not None:
-            return checked_text(_fields(data)[1])
         gz = self.file.lower().endswith(".gz")
         return read_document(data, self.kind, gz=gz, encoding=self.encoding)
 

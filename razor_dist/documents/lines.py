@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from razor_dist.config.errors import ConfigError
+from razor_dist.config.errors import ConfigError, DocumentError
 
 # Hexadecimal digits of a digest.
 DIGEST = 12
@@ -28,12 +28,13 @@ class Line:
     digest: str
 
     def read(self) -> bytes:
-        """Return the line; raises `ValueError` if the file holds another there now."""
+        """Return the line; raises `DocumentError` if the file holds another there now."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read(self.length)
         if digest_of(data) != self.digest:
-            raise ValueError(f"line {self.number} of {self.path} was changed since the job began")
+            where = f"line {self.number} of {self.path}"
+            raise DocumentError(f"{where} was changed since the job began")
         return data
 
 

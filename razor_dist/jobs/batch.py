@@ -115,7 +115,7 @@ def _check(request: Mapping[str, Any]) -> None:
 class BatchTask:
     """One item for each request; the bodies name the model ``model``."""
 
-    config: EngineConfig
+    engines: Mapping[str, EngineConfig]
     model: str
     entries: list[Entry]
 
@@ -123,11 +123,6 @@ class BatchTask:
     def settings(self) -> Mapping[str, Any]:
         """The name of the model; the requests bring their own."""
         return {"task": "batch", "model": self.model}
-
-    @property
-    def engines(self) -> Mapping[str, EngineConfig]:
-        """One engine for all requests."""
-        return {"default": self.config}
 
     def items(self) -> Sequence[Item]:
         """Return the requests; one whose line is changed is another item."""

@@ -43,9 +43,7 @@ def run_job(
     task : Task
         Its engines' settings are its own; of ``config`` only the job's are used here.
     config : JobConfig
-    folder : str or Path
-        See `razor_dist.jobs.results`.
-    on_open : callable, optional
+    folder, on_open
         As in `run_task`.
 
     Raises

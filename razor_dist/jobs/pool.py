@@ -38,11 +38,9 @@ class JobEngine(Protocol):
         Exception
             If the item is at fault.
         """
-        ...
 
     def close(self) -> None:
         """Give back what it holds; also from another thread, while `run` runs, and again."""
-        ...
 
 
 # From one of the task's engine names and the number of the thread that asks, to an engine that is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.ranges import check_least
@@ -58,10 +58,5 @@ class Style:
 
     def prompt(self, document: str, kind: str) -> str:
         """Return the prompt for a text."""
-        values = {
-            "document": document,
-            "kind": kind,
-            "words": str(self.words),
-            "language": self.language,
-        }
-        return _PLACEHOLDER.sub(lambda match: values[match[1]], self.template)
+        values = {**asdict(self), "document": document, "kind": kind}
+        return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)

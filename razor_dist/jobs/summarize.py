@@ -51,13 +51,7 @@ class Summarizer:
         self._room = llm.info.max_model_len - (style.sampling.max_tokens or 0)
 
     def summarize(self, text: str, stored: Mapping[str, Any]) -> Work:
-        """Summarise a text, part by part if it is long.
-
-        Parameters
-        ----------
-        text : str
-        stored : mapping
-            Results of parts by their keys, which are not asked for again.
+        """Summarise a text, part by part if it is long; ``stored`` parts are not asked for again.
 
         Returns
         -------
@@ -177,7 +171,7 @@ def loops(result: Mapping[str, Any]) -> bool:
 class SummaryTask:
     """One item for each document; one that cannot be read fails with a `DocumentError`."""
 
-    config: EngineConfig
+    engines: Mapping[str, EngineConfig]
     style: Style
     sources: list[Source]
 
@@ -185,11 +179,6 @@ class SummaryTask:
     def settings(self) -> Mapping[str, Any]:
         """The style, and which code applies it."""
         return {"task": "summarize", "version": _VERSION, "style": asdict(self.style)}
-
-    @property
-    def engines(self) -> Mapping[str, EngineConfig]:
-        """One engine for all documents."""
-        return {"default": self.config}
 
     def items(self) -> Sequence[Item]:
         """Return the documents; a changed file is another item."""

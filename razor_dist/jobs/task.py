@@ -104,16 +104,13 @@ class Task(Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """All that decides the results, apart from the engines' settings: plain JSON data."""
-        ...
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
         """The settings of the engines that `Item.engine` names; items run in this order."""
-        ...
 
     def items(self) -> Sequence[Item]:
         """Return all items, in the order in which the finished results list them."""
-        ...
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
         """Do one item's work on an engine that is there for this item alone meanwhile.
@@ -136,7 +133,6 @@ class Task(Protocol):
         Exception
             Anything else is recorded as the item's failure, and it is not tried again.
         """
-        ...
 
 
 def job_settings(task: Task) -> dict[str, Any]:

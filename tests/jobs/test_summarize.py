@@ -120,7 +120,7 @@ def test_a_template_and_a_folder_of_other_settings(
     assert cli.main([*command, "--template", "ask.txt", "--language", "Greek"]) == 2
     assert 'task.style.language is "Latin" there and "Greek" here' in capfd.readouterr().err
     assert cli.main([*command, "--template", "no.txt"]) == 2
-    assert "cannot read the file no.txt (--template)" in capfd.readouterr().err
+    assert "cannot read the --template file no.txt" in capfd.readouterr().err
 
 
 def test_mistakes_are_told_before_an_engine_is_opened(
