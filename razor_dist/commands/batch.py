@@ -36,9 +36,7 @@ def batch(
     Malformed lines and refused requests are told of; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
-    from razor_dist.config.schema import EngineConfig
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
-    from razor_dist.jobs.host_engine import settings_of
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import json_line, read_job
     from razor_dist.server.logs import set_up_logging
@@ -50,8 +48,7 @@ def batch(
     if not entries:
         raise ConfigError(f"{file} holds no line")
     set_up_logging("info")
-    engines = {"default": EngineConfig(**settings_of(config))}
-    task = BatchTask(engines, served_model_name or config.model, entries)
+    task = BatchTask({"default": config}, served_model_name or config.model, entries)
     folder = run_job(task, config, work).folder
     records = {record["id"]: record for record in read_job(folder).records}
     failed = 0

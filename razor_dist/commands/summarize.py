@@ -54,10 +54,8 @@ def summarize(
     Documents that cannot be read are skipped and named at the end; the exit code is 1 then.
     """
     config = load_config(JobConfig, flags, os.environ, config_file)
-    from razor_dist.config.schema import EngineConfig
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
-    from razor_dist.jobs.host_engine import settings_of
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
     from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
@@ -70,7 +68,7 @@ def summarize(
     for path in left_out:
         typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     set_up_logging("info")
-    task = SummaryTask({"default": EngineConfig(**settings_of(config))}, style, sources)
+    task = SummaryTask({"default": config}, style, sources)
     folder = run_job(task, config, out).folder
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]

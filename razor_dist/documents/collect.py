@@ -59,21 +59,11 @@ class Collection(NamedTuple):
 
 
 def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
-    """Find documents.
+    """Find documents in folders and all folders in them, in patterns, and in files.
 
-    Parameters
-    ----------
-    inputs : sequence of str
-        Folders, which are searched with all folders in them; patterns such as ``books/**/*.epub``;
-        files. A file that is found twice is taken once.
-    encoding : str, optional
-        Of plain text that is not UTF-8, such as "latin-1".
-
-    Returns
-    -------
-    Collection
-        ``left_out`` are files in folders, or matched by patterns, that cannot be read by their
-        names or are binary files without a suffix, and hidden files in folders.
+    A file that is found twice is taken once. ``encoding`` is that of plain text that is not UTF-8.
+    ``left_out`` of the result are files in folders, or matched by patterns, that cannot be read by
+    their names or are binary files without a suffix, and hidden files in folders.
 
     Raises
     ------

@@ -25,7 +25,7 @@ _LARGEST = 256 * 2**20
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 # Fonts may be obfuscated; the text of such a book is open.
 _FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
-_ENTITY = re.compile(r"&(\w+);")
+_ENTITY = re.compile(r"&(?!amp;|lt;|gt;|quot;|apos;)(\w+);")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
@@ -88,8 +88,6 @@ class _Book:
 
 
 def _as_character(entity: re.Match[str]) -> str:
-    """Replace a named character of HTML, which XML does not know; XML's own stay."""
-    if entity[1] in ("amp", "lt", "gt", "quot", "apos"):
-        return entity[0]
+    """Replace a named character of HTML, which XML does not know."""
     code = name2codepoint.get(entity[1])
     return entity[0] if code is None else chr(code)

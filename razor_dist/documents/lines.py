@@ -39,13 +39,7 @@ class Line:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
-    """Yield the lines of a file that hold more than white space.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read.
-    """
+    """Yield the lines of a file that hold more than white space."""
     absolute, offset = str(Path(path).absolute()), 0
     try:
         with open(path, "rb") as file:

@@ -97,19 +97,10 @@ def read_document(
     encoding: str | None = None,
     limits: ReadLimits | None = None,
 ) -> str:
-    """Return the text of a file, which is not empty.
+    """Return the text of a file's bytes, which is not empty.
 
-    Parameters
-    ----------
-    data : bytes
-        The whole file.
-    kind : str
-        "text", "html", "pdf", "epub" or "docx".
-    gz : bool
-        The file is compressed by gzip.
-    encoding : str, optional
-        Tried for plain text that is not UTF-8.
-    limits : ReadLimits, optional
+    ``kind`` is "text", "html", "pdf", "epub" or "docx", ``gz`` tells that the file is compressed,
+    and ``encoding`` is tried for plain text that is not UTF-8.
 
     Raises
     ------

@@ -26,23 +26,11 @@ _BOUNDARIES = [
 
 
 def split(text: str, limit: int, count: Count) -> list[str]:
-    """Cut a text into parts of at most ``limit`` tokens.
+    """Cut a text into parts of at most ``limit`` tokens; joined they are the text.
 
     Units (chapters; where one is too long its sections, then its paragraphs, lines, sentences,
-    words, characters) are put together, in order, as long as they fit.
-
-    Parameters
-    ----------
-    text : str
-    limit : int
-        At least 1. The tokens of a part are counted as the sum of its units', from which those of
-        the whole may differ a little where units meet.
-    count : callable
-
-    Returns
-    -------
-    list of str
-        Joined they are the text.
+    words, characters) are put together, in order, as long as they fit. A part's tokens are the sum
+    of its units', from which those of the whole may differ a little where units meet.
     """
     parts: list[str] = []
     size = limit

@@ -58,10 +58,7 @@ class Entry:
 def read_batch(path: str | Path) -> list[Entry]:
     """Return the entries of a batch file; their bodies are not checked yet.
 
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, or two lines have one custom_id.
+    Raises `ConfigError` if the file cannot be read, or two lines have one custom_id.
     """
     entries: list[Entry] = []
     lines: dict[str, list[str]] = {}

@@ -37,11 +37,6 @@ def connected(address: str | None) -> Iterator[bool]:
 
     Without an address, ``RAY_ADDRESS`` is taken, which Ray sets in submitted jobs, and without that
     a cluster is started. Yields True if the cluster may grow, which a started one cannot.
-
-    Raises
-    ------
-    ClusterError
-        If it cannot be reached.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     joins = address not in (None, "local")
@@ -111,24 +106,11 @@ class Demand:
 def reserve(
     demand: Demand, what: str, timeout: float, over: threading.Event, *, grows: bool = True
 ) -> PlacementGroup:
-    """Reserve room for an engine; waits while the cluster is full, and says so.
+    """Reserve room for an engine; waits ``timeout`` seconds while the cluster is full, and says so.
 
-    Parameters
-    ----------
-    demand : Demand
-    what : str
-        The engine's name in the log.
-    timeout : float
-        Seconds to wait at most.
-    over : threading.Event
-        Set when nobody wants it any more.
-    grows : bool
-        Nodes may be added: without that, what the nodes cannot hold is not waited for.
-
-    Raises
-    ------
-    ClusterError
-        If there is no room in time; the message tells the demand and what the cluster has.
+    ``over`` is set when nobody wants the engine any more. In a cluster that never ``grows``, a
+    demand that its nodes cannot hold is refused at once. The message of the `ClusterError` tells
+    the demand and what the cluster has.
     """
     if not grows and not demand.engines_held():
         raise ClusterError(

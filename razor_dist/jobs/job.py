@@ -38,20 +38,8 @@ def run_job(
 ) -> JobSummary:
     """Compute what ``folder`` lacks of a task's results, on Ray or on processes of this host.
 
-    Parameters
-    ----------
-    task : Task
-        Its engines' settings are its own; of ``config`` only the job's are used here.
-    config : JobConfig
-    folder, on_open
-        As in `run_task`.
-
-    Raises
-    ------
-    ClusterError
-        If the cluster cannot be reached, or has no room for an engine in time.
-    RazorError
-        As `run_task`.
+    The engines' settings are the task's own; of ``config`` only the job's are used. The rest is as
+    in `run_task`; a cluster that cannot be reached, or has no room in time, is a `ClusterError`.
     """
     pool: AbstractContextManager[EnginePool]
     if config.ray:
@@ -96,9 +84,6 @@ def run_task(
 
     Parameters
     ----------
-    task : Task
-    folder : str or Path
-        See `razor_dist.jobs.results`.
     pool : context manager of EnginePool
         Entered only if anything is missing.
     attempts, new_folder, retry_failed

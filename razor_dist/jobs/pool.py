@@ -84,22 +84,12 @@ class _ThreadEnd(NamedTuple):
 def run_items(
     items: Iterable[Item], open_engine: OpenEngine, *, engines: int, attempts: int = 3
 ) -> Generator[Outcome | ItemUpdate, None, None]:
-    """Run items on several engines at once, the longest first.
+    """Run items on at most ``engines`` engines at once, the longest first.
 
     Items of one engine name run before those of the next, in the order in which the names first
     occur; within a name the largest `Item.size` comes first, so that no long item is left for the
-    end, when the other engines have nothing to do.
-
-    Parameters
-    ----------
-    items : iterable of Item
-    open_engine : callable
-        See `OpenEngine`.
-    engines : int
-        Engines at most, each opened when there is an item for it.
-    attempts : int
-        How often an item is tried while engines fail under it, and an engine opened that is lost
-        while it is being opened.
+    end, when the other engines have nothing to do. An item is tried ``attempts`` times while
+    engines fail under it, and so is the opening of an engine that is lost meanwhile.
 
     Yields
     ------

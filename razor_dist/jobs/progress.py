@@ -22,18 +22,8 @@ class JobProgress:
 
     The rate counts what was read since the first item was begun, by `Item.size` or, once it is
     known, `ItemSize`; an item that failed counts for nothing. The time left is that of the rest at
-    this rate.
-
-    Parameters
-    ----------
-    items : sequence of Item
-        The items to be computed now.
-    before : int
-        Items whose results an earlier run left.
-    bar : bool, optional
-        Draw a bar; by default where standard error is a terminal.
-    clock : callable
-        Seconds from any point.
+    this rate. ``before`` counts the items that an earlier run left; a bar is drawn where standard
+    error is a terminal, unless ``bar`` says otherwise.
     """
 
     def __init__(

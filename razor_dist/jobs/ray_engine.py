@@ -90,14 +90,8 @@ class EngineActor:
 class RayEngine:
     """The driver's handle of an engine, ready when the constructor returns.
 
-    ``group`` is removed when the engine is closed; ``over`` is set when nobody waits any more.
-
-    Raises
-    ------
-    EngineLostError
-        If an actor died meanwhile.
-    EngineError
-        If the ranks cannot be started; the message is theirs.
+    ``group`` is removed when the engine is closed; ``over`` is set when nobody waits any more. An
+    actor that dies is an `EngineLostError`, ranks that cannot start an `EngineError` with theirs.
     """
 
     def __init__(
@@ -165,15 +159,7 @@ class RayEngine:
 
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
-    """Yield engines of a Ray cluster, for `razor_dist.jobs.job.run_task`.
-
-    Raises
-    ------
-    ClusterError
-        If the cluster cannot be joined.
-    ConfigError
-        If an engine is to run on GPUs and there are none.
-    """
+    """Yield engines of a Ray cluster, for `razor_dist.jobs.job.run_task`."""
     with connected(job.ray_address) as grows:
         demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
         held = min(demand.engines_held() for demand in demands.values())

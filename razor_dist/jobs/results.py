@@ -55,10 +55,7 @@ class Job(NamedTuple):
 def read_job(folder: str | Path) -> Job:
     """Return a job's settings and the results so far; another process may be writing more.
 
-    Raises
-    ------
-    ConfigError
-        If the folder holds no job, or its files are damaged.
+    Raises `ConfigError` if the folder holds no job, or its files are damaged.
     """
     folder = Path(folder)
     header = _read_header(folder)
@@ -120,17 +117,10 @@ class ResultStore:
     def open(
         cls, folder: str | Path, settings: Mapping[str, Any], *, new_folder: bool = False
     ) -> Self:
-        """Open a folder to continue the job in it, or to begin one.
+        """Open a folder to continue the job of such settings in it, or to begin one.
 
-        Parameters
-        ----------
-        folder : str or Path
-            Made if missing.
-        settings : mapping
-            All that decides the results: `razor_dist.jobs.task.job_settings`.
-        new_folder : bool
-            If the folder holds results of other settings, take ``FOLDER-2``, or the first of
-            ``FOLDER-3``, ... that does not.
+        If it holds results of other settings and a ``new_folder`` is asked for, take ``FOLDER-2``,
+        or the first of ``FOLDER-3``, ... that does not.
 
         Raises
         ------
@@ -225,13 +215,7 @@ class ResultStore:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line of a file.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is not JSON data, such as NaN or infinity.
-    """
+    """Return a record as a line; `TypeError` or `ValueError` if it is not JSON data (NaN, ...)."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair, which only an escape can hold

@@ -60,12 +60,7 @@ class Summarizer:
             "repetition" if the answer ends in a loop), ``parts`` (the prompts that the text itself
             was read in; 1: whole), ``levels`` (the times that summaries were summarised), and, of
             more than one part, ``part_summaries``: each part's ``tokens``, ``summary`` and
-            ``finish_reason``.
-
-        Raises
-        ------
-        DocumentError
-            If the context is too short to summarise anything in it.
+            ``finish_reason``. Raises `DocumentError` if the context is too short for any summary.
         """
         [tokens] = self._count([text])
         parts: list[Json] = []

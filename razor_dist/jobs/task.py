@@ -46,18 +46,15 @@ class Item:
     size : int
         An estimate of the work in tokens, at least 1: the longest items are begun first, and the
         time left is reckoned by it.
-    engine : str
-        The task's engine that it runs on.
     data : mapping
         For the task's own use. It travels to the engine by pickle.
-    parts : mapping
-        Results of parts that earlier attempts stored, by their keys: see `PartResult`.
     """
 
     id: str
     size: int = 1
-    engine: str = "default"
+    engine: str = "default"  # the task's engine that it runs on
     data: Mapping[str, Any] = field(default_factory=dict)
+    # Results of parts that earlier attempts stored, by their keys: see `PartResult`.
     parts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,13 +136,8 @@ def job_settings(task: Task) -> dict[str, Any]:
     """Return all that decides a task's results, as plain JSON data.
 
     Head maps are told by their content, so that another path of the same map makes no other job.
-
-    Raises
-    ------
-    ConfigError
-        If the task's settings are not JSON data, or a head map cannot be read.
-    HeadMapError
-        If a model has no head map and its engine needs one.
+    Raises `ConfigError` if the task's settings are not JSON data, or a head map cannot be read, and
+    `HeadMapError` if an engine needs a head map and its model has none.
     """
     engines = {name: _deciding(config) for name, config in task.engines.items()}
     try:

@@ -378,4 +378,4 @@ class LLM:
 
 
 def _close(loop: LoopThread, engine: ManagedEngine) -> None:
-    loop.finish(engine.close())
+    loop.finish(engine.close(reason="the LLM was closed"))
