@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError, DocumentError
-from razor_dist.documents.lines import DIGEST, Line, digest_of, read_lines
 from razor_dist.documents.read import (
     BOMS_OF_UTF16,
     KIND_OF_SUFFIX,
@@ -21,6 +20,9 @@ from razor_dist.documents.read import (
     kind_of,
     read_document,
 )
+from razor_dist.files import DIGEST, Line, digest_of, read_lines
+
+_KNOWN = f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and no suffix"
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,8 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
     ``left_out`` of the result are files in folders, or matched by patterns, that cannot be read by
     their names or are binary files without a suffix, and hidden files in folders.
 
-    Raises
-    ------
-    ConfigError
-        If an input names nothing, or nothing that can be read, two documents have one id, or the
-        encoding is unknown.
+    Raises `ConfigError` if an input names nothing, or nothing that can be read, two documents have
+    one id, or the encoding is unknown.
     """
     try:
         encoding = encoding and codecs.lookup(encoding).name
@@ -83,7 +82,7 @@ def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:
         for path, readable in paths.items():
             (found if readable else left_out).setdefault(path.resolve(), path)
         if not any(paths.values()):
-            raise ConfigError(f"{name} holds no document; these are read: {_known()}")
+            raise ConfigError(f"{name} holds no document; these are read: {_KNOWN}")
     sources: list[Source] = []
     places: dict[str, str] = {}
     for path in found.values():
@@ -109,7 +108,7 @@ def _files(name: str) -> Iterator[tuple[Path, bool]]:
             yield file, not hidden and _is_document(file)
     elif path.exists():
         if kind_of(path) is None:
-            raise ConfigError(f"{name} cannot be read; these are: {_known()}")
+            raise ConfigError(f"{name} cannot be read; these are: {_KNOWN}")
         yield path, True
     elif glob.has_magic(name):
         files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
@@ -177,7 +176,3 @@ def _fields(data: bytes) -> tuple[str, str]:
     if not isinstance(text, str):
         raise DocumentError("the line has no text")
     return id, text
-
-
-def _known() -> str:
-    return f"{', '.join(KIND_OF_SUFFIX)}, all but the last two also with .gz, and no suffix"

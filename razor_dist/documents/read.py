@@ -33,12 +33,7 @@ _KINDS = {
     "jsonl": (".jsonl", ".ndjson"),
 }
 KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
-_NEEDED = {
-    "html": ("bs4", "lxml"),
-    "epub": ("bs4", "lxml"),
-    "pdf": ("pypdfium2",),
-    "docx": ("docx",),
-}
+_NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"], "docx": ["docx"]}
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
@@ -100,12 +95,8 @@ def read_document(
     """Return the text of a file's bytes, which is not empty.
 
     ``kind`` is "text", "html", "pdf", "epub" or "docx", ``gz`` tells that the file is compressed,
-    and ``encoding`` is tried for plain text that is not UTF-8.
-
-    Raises
-    ------
-    DocumentError
-        If the file is broken, encrypted, too large, or holds no text; the message says which.
+    and ``encoding`` is tried for plain text that is not UTF-8. Raises `DocumentError` if the file
+    is broken, encrypted, too large, or holds no text; the message says which.
     """
     limits = limits or ReadLimits()
     if kind == "text" and not gz:

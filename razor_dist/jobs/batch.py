@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.documents.lines import Line, digest_of, read_lines
+from razor_dist.files import Line, digest_of, read_lines
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import text_offsets
 from razor_dist.frontend.outputs import RequestOutput, TokenLogprobs

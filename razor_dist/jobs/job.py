@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -81,16 +82,9 @@ def run_task(
     """Compute the results of a task that its folder does not hold yet, on any engines.
 
     When nothing is missing any more, the results are put into the order of the task's items.
-
-    Parameters
-    ----------
-    pool : context manager of EnginePool
-        Entered only if anything is missing.
-    attempts, new_folder, retry_failed
-        As in `JobConfig`.
-    on_open : callable, optional
-        Called with the folder, which may be another than the one asked for, before any work: what
-        it writes there is there however the run ends.
+    ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
+    folder, which may be another than the one asked for; what it writes there stays however the run
+    ends.
 
     Raises
     ------
@@ -145,11 +139,10 @@ def _compute(
 
 def _checked(task: Task) -> Sequence[Item]:
     items = task.items()
-    seen: set[str] = set()
+    times = Counter(item.id for item in items)
     for item in items:
-        if item.id in seen:
+        if times[item.id] > 1:
             raise ConfigError(f"two items of the job have the id {item.id!r}")
-        seen.add(item.id)
         if item.engine not in task.engines:
             known = ", ".join(map(repr, task.engines))
             raise ConfigError(

@@ -29,14 +29,9 @@ class JobEngine(Protocol):
     def run(self, item: Item) -> Mapping[str, Any] | Work:
         """Work on an item: return its result, or a stream of updates that returns it.
 
-        Raises
-        ------
-        EngineLostError
-            If another engine is to be opened, and the item tried again.
-        EngineError
-            If the engine failed, but will be there for the next call: the item is tried again.
-        Exception
-            If the item is at fault.
+        Raises `EngineLostError` if another engine is to be opened and the item tried again,
+        `EngineError` if it is to be tried again with this one, and anything else if the item is at
+        fault.
         """
 
     def close(self) -> None:
@@ -91,10 +86,7 @@ def run_items(
     end, when the other engines have nothing to do. An item is tried ``attempts`` times while
     engines fail under it, and so is the opening of an engine that is lost meanwhile.
 
-    Yields
-    ------
-    Outcome or ItemUpdate
-        One outcome for each item, as soon as it is known, and before it the item's updates.
+    Yields an item's updates, and its outcome as soon as it is known.
 
     Raises
     ------
@@ -161,13 +153,13 @@ class _Pool:
         """
         name = ""
         try:
-            while (wanted := self._wanted()) is not None:
-                if number not in self._engines or name != wanted:
+            while (wanted := self._next(name if number in self._engines else None)) is not None:
+                if isinstance(wanted, Item):
+                    self._run(wanted, number)
+                else:
                     self._close(number)
                     name = wanted
                     self._open_patiently(name, number)
-                if (item := self._take(name)) is not None:
-                    self._run(item, number)
         except Exception as error:
             if not self._over.is_set():
                 if not isinstance(error, RazorError):
@@ -232,20 +224,17 @@ class _Pool:
         if engine is not None:
             engine.close()
 
-    def _wanted(self) -> str | None:
-        """Return the engine name of the next item; ``None`` if there is nothing left to do.
+    def _next(self, name: str | None) -> Item | str | None:
+        """Take the next item if it is for an engine of this name; otherwise return its engine's.
 
-        Waits while others are at work, whose items may come back.
+        Waits while others are at work, whose items may come back; None: nothing is left to do.
         """
         with self._changed:
             while not self.waiting and self._running and not self._over.is_set():
                 self._changed.wait()
-            return self.waiting[0].engine if self.waiting and not self._over.is_set() else None
-
-    def _take(self, name: str) -> Item | None:
-        """Take the next item, if it still is one for this engine."""
-        with self._changed:
-            if not self.waiting or self.waiting[0].engine != name or self._over.is_set():
+            if not self.waiting or self._over.is_set():
                 return None
+            if self.waiting[0].engine != name:
+                return self.waiting[0].engine
             self._running += 1
             return self.waiting.pop(0)

@@ -122,11 +122,8 @@ class ResultStore:
         If it holds results of other settings and a ``new_folder`` is asked for, take ``FOLDER-2``,
         or the first of ``FOLDER-3``, ... that does not.
 
-        Raises
-        ------
-        ConfigError
-            If the folder holds results of other settings, or damaged ones; if another process
-            writes to it; if it cannot be written.
+        Raises `ConfigError` if the folder holds results of other settings, or damaged ones, if
+        another process writes to it, or if it cannot be written.
         """
         folder = candidate = Path(folder)
         for number in itertools.count(2):

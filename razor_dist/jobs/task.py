@@ -37,23 +37,17 @@ _INDIFFERENT = {
 class Item:
     """One piece of work, with one result.
 
-    Attributes
-    ----------
-    id : str
-        Unique in the job, and the same in every run of it: what is in the results under this name
-        is not computed again. Where two runs could mean different things by one name (a file whose
-        text changes), make what differs a part of it, such as a hash.
-    size : int
-        An estimate of the work in tokens, at least 1: the longest items are begun first, and the
-        time left is reckoned by it.
-    data : mapping
-        For the task's own use. It travels to the engine by pickle.
+    Its ``id`` is unique in the job, and the same in every run of it: what is in the results under
+    this name is not computed again. Where two runs could mean different things by one name (a file
+    whose text changes), make what differs a part of it, such as a hash.
     """
 
     id: str
+    # An estimate of the work in tokens, at least 1: the longest items are begun first, and the time
+    # left is reckoned by it.
     size: int = 1
     engine: str = "default"  # the task's engine that it runs on
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)  # for the task; travels by pickle
     # Results of parts that earlier attempts stored, by their keys: see `PartResult`.
     parts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -123,12 +117,8 @@ class Task(Protocol):
             generator that yields a `PartResult` whenever something is done that no later attempt
             need repeat, and an `ItemSize` once it knows it.
 
-        Raises
-        ------
-        EngineError
-            If the engine fails: the item is tried again, on this engine or another.
-        Exception
-            Anything else is recorded as the item's failure, and it is not tried again.
+        Raises `EngineError` if the engine fails: the item is tried again, on this engine or
+        another. Anything else is recorded as the item's failure, and it is not tried again.
         """
 
 
