@@ -42,10 +42,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Refuse files that could not be written once hours of work are done; None is passed over.
-
-    Raises `ConfigError` if the folder of one is missing, or it is a folder itself.
-    """
+    """Raise `ConfigError` for files that could not be written once hours of work are done."""
     for file in files:
         if file is None:
             continue

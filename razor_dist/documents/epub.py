@@ -47,11 +47,7 @@ class _Book:
                 raise DocumentError("is encrypted")
 
     def pages(self) -> list[str]:
-        """Return the names of the pages' files, each once.
-
-        Entries of the manifest may be places in files (``page.xhtml#chapter-2``), of which the
-        spine then names several.
-        """
+        """Return the names of the pages' files, each once: the spine may name places in a file."""
         root = next(self._xml(_CONTAINER).iter("{*}rootfile"), None)
         package = root.get("full-path") if root is not None else None
         if not package:

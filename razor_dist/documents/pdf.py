@@ -15,10 +15,7 @@ _HYPHENATED = re.compile("[\x02\ufffe](\r?\n)?")
 
 
 def read(data: bytes, limits: ReadLimits) -> Iterator[str]:
-    """Yield the text of each page.
-
-    Raises `DocumentError` if it asks for a password, its pages are pictures, or they are too many.
-    """
+    """Yield the text of each page; `DocumentError` for passwords, scans and too many pages."""
     try:
         document = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:

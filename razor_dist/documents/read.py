@@ -113,9 +113,8 @@ def read_document(
     except subprocess.TimeoutExpired:
         raise DocumentError(f"was not read within {10 * limits.seconds} s") from None
     if done.returncode == -signal.SIGXCPU:
-        raise DocumentError(
-            f"takes more than {limits.seconds} s of the processor to read; split it"
-        )
+        seconds = limits.seconds
+        raise DocumentError(f"takes more than {seconds} s of the processor to read; split it")
     if done.returncode not in (0, _REFUSED):
         raise DocumentError(f"cannot be read as {kind}: its reader crashed ({done.returncode})")
     text = done.stdout.decode()

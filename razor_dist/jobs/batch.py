@@ -32,10 +32,7 @@ from razor_dist.server.errors import Failure
 from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
 
-ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-}
+ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 _FIELDS = ("custom_id", "method", "url", "body")
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
@@ -56,9 +53,9 @@ class Entry:
 
 
 def read_batch(path: str | Path) -> list[Entry]:
-    """Return the entries of a batch file; their bodies are not checked yet.
+    """Return a batch file's entries; `ConfigError` if it cannot be read or repeats a custom_id.
 
-    Raises `ConfigError` if the file cannot be read, or two lines have one custom_id.
+    Their bodies are not checked yet.
     """
     entries: list[Entry] = []
     lines: dict[str, list[str]] = {}

@@ -76,10 +76,7 @@ class Demand:
 
     @classmethod
     def of(cls, engine: EngineConfig, job: JobConfig) -> Demand:
-        """Tell what an engine asks the cluster for that was joined.
-
-        Raises `ConfigError` if CUDA is asked for and no node has a GPU.
-        """
+        """Return an engine's demand; `ConfigError` if it asks for CUDA and no node has a GPU."""
         bundle = {"CPU": job.cpus_per_rank}
         gpus = ray.cluster_resources().get("GPU", 0)
         if engine.device == "cuda" and not gpus:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.jobs.config import JobConfig
-from razor_dist.jobs.pool import EnginePool, Outcome, run_items
+from razor_dist.jobs.pool import EnginePool, ItemUpdate, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
 from razor_dist.jobs.task import Item, PartResult, Task, job_settings
@@ -108,7 +108,10 @@ def run_task(
         earlier = len(items) - len(missing)
         try:
             if missing:
-                _compute(missing, earlier, store, pool, attempts)
+                with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
+                    news = run_items(missing, open_engine, engines=engines, attempts=attempts)
+                    for event in news:
+                        _store(event, store, progress)
         except KeyboardInterrupt:
             log.warning(
                 "interrupted; what is done is kept in %s: run it again to continue", store.folder
@@ -119,22 +122,14 @@ def run_task(
         return JobSummary(store.folder, len(store.records) - failed, failed, earlier)
 
 
-def _compute(
-    items: Sequence[Item],
-    earlier: int,
-    store: ResultStore,
-    pool: AbstractContextManager[EnginePool],
-    attempts: int,
-) -> None:
-    with pool as (open_engine, engines), JobProgress(items, earlier) as progress:
-        for event in run_items(items, open_engine, engines=engines, attempts=attempts):
-            if isinstance(event, Outcome):
-                store.append(_record(event))
-                progress.finished(event)
-                continue
-            if isinstance(event.update, PartResult):
-                store.append_part(event.item.id, event.update.key, event.update.result)
-            progress.updated(event)
+def _store(event: Outcome | ItemUpdate, store: ResultStore, progress: JobProgress) -> None:
+    if isinstance(event, Outcome):
+        store.append(_record(event))
+        progress.finished(event)
+        return
+    if isinstance(event.update, PartResult):
+        store.append_part(event.item.id, event.update.key, event.update.result)
+    progress.updated(event)
 
 
 def _checked(task: Task) -> Sequence[Item]:

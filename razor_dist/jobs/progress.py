@@ -17,13 +17,12 @@ from razor_dist.jobs.task import Item, ItemSize
 log = logging.getLogger(__name__)
 
 
-class JobProgress:
+class JobProgress(ExitStack):
     """Tells of finished items and parts of items; a context manager.
 
     The rate counts what was read since the first item was begun, by `Item.size` or, once it is
-    known, `ItemSize`; an item that failed counts for nothing. The time left is that of the rest at
-    this rate. ``before`` counts the items that an earlier run left; a bar is drawn where standard
-    error is a terminal, unless ``bar`` says otherwise.
+    known, `ItemSize`; an item that failed counts for nothing. ``before`` counts the items of
+    earlier runs; a bar is drawn where standard error is a terminal, unless ``bar`` says otherwise.
     """
 
     def __init__(
@@ -34,6 +33,7 @@ class JobProgress:
         bar: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._total = before + len(items)
         self._finished, self._failed = before, 0
         self._left = {item.id: item.size for item in items}
@@ -42,12 +42,10 @@ class JobProgress:
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item
         shown = sys.stderr.isatty() if bar is None else bar
-        self._stack = ExitStack()
         if shown:
-            self._stack.enter_context(logging_redirect_tqdm())  # log lines go above the bar
-        self._bar = self._stack.enter_context(
-            tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
-        )
+            self.enter_context(logging_redirect_tqdm())  # log lines go above the bar
+        bar_of_tokens = tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
+        self._bar = self.enter_context(bar_of_tokens)
         if before:
             log.info("%d of %d items are there already", before, self._total)
 
@@ -100,9 +98,3 @@ class JobProgress:
         self._left[id] = max(0, self._left[id] - tokens)
         self._bar.total = self._read + sum(self._left.values())
         self._bar.update(tokens)
-
-    def __enter__(self) -> JobProgress:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()

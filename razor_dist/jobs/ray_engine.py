@@ -3,13 +3,12 @@
 An engine is one placement group with a bundle for each rank. In it are
 
 - `EngineActor`, on the node of the first bundle: the frontend. It holds the `LLM` and runs the
-  task's items. The weights of a node's ranks on CPU are one mapped file, as everywhere.
+  task's items.
 - the ranks, `razor_dist.jobs.ray_ranks.RankActor`, made and owned by it: they end when it does,
   and it ends with the job's driver, so that Ray leaves nothing behind whoever is killed.
 
 A dead rank is the `LLM`'s to replace, in the same place; the item in work fails with `EngineError`.
-If the frontend dies, or the node, the engine is lost: the driver gives its place back and opens
-another.
+If the frontend dies, or the node, the engine is lost: the driver opens another.
 """
 
 from __future__ import annotations

@@ -67,18 +67,16 @@ class Summarizer:
         summaries: list[Json] = []
         levels, kind, now = 0, _WHOLE, text
         while len(prompt := self._encode(now, kind)) > self._room:
-            texts = self._split(now, len(prompt))
+            texts, prompts = self._split(now, len(prompt))
             if levels and len(texts) >= len(summaries):
                 raise DocumentError(
                     f"a context of {self._llm.info.max_model_len} tokens is too short for "
                     "summaries of summaries; ask for fewer words"
                 )
             counts = self._count(texts)
-            summaries = yield from self._ask_parts(self._encode_parts(texts), counts, stored)
-            parts = parts or [
-                {"tokens": count, **summary}
-                for count, summary in zip(counts, summaries, strict=True)
-            ]
+            summaries = yield from self._ask_parts(prompts, counts, stored)
+            counted = zip(counts, summaries, strict=True)
+            parts = parts or [{"tokens": count, **summary} for count, summary in counted]
             # One text, which can be cut between the summaries.
             numbered = enumerate(summaries, start=1)
             now = "\n\n".join(f"# Part {n}\n\n{part['summary']}" for n, part in numbered)
@@ -107,25 +105,21 @@ class Summarizer:
             threads.shutdown(cancel_futures=True)
         return [found[key] for key in keys]
 
-    def _split(self, text: str, tokens: int) -> list[str]:
-        """Cut a text into parts that fit the context with their prompt."""
+    def _split(self, text: str, tokens: int) -> tuple[list[str], list[list[int]]]:
+        """Cut a text into parts whose prompts fit the context; return both."""
         [alone] = self._count([text])
         limit = self._room - max(tokens - alone, len(self._encode("", _PART.format(9999, 9999))))
         while limit >= 1:
             parts = split(text, limit, self._count)
-            if all(len(prompt) <= self._room for prompt in self._encode_parts(parts)):
-                return parts
+            kinds = [_PART.format(number, len(parts)) for number in range(1, len(parts) + 1)]
+            prompts = list(map(self._encode, parts, kinds))
+            if max(map(len, prompts)) <= self._room:
+                return parts, prompts
             limit = int(limit * _LESS)
         raise DocumentError(
             f"a context of {self._llm.info.max_model_len} tokens leaves no room for a part of the "
             "document beside the prompt and the answer; ask for fewer words"
         )
-
-    def _encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            self._encode(text, _PART.format(number, len(texts)))
-            for number, text in enumerate(texts, start=1)
-        ]
 
     def _encode(self, text: str, kind: str) -> list[int]:
         prompt = self._style.prompt(text.strip(), kind)
@@ -134,9 +128,8 @@ class Summarizer:
         return self._encoder.text(f"{prompt}\n\nSummary:")
 
     def _count(self, texts: Sequence[str]) -> list[int]:
-        return [
-            len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False).input_ids
-        ]
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)
+        return [len(ids) for ids in encoded.input_ids]
 
     def _ask(self, prompt: list[int]) -> Json:
         [output] = self._llm.generate([{"prompt_token_ids": prompt}], self._style.sampling)
