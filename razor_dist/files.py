@@ -17,7 +17,7 @@ DIGEST = 12
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A draft to be written, which takes a file's place at the end of the ``with`` block.
+    """Yield a draft to be written, which takes a file's place at the end of the ``with`` block.
 
     After a crash, whenever it comes, the file is the old one or the new one, whole.
     """

@@ -118,7 +118,7 @@ def _files(name: str) -> Iterator[tuple[Path, bool]]:
         for file in files:
             yield file, _is_document(file)
     else:
-        raise ConfigError(f"{name}: there is no such file or folder")
+        raise ConfigError(f"{name}: no such file or folder")
 
 
 def _is_document(file: Path) -> bool:

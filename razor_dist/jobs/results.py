@@ -60,7 +60,7 @@ def read_job(folder: str | Path) -> Job:
     folder = Path(folder)
     header = _read_header(folder)
     if header is None:
-        raise ConfigError(f"{folder} holds no results of a job: there is no {HEADER} in it")
+        raise ConfigError(f"{folder} holds no results of a job: {HEADER} is missing")
     records, _ = _read_records(folder / RESULTS, header["hash"])
     return Job(header["settings"], list(records.values()))
 

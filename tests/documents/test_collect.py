@@ -1,4 +1,4 @@
-"""Which documents a command line names."""
+"""Documents that a command line names."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
         (["in/*.epub"], r"no file matches the pattern in/\*.epub"),
         (["in/*.png"], "holds no document; these are read: .txt"),
         (["in/picture.png"], "cannot be read; these are"),
-        (["missing.txt"], "missing.txt: there is no such file or folder"),
+        (["missing.txt"], "missing.txt: no such file or folder"),
         (["empty.jsonl"], "no line with a document"),
         (["twice.jsonl"], "the id 'x': line 1 of twice.jsonl and line 2 of twice.jsonl"),
     ],

@@ -1,4 +1,4 @@
-"""Where texts are cut."""
+"""Cutting texts at chapters, paragraphs and characters."""
 
 from __future__ import annotations
 

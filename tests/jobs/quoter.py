@@ -1,4 +1,4 @@
-"""What tasks see of an engine, without one."""
+"""An engine as tasks see it, without a model."""
 
 from __future__ import annotations
 

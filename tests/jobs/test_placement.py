@@ -1,4 +1,4 @@
-"""Where ranks go on a cluster and how they find each other, without a cluster."""
+"""Placing ranks on a cluster so that they find each other, without a cluster."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def attempts(folder: Path) -> dict[str, int]:
 
 
 def no_actors_left() -> bool:
-    """Whether all processes of engines are gone, within a while."""
+    """Return True once all processes of engines are gone, False after a while."""
     for _ in range(100):
         names = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
         if not [name for name in names if name.startswith(("ray::RankActor", "ray::EngineActor"))]:

@@ -103,7 +103,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     assert found["in/c.txt"]["error"] == {"type": "DocumentError", "message": "holds no text"}
     assert found["in/long.md"]["status"] == "done"
 
-    # What is mended is summarised; what was recorded of the broken file is no problem any more.
+    # What is mended is summarised; what was recorded of the broken file does no harm any more.
     for name in ("a.pdf", "b.epub"):
         Path("in", name).unlink()
     Path("in/c.txt").write_text("fact1")
