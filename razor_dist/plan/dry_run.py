@@ -134,13 +134,13 @@ class DryRun:
         """Bytes by label at the highest peak of any chunk, on the rank where it is.
 
         What outlives a chunk (the window between chunks, the caches) is not part of it. The chunks
-        looked at are the last one, the last full one and the last in which earlier keys travel, on
-        the last rank, which attends to every block in full; the last also on rank 0, which computes
-        the logits.
+        looked at are the first one, the last one, the last full one and the last in which earlier
+        keys travel, on the last rank, which attends to every block in full; the last also on rank
+        0, which computes the logits.
         """
         chunks = self._d.chunks(prompt)
         last, far = len(chunks) - 1, self._d.world_size - 1
-        places = {(last, 0), (last, far), (keys_travel_until(self._d, chunks), far)}
+        places = {(0, far), (last, 0), (last, far), (keys_travel_until(self._d, chunks), far)}
         if chunks[last].end - chunks[last].begin < self._d.chunked_prefill_size:
             places.add((max(0, last - 1), far))
         found = [self.chunk(chunks, *place) for place in sorted(places)]
