@@ -178,7 +178,7 @@ def test_real_models_on_two_ranks(
     ranks: Callable[[int], RankPool], tmp_path: Path, name: str
 ) -> None:
     """Their own head maps, several chunks: bytes exact, activations within 5 %."""
-    # Short blocks: the plan joins runs of queries, which counts for up to a tenth of so short chunks.
+    # Short blocks: the plan joins runs of queries, which counts for much in such short chunks.
     if name == "embedded":
         folder, head_map, parameters = embedded_model(), shipped_head_map("smollm2"), 134_515_008
     else:
