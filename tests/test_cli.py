@@ -104,7 +104,7 @@ EVAL_OPTIONS = {
 
 SUMMARIZE_OPTIONS = {
     *("--out", "--words", "--language", "--template", "--max-tokens", "--temperature"),
-    "--markdown",
+    *("--markdown", "--encoding"),
 }
 
 

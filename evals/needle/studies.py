@@ -245,7 +245,7 @@ class Ablations:
             raise HeadMapError(
                 f"the ablations are of RazorAttention's heads, but this map of method "
                 f"{self.head_map.method!r} has no induction and echo scores; make one with: "
-                "razor-dist identify MODEL --method razor --out razor.json"
+                "razor-dist identify razor MODEL --out razor.json"
             )
 
     def _razor(self, induction: float, echo: float) -> Flags:

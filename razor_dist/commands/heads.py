@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from razor_dist.heads.compare import Comparison, Overlap
 
 heads = typer.Typer(
-    help="Import, export, compare and show head maps.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Import, export, compare and show head maps.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -28,15 +26,14 @@ def import_(
         Path, typer.Argument(help="DuoAttention pattern: full_attention_heads.tsv, config.json.")
     ],
     model: Annotated[
-        str,
-        typer.Option(help="smollm2, a folder or a hub id; only its config.json is read."),
+        str, typer.Option(help="smollm2, a folder or a hub id; only its config.json is read.")
     ],
     out: Annotated[Path, typer.Option(help="Head map to write (JSON).")],
     sparsity: Annotated[
         float | None,
         typer.Option(
             help="Fraction of KV heads to stream, 0 to 1. [default: the pattern's own, else "
-            "0.5, or 0.75 without grouped heads, as published]",
+            "0.5, or 0.75 without grouped heads, as published]"
         ),
     ] = None,
     threshold: Annotated[
@@ -146,7 +143,7 @@ def _map_table(result: Comparison) -> Table:
     for number, one in enumerate(result.maps, start=1):
         kept = f"{one.kept_heads} ({one.kept:.1%})"
         layers = f"{one.touched} of {one.layers}"
-        table.add_row(str(number), one.name, one.method, _percent(one.selected), kept, layers)
+        table.add_row(str(number), one.name, one.method, _figure(one.selected, ".1%"), kept, layers)
     return table
 
 
@@ -157,7 +154,7 @@ def _pair_table(result: Comparison) -> Table:
     table = _table("pairs", "A, B|heads", "|".join(figures))
     numbers = combinations(range(1, len(result.maps) + 1), 2)
     for (a, b), pair in zip(numbers, result.pairs, strict=True):
-        ranks = [_number(pair.correlations.get(kind)) for kind in kinds]
+        ranks = [_figure(pair.correlations.get(kind)) for kind in kinds]
         table.add_row(f"{a}, {b}", "KV, kept", *_overlap(pair.kv_heads), *ranks)
         if pair.query_heads is not None:
             table.add_row("", "query, selected", *_overlap(pair.query_heads))
@@ -165,16 +162,12 @@ def _pair_table(result: Comparison) -> Table:
 
 
 def _overlap(overlap: Overlap) -> tuple[str, ...]:
-    shares = (_percent(share) for share in (overlap.a_in_b, overlap.b_in_a))
-    return (str(overlap.both), _number(overlap.jaccard), *shares)
+    shares = (_figure(share, ".1%") for share in (overlap.a_in_b, overlap.b_in_a))
+    return (str(overlap.both), _figure(overlap.jaccard), *shares)
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _figure(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _table(title: str, words: str, numbers: str) -> Table:

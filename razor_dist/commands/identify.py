@@ -16,12 +16,7 @@ from typing_extensions import Doc
 from razor_dist.commands.options import with_options
 from razor_dist.config.errors import ConfigError
 from razor_dist.files import check_writable
-from razor_dist.heads.settings import (
-    DuoSettings,
-    OnTheFlySettings,
-    RazorSettings,
-    ScopeSettings,
-)
+from razor_dist.heads.settings import DuoSettings, OnTheFlySettings, RazorSettings, ScopeSettings
 
 _NO_VALUE = ("--verify", "--trust-remote-code", "--no-trust-remote-code")
 # Flags that are not named like their settings.
@@ -136,11 +131,7 @@ class MethodGroup(TyperGroup):
 
 
 def method_first(args: Sequence[str]) -> list[str]:
-    """Rewrite ``MODEL --method METHOD ...`` as ``METHOD MODEL ...``.
-
-    Without a method, or with ``auto``, it is ``alibi`` for a model that is biased by distance and
-    ``razor`` for others.
-    """
+    """Rewrite ``MODEL --method METHOD ...`` as ``METHOD MODEL ...``; the method may be ``auto``."""
     rest = [word for arg in args for word in (arg.split("=", 1) if "--method=" in arg else [arg])]
     method = "auto"
     if "--method" in rest[:-1]:
@@ -154,18 +145,15 @@ def method_first(args: Sequence[str]) -> list[str]:
         for last, arg in zip(["", *rest], rest, strict=False)
         if not arg.startswith("-") and (last[:2] != "--" or "=" in last or last in _NO_VALUE)
     )
-    return [_default_method(next(models, None)), *rest]
-
-
-def _default_method(model: str | None) -> str:
+    model = next(models, None)
     if model is None:
-        return "razor"
-    # Imported here, so that --help does not wait for transformers.
+        return ["razor", *rest]
+    # Transformers takes seconds to import, and --help needs none of it.
     from razor_dist.models.adapters import is_alibi
     from razor_dist.models.loader import read_config
     from razor_dist.models.registry import config_folder
 
-    return "alibi" if is_alibi(read_config(config_folder(model))) else "razor"
+    return ["alibi" if is_alibi(read_config(config_folder(model))) else "razor", *rest]
 
 
 identify = typer.Typer(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -55,7 +56,7 @@ class ModelSource:
     path: Path
     device: torch.device
     dtype: torch.dtype
-    trust_remote_code: bool
+    trust: bool  # run code that comes with the model
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -78,19 +79,15 @@ class ModelSource:
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         """Load the model with our attention; on its own device if no other is named."""
-        return load_model(
-            self.path,
-            device=device or self.device,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+        device = device or self.device
+        return load_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
 
     def passkeys(self, options: Any) -> Passkeys:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
-        longest = options.max_tokens
-        if longest is None:
-            context = ModelShape.from_config(self.config).max_positions
-            longest = min(context, PasskeySettings.max_tokens)
+        context = ModelShape.from_config(self.config).max_positions
+        longest = min(context, PasskeySettings.max_tokens)
+        if options.max_tokens is not None:
+            longest = options.max_tokens
         settings = _settings(PasskeySettings, options, max_tokens=longest)
         if self.tokenizer is None:
             raise ModelError(
@@ -109,11 +106,6 @@ def run(method: str, options: Any) -> None:
     """Find the heads of a model by a method, write its map, and say so.
 
     ``options`` has a field for each flag of the method's command.
-
-    Raises
-    ------
-    ConfigError, ModelError
-        If the options do not fit together or not the model.
     """
     model = ModelSource.of(options)
     if is_alibi(model.config) is not (method == "alibi"):
@@ -221,27 +213,23 @@ def _alibi(model: ModelSource, options: Any) -> HeadMap:
 def _duo(model: ModelSource, options: Any) -> HeadMap | None:
     """Train on one process or on ranks; return None on ranks other than 0."""
     settings = _settings(DuoSettings, options)
-    folder = _state_folder(options.checkpoint, options.resume)
+    file = _state_file(options.checkpoint, options.resume)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and settings.zero_stage != 3
     if not alone:  # if it is missing, say so before the work
-        import_deepspeed(model.device, use="training on several ranks or with --zero-stage 3 needs")
+        import_deepspeed(model.device)
     source = model.passkeys(options)
     text = "reference" if options.haystack is None else str(options.haystack.resolve())
     identity = duo.run_identity(model.config, settings, source.settings, text)
-    state = None
-    if folder is not None:
+    state = save = None
+    if file is not None:
         if options.resume is not None:
-            state = duo.TrainingState.load(duo.state_file(folder), identity)
-        folder.mkdir(parents=True, exist_ok=True)
+            state = duo.TrainingState.load(file, identity)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save = partial(duo.TrainingState.save, path=file, identity=identity)
     group = None if alone else join_ranks(model.device)
     first = group is None or dist.get_rank(group) == 0
     # Sharded weights go to the device share by share.
     loaded = model.load(torch.device("cpu") if settings.zero_stage == 3 else None)
-
-    def save(state: duo.TrainingState) -> None:
-        if folder is not None:
-            state.save(duo.state_file(folder), identity)
-
     done, every = 0 if state is None else state.step, options.checkpoint_every
     with _progress("training gates", settings.steps, done, silent=not first) as (tick, seconds):
 
@@ -274,27 +262,24 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
     return found
 
 
-def _state_folder(checkpoint: Path | None, resume: Path | None) -> Path | None:
-    """Return the folder of a run's state, if it is to be kept."""
+def _state_file(checkpoint: Path | None, resume: Path | None) -> Path | None:
     if checkpoint is not None and resume is not None:
         raise ConfigError("give --checkpoint or --resume, not both: --resume goes on in its folder")
-    if checkpoint is not None and duo.state_file(checkpoint).exists():
+    folder = checkpoint or resume
+    file = None if folder is None else folder / duo.STATE_FILE
+    if checkpoint is not None and file is not None and file.exists():
         raise ConfigError(
             f"{checkpoint} holds the state of a run; continue it with --resume {checkpoint}, or "
             "give a new folder"
         )
-    return checkpoint if resume is None else resume
+    return file
 
 
 @contextmanager
 def _progress(
     label: str, total: int, done: int = 0, *, silent: bool = False
 ) -> Iterator[tuple[Callable[..., None], Callable[[], str]]]:
-    """Show a progress bar on stderr.
-
-    Yields a function that moves it by one, given a number and perhaps a new label, and one that
-    tells the time since the beginning.
-    """
+    """Show a progress bar on stderr; yield a function that moves it by one, and a clock's."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console, began = Console(stderr=True), time.monotonic()
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=silent) as bar:

@@ -43,7 +43,6 @@ class HeadMapSummary:
         )
 
     def __str__(self) -> str:
-        """Say it in a phrase."""
         return (
             f"{self.kept_heads} of {self.kv_heads} KV heads ({self.kept:.1%}) on {self.touched} of "
             f"{self.layers} layers"
@@ -92,14 +91,9 @@ class Comparison:
 
 
 def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
-    """Compare two head maps or more, with their names, of models of the same sizes.
+    """Compare two head maps or more, with their names.
 
-    Raises
-    ------
-    ConfigError
-        If there are fewer than two.
-    HeadMapError
-        If two have other layers or heads; the message names them and what differs.
+    Raise `HeadMapError`, which names what differs, if two are of models of other sizes.
     """
     if len(maps) < 2:
         raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
@@ -120,11 +114,8 @@ def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
 
 
 def _check_sizes(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> None:
-    for what, mine, theirs in (
-        ("layers", len(a.retrieval), len(b.retrieval)),
-        ("query heads", a.query_heads, b.query_heads),
-        ("KV heads", len(a.retrieval[0]), len(b.retrieval[0])),
-    ):
+    for what, mine in a.sizes.items():
+        theirs = b.sizes[what]
         if mine != theirs:
             raise HeadMapError(
                 f"cannot compare maps of different models: {a_name}, made for {a.model!r}, has "
@@ -155,10 +146,7 @@ def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:
 def rank_correlation(a: Scores, b: Scores) -> float | None:
     """Compute Spearman's rank correlation of two tables of scores; ties share their mean rank.
 
-    Returns
-    -------
-    float or None
-        From -1 to 1; None if all scores of a table are equal.
+    It is from -1 to 1, or None if all scores of a table are equal.
     """
     try:
         return statistics.correlation(_ranks(a), _ranks(b))

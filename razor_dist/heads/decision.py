@@ -21,13 +21,10 @@ Scores: TypeAlias = tuple[tuple[Score, ...], ...]
 Flags: TypeAlias = tuple[tuple[bool, ...], ...]
 """``[layers][KV heads]``: True for a retrieval head."""
 Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
-"""``[layers][KV heads]``: each streaming head's own window, in tokens."""
+"""``[layers][KV heads]``: each streaming head's window, in tokens; None for a retrieval head."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
 
-# Scores are decided upon as they are written, so that a reader of the file can check the decision
-# and noise in a float's last bits cannot order two heads.
-_DIGITS: Final = 6
 # RazorAttention's Table 4 varies the share of induction heads beside 1 % of echo heads.
 _ECHO_PERCENT: Final = 1.0
 
@@ -40,8 +37,12 @@ class Decision(NamedTuple):
 
 
 def rounded(scores: Sequence[Sequence[float]]) -> Scores:
-    """Round scores to the 6 significant digits that a head map keeps."""
-    return tuple(tuple(float(f"{score:.{_DIGITS}g}") for score in row) for row in scores)
+    """Round scores to the 6 significant digits that a head map keeps.
+
+    Heads are decided upon by these, so that a reader of the file can check the decision and noise
+    in a float's last bits cannot order two heads.
+    """
+    return tuple(tuple(float(f"{score:.6g}") for score in row) for row in scores)
 
 
 def ranked(scores: Scores) -> Pairs:
@@ -59,10 +60,7 @@ def flags(kept: Iterable[tuple[int, int]], layers: int, heads: int) -> Flags:
 
 
 def heads_of_percent(percent: float, heads: int) -> int:
-    """Count the heads that are ``percent`` of ``heads``.
-
-    Rounded to the nearest whole (halves up), and at least 1 for a percentage above 0.
-    """
+    """Count ``percent`` of ``heads``, halves rounded up, and at least 1 if it is above 0."""
     count = math.floor(percent * heads / 100 + 0.5)
     return max(count, 1) if percent > 0 else count
 
@@ -74,20 +72,7 @@ def decide(
 
     The paper's Table 2 takes the top 14 % and 1 % of all query heads. A KV head is a retrieval
     head if any query head of its group was chosen for either score (section 4.1 of the paper).
-
-    Parameters
-    ----------
-    scores : mapping
-        ``induction`` and ``echo``: ``[layers][query heads]``, see `rounded`.
-    induction_percent, echo_percent : float
-        Of all query heads, 0 to 100; see `heads_of_percent`.
-    group : int
-        Query heads per KV head.
-
-    Raises
-    ------
-    ConfigError
-        If a percentage is out of range.
+    ``group`` is the number of query heads per KV head.
     """
     selected: dict[str, Pairs] = {}
     for kind, percent in (("induction", induction_percent), ("echo", echo_percent)):
@@ -100,10 +85,7 @@ def decide(
 
 
 def published_sparsity(group: int) -> float:
-    """Return the sparsity of DuoAttention's experiments: 0.75, or 0.5 with grouped heads.
-
-    ``group`` is the number of query heads per KV head.
-    """
+    """Return the sparsity of DuoAttention's experiments: 0.75, or 0.5 with grouped heads."""
     return 0.5 if group > 1 else 0.75
 
 
@@ -122,13 +104,6 @@ def by_sparsity(scores: Scores, sparsity: float) -> Flags:
     Of n heads with different scores, numpy's interpolated quantile has ``ceil(sparsity (n - 1))``
     below it, which is DuoAttention's number; a sparsity of 1 takes all n. DuoAttention adds noise
     to break ties; here the lower layer's and then the lower head's is the last to be taken.
-
-    Parameters
-    ----------
-    scores : tuple
-        ``[layers][KV heads]``.
-    sparsity : float
-        From 0 to 1, see `check_rule`.
     """
     order = ranked(scores)
     total = len(order)
@@ -147,10 +122,7 @@ def by_threshold(scores: Scores, threshold: float) -> Flags:
 
 
 def spread(kept: float, layers: int, kv_heads: int) -> Flags:
-    """Keep a fraction of the KV heads, at least one, evenly spread over the model.
-
-    For sizes alone, where there is no head map.
-    """
+    """Keep a fraction of the KV heads, at least one, evenly spread, where there is no map."""
     total = layers * kv_heads
     count = max(1, round(kept * total))
     flat = [(i + 1) * count // total > i * count // total for i in range(total)]
@@ -159,15 +131,11 @@ def spread(kept: float, layers: int, kv_heads: int) -> Flags:
 
 @dataclass(frozen=True)
 class Choice:
-    """The KV heads that a map would keep at a budget.
+    """The KV heads that a map would keep at a budget."""
 
-    ``kept`` has them in the order in which they were chosen: a larger budget's begins with a
-    smaller one's. Of a map with scores of query heads, ``selected`` counts those by each score.
-    """
-
-    kept: Pairs
+    kept: Pairs  # in the order chosen: a larger budget's begins with a smaller one's
     retrieval: Flags
-    selected: dict[str, int]
+    selected: dict[str, int]  # query heads by each score of theirs, if the map has any
 
 
 def kv_budget(head_map: HeadMap, percent: float) -> int:
@@ -183,19 +151,7 @@ def choose(head_map: HeadMap, kv_heads: int) -> Choice:
     A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
     1 % of all by echo score, whatever the budget, then one by one by induction score, until the
     groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
-    is met exactly.
-
-    Parameters
-    ----------
-    head_map : HeadMap
-        With induction and echo scores, or with one score of KV heads.
-    kv_heads : int
-        The budget, from 1 to all KV heads.
-
-    Raises
-    ------
-    HeadMapError
-        If the map has no such scores.
+    is met exactly. Raise `HeadMapError` if the map has neither kind of scores.
     """
     selected: dict[str, int] = {}
     if head_map.scores.keys() >= {"induction", "echo"}:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
-from collections.abc import Mapping, Sequence
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -18,15 +17,15 @@ from razor_dist.heads.decision import Flags, Pairs, Scores, Windows
 from razor_dist.models import smollm2
 
 if TYPE_CHECKING:
-    # Slow to import, and a reader of head maps needs neither.
     from transformers import PretrainedConfig
 
     from razor_dist.models.shape import ModelShape
 
 FORMAT_VERSION: Final = 1
-FOLDER_HEAD_MAP: Final = "head_map.json"
-"""The file in a model's folder that is its head map unless another is named."""
+FOLDER_HEAD_MAP: Final = "head_map.json"  # a model's own, in its folder
 _STRICT = ConfigDict(strict=True, extra="forbid")
+# A string, or an innermost array of numbers and flags.
+_STRING_OR_ROW: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -53,7 +52,6 @@ class Verification:
     kv_bytes: int = Field(ge=1)
 
     def __str__(self) -> str:
-        """Say it in two lines."""
         least = self.settings.get("window_min")
         window = "" if least is None else f", window of at least {least}"
         return (
@@ -67,50 +65,24 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class HeadMap:
-    """The retrieval heads of one model.
+    """The retrieval heads of one model. A file may leave out the fields with a default.
 
-    Attributes
-    ----------
-    model : str
-        The model's name, for people.
-    fingerprint : str
-        `razor_dist.models.loader.model_fingerprint` of that model.
-    method : str
-        ``razor``, ``duo``, ``onthefly`` or ``alibi``; ``constructed`` in the needle model; ``full``
-        and ``streaming`` for all heads and none.
-    settings : dict
-        Of the method.
-    query_heads : int
-        Per layer.
-    retrieval : tuple
-        ``[layers][KV heads]`` bool: the decision. The engine never re-thresholds.
-    selected : dict
-        For each kind of score, the query heads chosen for it; their groups are promoted. Empty
-        for a method that chooses KV heads.
-    scores : dict
-        For each kind of score of query heads, ``[layers][query heads]``.
-    kv_scores : dict
-        For each kind of score of KV heads, ``[layers][KV heads]``. A file may leave it out.
-    windows : tuple, optional
-        ``[layers][KV heads]``: the window of every streaming head, in tokens; None for a retrieval
-        head. Without it, streaming heads have the window of the settings. A file may leave it out.
-    verification : Verification, optional
-        What the map loses, measured. A file may leave it out.
-    format_version : int
+    Tables are ``[layers][heads]``. ``selected`` has, for each kind of score, the query heads chosen
+    for it, whose groups are promoted; it is empty for a method that chooses KV heads.
     """
 
     format_version: Literal[1] = FORMAT_VERSION
-    model: str
-    fingerprint: str
-    method: str
-    settings: dict[str, Any]
-    query_heads: int = Field(ge=1)
-    retrieval: Flags = Field(min_length=1)
+    model: str  # its name, for people
+    fingerprint: str  # see `razor_dist.models.loader.model_fingerprint`; "any" fits every model
+    method: str  # razor, duo, onthefly, alibi; constructed (the needle model); full, streaming
+    settings: dict[str, Any]  # of the method
+    query_heads: int = Field(ge=1)  # per layer
+    retrieval: Flags = Field(min_length=1)  # the decision: the engine never re-thresholds
     selected: dict[str, Pairs]
-    scores: dict[str, Scores]
-    kv_scores: dict[str, Scores] = Field(default_factory=dict)
-    windows: Windows | None = None
-    verification: Verification | None = None
+    scores: dict[str, Scores]  # for each kind of score of query heads
+    kv_scores: dict[str, Scores] = Field(default_factory=dict)  # and of KV heads
+    windows: Windows | None = None  # without it, streaming heads have that of the settings
+    verification: Verification | None = None  # its measured loss
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> HeadMap:
@@ -153,6 +125,15 @@ class HeadMap:
                     raise ValueError(f"windows: layer {layer}, KV head {head} is a {kind}")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers that a model of this map has too."""
+        return {
+            "layers": len(self.retrieval),
+            "query heads": self.query_heads,
+            "KV heads": len(self.retrieval[0]),
+        }
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query_heads // len(self.retrieval[0])
@@ -180,10 +161,7 @@ class HeadMap:
         retrieval: Flags,
         **tables: Any,
     ) -> HeadMap:
-        """Build a map of the model that a transformers configuration describes.
-
-        ``tables`` are ``selected``, ``scores``, ``kv_scores`` and ``windows``, where there are any.
-        """
+        """Build a map of the model that a configuration describes; ``tables`` are other fields."""
         from razor_dist.models.loader import model_fingerprint
         from razor_dist.models.shape import ModelShape
 
@@ -221,16 +199,9 @@ class HeadMap:
         )
 
     def validate(self, shape: ModelShape, fingerprint: str) -> None:
-        """Raise `HeadMapError`, with both values, unless this map fits the model at hand.
-
-        ``fingerprint`` is `razor_dist.models.loader.model_fingerprint` of its configuration.
-        """
-        wanted = {
-            "layers": (len(self.retrieval), shape.layers),
-            "query heads": (self.query_heads, shape.query_heads),
-            "KV heads": (len(self.retrieval[0]), shape.kv_heads),
-        }
-        for what, (mine, theirs) in wanted.items():
+        """Raise `HeadMapError`, with both values, unless this map fits the model at hand."""
+        wanted = (shape.layers, shape.query_heads, shape.kv_heads)
+        for (what, mine), theirs in zip(self.sizes.items(), wanted, strict=True):
             if mine != theirs:
                 raise HeadMapError(
                     f"this head map, made for {self.model!r}, has {mine} {what}, but the model "
@@ -253,13 +224,7 @@ class HeadMap:
             raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the map as JSON, one layer a line; equal maps give equal files.
-
-        Raises
-        ------
-        HeadMapError
-            If the file cannot be written.
-        """
+        """Write the map as JSON, one layer a line; equal maps give equal files."""
         try:
             Path(path).write_text(_readable_json(dataclasses.asdict(self)), encoding="utf-8")
         except OSError as error:
@@ -270,18 +235,7 @@ _adapter = TypeAdapter(HeadMap)
 
 
 def default_head_map(model: str) -> Path:
-    """Return the head map of a model for which none is named: its folder's own, or the shipped one.
-
-    Parameters
-    ----------
-    model : str
-        As the setting ``model``: a folder that holds ``head_map.json``, ``smollm2``, or a hub id.
-
-    Raises
-    ------
-    HeadMapError
-        If there is none; the message says how to make one.
-    """
+    """Return the map in a model's folder, or the shipped one; `HeadMapError` without either."""
     own = Path(model).expanduser() / FOLDER_HEAD_MAP
     return own if own.is_file() and model != smollm2.NAME else shipped_head_map(model)
 
@@ -289,15 +243,7 @@ def default_head_map(model: str) -> Path:
 def shipped_head_map(model_name: str) -> Path:
     """Return the path of the head map that comes with razor_dist for a model.
 
-    Parameters
-    ----------
-    model_name : str
-        ``smollm2``, or a hub id, whose ``/`` is ``--`` in the file's name.
-
-    Raises
-    ------
-    HeadMapError
-        If there is none; the message says how to make one.
+    The ``/`` of a hub id is ``--`` in the file's name. Raise `HeadMapError` if there is none.
     """
     folder = files("razor_dist").joinpath("configs", "head_maps")
     path = Path(str(folder.joinpath(model_name.replace("/", "--") + ".json")))
@@ -324,35 +270,11 @@ def _readable_json(fields: dict[str, Any]) -> str:
 
     Optional fields that are empty are left out, as in files from before there were any.
     """
-    parts = {key: json.dumps(value) for key, value in fields.items()}
-    for name in ("settings", "verification"):
-        table = fields[name] or {}
-        parts[name] = _braced({k: json.dumps(v) for k, v in table.items()}, "  ")
-    parts["retrieval"] = _rows(fields["retrieval"], "  ")
-    parts["windows"] = _rows(fields["windows"] or (), "  ")
-    parts["selected"] = _braced({k: _pairs(v, "    ") for k, v in fields["selected"].items()}, "  ")
-    for name in ("scores", "kv_scores"):
-        parts[name] = _braced({k: _rows(v, "    ") for k, v in fields[name].items()}, "  ")
-    for name in ("kv_scores", "windows", "verification"):
-        if not fields[name]:
-            del parts[name]
-    return _braced(parts, "") + "\n"
+    optional = ("kv_scores", "windows", "verification")
+    stored = {key: value for key, value in fields.items() if value or key not in optional}
+    return _STRING_OR_ROW.sub(_on_one_line, json.dumps(stored, indent=2)) + "\n"
 
 
-def _braced(parts: Mapping[str, str], indent: str) -> str:
-    if not parts:
-        return "{}"
-    lines = (f"{indent}  {json.dumps(key)}: {text}" for key, text in parts.items())
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-
-
-def _rows(table: Sequence[Any], indent: str) -> str:
-    lines = (",\n" + indent + "  ").join(json.dumps(row) for row in table)
-    return f"[\n{indent}  {lines}\n{indent}]"
-
-
-def _pairs(pairs: Pairs, indent: str) -> str:
-    text = ", ".join(f"[{layer},{head}]" for layer, head in pairs)
-    inner = indent + "  "
-    lines = textwrap.fill(text, 100, initial_indent=inner, subsequent_indent=inner)
-    return f"[\n{lines}\n{indent}]" if pairs else "[]"
+def _on_one_line(match: re.Match[str]) -> str:
+    text = match[0]
+    return text if text[0] == '"' else "[" + " ".join(text[1:-1].split()) + "]"

@@ -23,7 +23,7 @@ E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
@@ -40,45 +40,37 @@ from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
-KIND: Final = "change"
-"""The kind of score, in `HeadMap.kv_scores`."""
+KIND: Final = "change"  # of score, in `HeadMap.kv_scores`
 
 # The names that transformers' models give to an attention's output projection.
 _PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
 
 
+@dataclass(frozen=True)
 class ChangeContext:
     """An `AttentionContext` of full attention that measures what each KV head would lose.
 
-    Parameters
-    ----------
-    projections : list of Tensor
-        ``[E, H D]`` of each layer: see `output_projections`.
-    recall : Tensor
-        int64 ``[R]``, the tokens to look at.
-    sinks, recent : int
-        What a cut head sees.
+    ``projections`` are those of `output_projections`; ``recall``, int64 ``[R]``, the tokens to look
+    at; ``sinks`` and ``recent``, the tokens that a cut head sees. By layer, in float64, ``moved``
+    ``[K]`` has the squared distance of each KV head, ``whole`` the square of all that is added.
     """
 
-    def __init__(self, projections: list[Tensor], recall: Tensor, sinks: int, recent: int) -> None:
-        self._projections = projections
-        self._recall = recall
-        self._sinks = sinks
-        self._recent = recent
-        self.moved: dict[int, Tensor] = {}
-        """By layer, float64 ``[K]``: squared distance of each KV head."""
-        self.whole: dict[int, Tensor] = {}
-        """By layer, float64 scalar: squared norm of what the attention adds."""
+    projections: list[Tensor]
+    recall: Tensor
+    sinks: int
+    recent: int
+    moved: dict[int, Tensor] = field(default_factory=dict)
+    whole: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         full = full_attention(q, k, v, scale)
-        cut = streaming_attention(q, k, v, scale, self._sinks, self._recent)
+        cut = streaming_attention(q, k, v, scale, self.sinks, self.recent)
         kv_heads = k.shape[0]
-        weight_EX = self._projections[layer].float()
+        weight_EX = self.projections[layer].float()
         # The model's own reshape: query heads side by side, a group's next to each other.
-        full_RX = full[:, self._recall].transpose(0, 1).flatten(1).float()
-        lost_RX = full_RX - cut[:, self._recall].transpose(0, 1).flatten(1).float()
+        full_RX = full[:, self.recall].transpose(0, 1).flatten(1).float()
+        lost_RX = full_RX - cut[:, self.recall].transpose(0, 1).flatten(1).float()
         moved = [
             _squared(lost @ weight.T)
             for lost, weight in zip(
@@ -97,10 +89,7 @@ def _squared(x: Tensor) -> Tensor:
 def output_projections(model: PreTrainedModel, shape: ModelShape) -> list[Tensor]:
     """Return the weight of each layer's output projection, ``[E, H D]``.
 
-    Raises
-    ------
-    ModelError
-        If a layer's attention has none under a name that is known.
+    Raise `ModelError` if a layer's attention has none under a name that is known.
     """
     found: dict[int, Tensor] = {}
     for module in model.base_model.modules():
@@ -124,22 +113,9 @@ def measure(
     settings: OnTheFlySettings,
     on_sample: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every KV head.
+    """Score every KV head, ``[layers][KV heads]``.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        From `razor_dist.models.loader.load_model`, on any device.
-    sample : callable
-        The passkey sample of an index, `Passkeys.sample`.
-    settings : OnTheFlySettings
-    on_sample : callable, optional
-        Progress: called with the index of each sample when it is done.
-
-    Returns
-    -------
-    tuple
-        ``[layers][KV heads]``, rounded as a head map keeps scores.
+    ``sample`` is `Passkeys.sample`; ``on_sample`` is called with the index of each that is done.
     """
     shape = ModelShape.from_config(model.config)
     projections = output_projections(model, shape)

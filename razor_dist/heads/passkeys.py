@@ -5,9 +5,8 @@ places, each of 32 random words, and at its end the recall of all ten in order. 
 of the recall a model must look back to where it stood: whatever a KV head contributes there from
 beyond the sinks and the recent tokens, it contributes to retrieval.
 
-Everything follows from the seed and the sample's index, so that any sample can be drawn again: a
-run that is resumed needs no state of the data, and ranks that draw the same sample need not send
-it.
+Everything follows from the seed and the sample's index: a run that is resumed needs no state of the
+data, and ranks that draw the same sample need not send it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,8 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs
 from razor_dist.heads.settings import PasskeySettings
-
-Encode = Callable[[str], list[int]]
 
 # Common words, most of them one token in any tokenizer of English.
 _WORDS = (
@@ -41,7 +40,6 @@ _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth"
 _INTRODUCTION = "Here is a long text with passkeys in it. Remember them.\n\n"
 _PASSKEY = "\n\nRemember: the {} passkey is"
 _RECALL = "\n\nWhat is the {} passkey in the text? The {} passkey is"
-_FULL_STOP = "."
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
@@ -56,25 +54,14 @@ class PasskeySample:
 class Passkeys:
     """All samples of one text and one seed.
 
-    Parameters
-    ----------
-    encode : callable
-        Text to token ids, without special tokens.
-    paragraphs : sequence of str
-        Prose. A sample begins at a random sentence; text that is too short begins again.
-    settings : PasskeySettings
-    start : sequence of int
-        Special tokens that every prompt of the model begins with.
-
-    Raises
-    ------
-    ConfigError
-        If the longest sample does not hold its passkeys, or there is no text.
+    ``encode`` gives the tokens of a text, without special ones; ``start`` are those that every
+    prompt begins with. A sample begins at a random sentence of the ``paragraphs``; text that is too
+    short begins again. Raise `ConfigError` if there is none, or passkeys do not fit.
     """
 
     def __init__(
         self,
-        encode: Encode,
+        encode: Callable[[str], list[int]],
         paragraphs: Sequence[str],
         settings: PasskeySettings,
         start: Sequence[int] = (),
@@ -90,7 +77,7 @@ class Passkeys:
         if not any(self._sentences):
             raise ConfigError("there is no text to hide passkeys in")
         self._words = [encode(" " + word) for word in _WORDS.split()]
-        self._stop = encode(_FULL_STOP)
+        self._stop = encode(".")
         ordinals = _ORDINALS.split()[: settings.passkeys]
         self._hidden = [encode(_PASSKEY.format(ordinal)) for ordinal in ordinals]
         self._asked = [encode(_RECALL.format(ordinal, ordinal)) for ordinal in ordinals]
@@ -129,13 +116,9 @@ class Passkeys:
         text = self._text(room, draw)
         # In the order of their ordinals; two may stand next to each other.
         places = sorted(draw.randrange(len(text) + 1) for _ in hidden)
-        body: list[int] = []
-        for place, sentence in enumerate([*text, []]):
-            for at, passkey in zip(places, hidden, strict=True):
-                if at == place:
-                    body += passkey
-            body += sentence
-        ids = self._start + body + recall
+        for place, passkey in reversed([*zip(places, hidden, strict=True)]):
+            text.insert(place, passkey)
+        ids = [*self._start, *chain.from_iterable(text), *recall]
         mask = [False] * (len(ids) - len(marks)) + marks
         return PasskeySample(torch.tensor(ids), torch.tensor(mask))
 
@@ -156,18 +139,10 @@ def open_passkeys(
     """Make samples for the model of a tokenizer.
 
     ``haystack`` is a folder of ``.txt`` files to hide passkeys in; by default it is the prose of
-    Python's language reference: some 20,000 tokens, available wherever Python is.
-
-    Raises
-    ------
-    ConfigError
-        If the haystack has no text, or the passkeys do not fit.
+    Python's language reference: some 20,000 tokens, available wherever Python is. Raise
+    `ConfigError` if it has no text, or the passkeys do not fit.
     """
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     try:
         paragraphs = reference_paragraphs() if haystack is None else folder_paragraphs(haystack)
     except ValueError as error:

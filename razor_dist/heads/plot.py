@@ -17,21 +17,14 @@ from razor_dist.heads.decision import Scores
 from razor_dist.heads.head_map import HeadMap
 
 _CHOSEN = "#d62728"
-# A score below this fraction of the best is drawn like none.
-_FAINTEST = 1e-4
+_FAINTEST = 1e-4  # of the best score: below it, scores are drawn like none
 
 
 def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
     """Draw layers by heads, one panel for each kind of score, as a PNG.
 
-    A panel's columns are the heads that its score is of: query heads or KV heads. Groups that
-    keep the whole context are outlined in every panel; a dot marks the query heads that were
-    selected for the panel's own score.
-
-    Raises
-    ------
-    HeadMapError
-        If the map has no scores, or the file cannot be written.
+    Groups that keep the whole context are outlined in every panel; a dot marks the query heads that
+    were selected for the panel's own score. Raise `HeadMapError` if the map has no scores.
     """
     kinds = {**head_map.scores, **head_map.kv_scores}
     if not kinds:
@@ -46,27 +39,22 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
     for axis, (kind, rows) in zip(axes, kinds.items(), strict=True):
         _panel(figure, axis, head_map, kind, rows)
     axes[0].set_ylabel("layer")
-    figure.suptitle(_title(head_map), fontsize=10, wrap=True)
     handles: list[Patch | Line2D] = [
         Patch(fill=False, edgecolor=_CHOSEN, linewidth=1.2, label="retrieval KV group")
     ]
+    title = f"{head_map.kv_fraction:.1%} of KV heads keep the whole context"
     if any(head_map.selected.values()):
+        title = f"{head_map.selected_fraction:.1%} of query heads selected, {title}"
         line = Line2D([], [], linestyle="", label="query head selected by this score")
         line.set(marker="o", color=_CHOSEN, markeredgecolor="white", markersize=6)
         handles.append(line)
+    figure.suptitle(f"{head_map.model}: {title}", fontsize=10, wrap=True)
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     try:
         # Fixed metadata: equal maps give equal files.
         figure.savefig(path, format="png", metadata={"Software": None})
     except OSError as error:
         raise HeadMapError(f"cannot write the picture {path}: {error.strerror}") from error
-
-
-def _title(head_map: HeadMap) -> str:
-    kept = f"{head_map.kv_fraction:.1%} of KV heads keep the whole context"
-    if any(head_map.selected.values()):
-        kept = f"{head_map.selected_fraction:.1%} of query heads selected, {kept}"
-    return f"{head_map.model}: {kept}"
 
 
 def _norm(rows: Scores, of_query_heads: bool) -> Normalize | None:
@@ -98,15 +86,8 @@ def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str, rows: Score
                     Rectangle(corner, group - 0.12, 0.88, fill=False, color=_CHOSEN, linewidth=1.2)
                 )
     selected = head_map.selected.get(kind, ())
-    axis.scatter(
-        [head for _, head in selected],
-        [layer for layer, _ in selected],
-        s=18,
-        color=_CHOSEN,
-        edgecolors="white",
-        linewidths=0.7,
-        zorder=3,
-    )
+    layers, columns = ([pair[i] for pair in selected] for i in (0, 1))
+    axis.scatter(columns, layers, s=18, color=_CHOSEN, edgecolors="white", linewidths=0.7, zorder=3)
     axis.set_title(f"{kind} score", fontsize=10)
     axis.set_xlabel(f"query head (groups of {group})" if of_query_heads else "KV head")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))

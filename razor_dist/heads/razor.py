@@ -10,9 +10,8 @@ before, at i - jn for j = 1..r. Of a query head's attention weights at i,
 **The reading chosen.** The paper scores "attention weight to the echo token" without saying how
 several earlier occurrences count. A head's score here is the mean of its weight over all pairs of
 a token and an earlier occurrence of it: sum_i sum_j w(i, i - jn) / (n R(R-1)/2). The mean over
-tokens of the *summed* weight on all their occurrences is R/2 times that, so it ranks heads alike.
-A third reading, the mean over tokens of their *mean* weight per occurrence, favours the first
-repetitions and could rank otherwise; `ProbeScores.per_token` has it, for comparison.
+tokens of the *summed* weight is R/2 times that, so it ranks heads alike. Their *mean* weight per
+occurrence favours the first repetitions; `ProbeScores.per_token` has it, for comparison.
 
 No attention matrix is ever held: the flash kernel gives each query's log-sum-exp, and a weight is
 ``exp(scale q_i . k_t - lse_i)``, so a layer costs R(R-1) diagonals of at most n weights per head,
@@ -42,15 +41,11 @@ from razor_dist.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ProbeScores:
-    """Scores of every query head, ``induction`` and ``echo``: ``[layers][query heads]``.
+    """Scores of every query head, ``induction`` and ``echo``: ``[layers][query heads]``."""
 
-    ``scores``, which decide, are means over (token, earlier occurrence) pairs; ``per_token`` are
-    means over tokens of the mean over occurrences. ``tokens`` is n, the random tokens used.
-    """
-
-    tokens: int
-    scores: dict[str, Scores]
-    per_token: dict[str, Scores]
+    tokens: int  # n, the random tokens used
+    scores: dict[str, Scores]  # means over (token, earlier occurrence) pairs, which decide
+    per_token: dict[str, Scores]  # means over tokens of the mean over occurrences
 
     def decide(self, settings: RazorSettings, group: int) -> tuple[Decision, Decision]:
         """Return the decision, and the one that the other reading would give."""
@@ -61,16 +56,8 @@ class ProbeScores:
 class ProbeContext:
     """An `AttentionContext` that computes exact causal attention and measures its weights.
 
-    Parameters
-    ----------
-    shape : ModelShape
-        Of the model.
-    tokens, repeats : int
-        n and R of the input.
-    start : int
-        Tokens before the first repetition.
-    on_layer : callable, optional
-        Called with the layer's index when it is measured.
+    ``tokens`` and ``repeats`` are n and R of the input, and ``start`` the number of tokens before
+    the first repetition. ``on_layer`` is called with the index of each layer that is measured.
     """
 
     def __init__(
@@ -136,11 +123,6 @@ def probe_tokens(
 
     The tokens of one repetition are distinct, so that a token's earlier occurrences are exactly
     those of the definition; hence n cannot exceed the vocabulary.
-
-    Raises
-    ------
-    ConfigError
-        If not even two tokens fit.
     """
     tokens = min(settings.tokens, (shape.max_positions - start) // settings.repeats, vocabulary)
     if tokens < 2:
@@ -172,17 +154,8 @@ def probe(
 ) -> ProbeScores:
     """Score every query head in one forward pass.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        From `razor_dist.models.loader.load_model`, on any device.
-    vocabulary : Tensor
-        int64 ``[V]``, token ids to draw from (see `plain_vocabulary`).
-    settings : RazorSettings
-    on_layer : callable, optional
-        Progress: called with the index of each layer.
-    start : sequence of int
-        Special tokens that every prompt of the model begins with (`passkeys.start_tokens`).
+    Tokens are drawn from ``vocabulary`` (see `plain_vocabulary`), after the special tokens
+    ``start`` (see `passkeys.start_tokens`). ``on_layer`` is called with the index of each layer.
     """
     shape = ModelShape.from_config(model.config)
     tokens, ids = probe_input(shape, vocabulary, settings, start)
@@ -192,14 +165,9 @@ def probe(
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> Tensor:
-    """List the token ids of ordinary text: no special or added ones, no padding of the embedding.
+    """List the ids of ordinary text, int64 ``[V]``: nothing special or added, no padding.
 
     Without a tokenizer, only the special ids that the model's ``config`` names are left out.
-
-    Returns
-    -------
-    Tensor
-        int64 ``[V]``, ascending.
     """
     size: int = config.vocab_size
     if tokenizer is not None:
@@ -220,11 +188,7 @@ def head_map(
     settings: RazorSettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """Build the head map that a probe's scores decide.
-
-    The settings are recorded with the number of tokens used beside the number asked for, and with
-    the dtype in which the model ran.
-    """
+    """Build the head map that a probe's scores decide, with all settings recorded."""
     decision, _ = result.decide(settings, ModelShape.from_config(config).group)
     return HeadMap.of_model(
         model_name,

@@ -14,11 +14,10 @@ Here W_Q holds the scale of the scores, and the bias of the queries as one more 
 that is always 1; the bias of the keys adds the same to all scores of a query and is left out.
 
 **What the proof leaves open.** (Appendix A.1.) It drops the denominator's term of the query's own
-key, which is below 1 when their product is negative; and it takes ``||gain * z||`` for
-``||gain||`` at most, which holds on average over the coordinates of a normalised z, not for one
-that points where the gain is large. So weights may be built that exceed epsilon beyond L. A scope
-that holds for all weights and inputs is ``bound="strict"``. With ``||z||^2 <= E``, and the query's
-own key in the denominator, the weight is at most ``exp(q (k_n - k_m) - l (m - n))``, where::
+key, which is below 1 when their product is negative; and it bounds ``||gain * z||`` by
+``||gain||``, which holds on average over a normalised z, not where the gain is large. For all
+weights and inputs ``bound="strict"`` holds. With ``||z||^2 <= E``, and the query's own key in the
+denominator, the weight is at most ``exp(q (k_n - k_m) - l (m - n))``, where::
 
     |q (k_n - k_m)| <= ||A^T B||  sqrt(E + 1)  2 sqrt(E),   A = [W_Q gain, W_Q shift],  B = W_K gain
 
@@ -43,15 +42,11 @@ from razor_dist.models.alibi import AlibiModel, LayerWeights
 from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
 
-KIND: Final = "scope"
-"""The kind of score, in `HeadMap.scores`: L of each query head, in tokens."""
+KIND: Final = "scope"  # of score, in `HeadMap.scores`: L of each query head, in tokens
 
 
 def scopes(weights: LayerWeights, slopes: Tensor, epsilon: float, bound: Bound = "paper") -> Tensor:
-    """Compute L of every query head of a layer, float64 ``[H]``, in tokens.
-
-    ``slopes`` is ``[H]``; for ``bound`` see `ScopeSettings`.
-    """
+    """Compute L of every query head of a layer from its ``slopes``, float64 ``[H]``, in tokens."""
     content = _paper_bound(weights) if bound == "paper" else _strict_bound(weights)
     return (content - math.log(epsilon)) / slopes.double().cpu()
 
@@ -109,8 +104,8 @@ def window_of(scope: float, context: int) -> int | None:
     """Return the window that covers a scope, in tokens; None if it reaches the context.
 
     Rounded up to ``2**n`` or ``3 * 2**(n-1)``: heads with one window share a cache and a kernel
-    call, and a layer's scopes are all different. A window that holds the whole context would drop
-    nothing, and every rank would keep all of it: a retrieval head's keys are sharded.
+    call, and a layer's scopes are all different. A window of the whole context would be kept by
+    every rank: a retrieval head's keys are sharded.
     """
     least = math.ceil(scope)
     power: int = 1 << max(0, least - 1).bit_length()
@@ -121,10 +116,7 @@ def window_of(scope: float, context: int) -> int | None:
 def measure(
     model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None] | None = None
 ) -> Scores:
-    """Compute L of every query head of a model, ``[layers][query heads]``.
-
-    ``on_layer``, if given, is called with the index of each layer that is done.
-    """
+    """Compute L of every query head, ``[layers][query heads]``; ``on_layer`` after each layer."""
     rows = []
     for layer in range(ModelShape.from_config(model.config).layers):
         weights = model.layer_weights(layer)
@@ -142,24 +134,15 @@ def head_map(
     settings: ScopeSettings,
     dtype: torch.dtype,
 ) -> HeadMap:
-    """Build the head map that the scopes of `measure` decide.
-
-    A KV head has the largest scope of its query heads; each streaming one gets a window of its own.
-    """
+    """Build the head map of scopes; those of a KV head's query heads give its window."""
     shape = ModelShape.from_config(config)
     context = settings.context_tokens or shape.max_positions
+    group = shape.group
     windows = tuple(
-        tuple(
-            window_of(max(row[h : h + shape.group]), context)
-            for h in range(0, len(row), shape.group)
-        )
+        tuple(window_of(max(row[h : h + group]), context) for h in range(0, len(row), group))
         for row in found
     )
-    reaching = tuple(
-        (layer, head)
-        for layer, head in ranked(found)
-        if window_of(found[layer][head], context) is None
-    )
+    reaching = tuple((i, j) for i, j in ranked(found) if window_of(found[i][j], context) is None)
     return HeadMap.of_model(
         model_name,
         config,

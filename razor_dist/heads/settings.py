@@ -60,17 +60,13 @@ class RazorSettings:
 
 @dataclass(frozen=True)
 class PasskeySettings:
-    """Settings of the passkey samples.
-
-    `Passkeys` raises ``min_tokens`` to what the passkeys take. A sample has one of ``lengths``
-    evenly spaced lengths at random.
-    """
+    """Settings of the passkey samples; `Passkeys` raises ``min_tokens`` to what passkeys take."""
 
     passkeys: Annotated[int, Doc("Passkeys hidden in a sample, at most ten.")] = 10
     words: Annotated[int, Doc("Words of a passkey.")] = 32
     min_tokens: Annotated[int, Doc("Shortest sample.")] = 1000
     max_tokens: Annotated[int, Doc("Longest sample.")] = 32_000
-    lengths: Annotated[int, Doc("Different lengths of samples.")] = 50
+    lengths: Annotated[int, Doc("Different lengths of samples, evenly spaced.")] = 50
     seed: Seed = 0
 
     def __post_init__(self) -> None:

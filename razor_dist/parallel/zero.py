@@ -44,7 +44,7 @@ def name_accelerator(device: torch.device | None = None) -> None:
 def import_deepspeed(
     device: torch.device | None = None,
     *,
-    use: str = "method duo trains with",
+    use: str = "training on several ranks or with --zero-stage 3 needs",
     extra: str = "train",
 ) -> Any:
     """The module ``deepspeed``.

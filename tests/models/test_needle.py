@@ -166,15 +166,15 @@ def test_is_deterministic_and_whole(needle: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--method", "razor", "--tokens", "500"],
-        ["--method", "onthefly", "--sparsity", "0.75", "--max-tokens", "4000", "--passkeys", "3"],
+        ["razor", "--tokens", "500"],
+        ["onthefly", "--sparsity", "0.75", "--max-tokens", "4000", "--passkeys", "3"],
     ],
 )
 def test_identify_finds_its_retrieval_heads(
     needle: Path, tmp_path: Path, options: list[str]
 ) -> None:
     out = tmp_path / "map.json"
-    assert main(["identify", str(needle), "--out", str(out), *options]) == 0
+    assert main(["identify", *options, str(needle), "--out", str(out)]) == 0
     found = HeadMap.load(out)
     assert found.retrieval == RETRIEVAL
     if found.method == "razor":

@@ -21,6 +21,7 @@ Letters: H query heads, K key-value heads, G = H / K, T tokens, D head dimension
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -34,15 +35,15 @@ from razor_dist.parallel.zero import import_deepspeed
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From ``q_HTD``, ``k_KTD`` and ``v_KTD`` of some heads and the whole sequence to ``[H, T, D]``."""
 
-# Fused kernels want masks whose rows are aligned.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of masks' rows, which fused kernels want
 
 
 def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
     """Compute causal softmax attention, ``[H, T, D]``."""
     if not _takes_groups(q_HTD):
+        # `enable_gqa` would hold a matrix of queries by keys. A batch of groups: the keys of all
+        # heads in one are the same memory.
         q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
-        # A batch of groups: the keys of all heads in one are the same memory.
         k_KGTD, v_KGTD = (x[:, None].expand(*q_KGTD.shape[:3], -1) for x in (k_KTD, v_KTD))
         return scaled_dot_product_attention(
             q_KGTD, k_KGTD, v_KGTD, is_causal=True, scale=scale
@@ -53,10 +54,7 @@ def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) ->
 
 
 def _takes_groups(q: Tensor) -> bool:
-    """Tell if a fused kernel takes fewer KV heads than query heads.
-
-    On CUDA none does in float32: there `enable_gqa` would hold a matrix of queries by keys.
-    """
+    """Tell if a fused kernel takes fewer KV heads than query heads: on CUDA none in float32."""
     return q.device.type != "cuda" or q.dtype != torch.float32
 
 
@@ -65,23 +63,7 @@ def streaming_attention(
 ) -> Tensor:
     """Compute softmax attention to the first ``sinks`` and the last ``recent`` tokens, exactly.
 
-    Parameters
-    ----------
-    q_HTD : Tensor
-        ``[H, T, D]``, queries of the tokens 0..T-1.
-    k_KTD, v_KTD : Tensor
-        ``[K, T, D]``, their keys and values.
-    scale : float
-        Multiplies ``q . k``.
-    sinks : int
-        At least 0.
-    recent : int
-        At least 1: the query's own token is one of them.
-
-    Returns
-    -------
-    Tensor
-        ``[H, T, D]``.
+    ``recent`` is at least 1: the query's own token is one of them. Return ``[H, T, D]``.
     """
     q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
     tokens = q_HTD.shape[1]
@@ -139,11 +121,7 @@ def gated_attention(
     sinks: int,
     recent: int,
 ) -> Tensor:
-    """Mix both by ``gates_K``, alpha of each KV head, in float32.
-
-    The result is ``[H, T, D]`` in the dtype of ``q_HTD``. The other parameters are those of
-    `streaming_attention`.
-    """
+    """Mix both by ``gates_K``, alpha of each KV head, in float32; ``[H, T, D]`` as ``q_HTD``."""
     full = full_attention(q_HTD, k_KTD, v_KTD, scale)
     streaming = streaming_attention(q_HTD, k_KTD, v_KTD, scale, sinks, recent)
     alpha = gates_K.float().repeat_interleave(q_HTD.shape[0] // k_KTD.shape[0])[:, None, None]
@@ -154,20 +132,9 @@ class Ulysses:
     """DeepSpeed-Ulysses: a rank holds a part of the sequence, and attends for a part of the heads.
 
     An all-to-all before attention gives each rank the whole sequence for its share of KV heads
-    and of their groups, one after it gives the tokens back.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        Of the ranks, from `razor_dist.parallel.zero.join_ranks`; rank r holds the r-th of equal
-        parts.
-    kv_heads : int
-        Of a layer.
-
-    Raises
-    ------
-    ConfigError
-        If the KV heads cannot be shared out evenly.
+    and of their groups, one after it gives the tokens back. Rank r of the group
+    (`razor_dist.parallel.zero.join_ranks`) holds the r-th of equal parts. Raise `ConfigError` if
+    the KV heads of a layer cannot be shared out evenly.
     """
 
     def __init__(self, group: dist.ProcessGroup, kv_heads: int) -> None:
@@ -202,36 +169,28 @@ class _Local(nn.Module):
         return out_HND.transpose(0, 1)[None].contiguous()
 
 
+@dataclass(frozen=True)
 class GateContext:
     """An `AttentionContext` (`razor_dist.models.bridge`) of gated attention.
 
-    Parameters
-    ----------
-    gates : Tensor, optional
-        float32 ``[layers, K]``, in [0, 1]. None is full attention, the target of the training.
-    sinks, recent : int
-        First and most recent tokens that streaming attention sees.
-    ulysses : Ulysses, optional
-        Where each rank holds a part of the sequence.
+    ``gates`` are float32 ``[layers, K]``, in [0, 1]; None is full attention, the target of the
+    training. ``ulysses`` is for ranks that each hold a part of the sequence.
     """
 
-    def __init__(
-        self, gates: Tensor | None, sinks: int, recent: int, ulysses: Ulysses | None = None
-    ) -> None:
-        self._gates = gates
-        self._sinks = sinks
-        self._recent = recent
-        self._ulysses = ulysses
+    gates: Tensor | None
+    sinks: int
+    recent: int
+    ulysses: Ulysses | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
-        mine = slice(None) if self._ulysses is None else self._ulysses.heads
+        mine = slice(None) if self.ulysses is None else self.ulysses.heads
 
         def attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
-            if self._gates is None:
+            if self.gates is None:
                 return full_attention(q_HTD, k_KTD, v_KTD, scale)
-            gates_K = self._gates[layer, mine]
-            return gated_attention(q_HTD, k_KTD, v_KTD, scale, gates_K, self._sinks, self._recent)
+            gates_K = self.gates[layer, mine]
+            return gated_attention(q_HTD, k_KTD, v_KTD, scale, gates_K, self.sinks, self.recent)
 
-        out = attention(q, k, v) if self._ulysses is None else self._ulysses(attention, q, k, v)
+        out = attention(q, k, v) if self.ulysses is None else self.ulysses(attention, q, k, v)
         return out.transpose(0, 1)

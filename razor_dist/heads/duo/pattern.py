@@ -3,13 +3,12 @@
 A pattern is a folder of two files:
 
 - ``full_attention_heads.tsv``, as numpy's ``savetxt`` writes it: a line per layer, on it a gate
-  per KV head, tab separated. The gate, alpha, is the share of full attention in the head's trained
-  output (papers/duoattention.txt, section 2.2).
+  per KV head, the share of full attention in its output (papers/duoattention.txt, section 2.2).
 - ``config.json``, the arguments of the training run; ``sink_size`` and ``recent_size`` are the
   first and most recent tokens that a streaming head saw in it.
 
 The heads with the highest gates keep the whole context (section 2.3): all but a given fraction, the
-sparsity, or those of at least a threshold; see `razor_dist.heads.decision`.
+sparsity, or those of at least a threshold.
 """
 
 from __future__ import annotations
@@ -37,19 +36,13 @@ from razor_dist.heads.head_map import HeadMap, first_fault
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from razor_dist.models.shape import ModelShape
-
 METHOD: Final = "duo"
-KIND: Final = "gate"
-"""The kind of score, in `HeadMap.kv_scores`."""
+KIND: Final = "gate"  # of score, in `HeadMap.kv_scores`
 GATES_FILE: Final = "full_attention_heads.tsv"
 CONFIG_FILE: Final = "config.json"
 
-# Used to train all published patterns. Given to maps of other methods when they are exported,
-# because DuoAttention's loader wants the keys.
+# Used to train all published patterns. DuoAttention's loader wants them of any pattern.
 _SIZES: Final = {"sink_size": 128, "recent_size": 256}
-# Rules in config.json; they become settings of their own or are replaced.
-_RULES: Final = ("sparsity", "threshold")
 # Training clips the gates to [0, 1] before every step but not after the last, so published files
 # hold values such as -0.0002, and DuoAttention clips when it loads. One step moves a gate by about
 # the learning rate, 0.02 at most; a generous multiple of that is an error.
@@ -58,31 +51,15 @@ _OVERSHOOT: Final = 0.1
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern folder, read.
+    """A pattern folder, read."""
 
-    Attributes
-    ----------
-    gates : tuple
-        ``[layers][KV heads]``, in [0, 1], rounded as a head map keeps scores.
-    config : dict
-        ``config.json``; ``sink_size``, ``recent_size`` and ``sparsity`` are checked.
-    clipped : int
-        Gates that were a little outside [0, 1] in the file.
-    """
-
-    gates: Scores
-    config: dict[str, Any]
-    clipped: int
+    gates: Scores  # [layers][KV heads], in [0, 1]
+    config: dict[str, Any]  # of config.json; sink_size, recent_size and sparsity are checked
+    clipped: int  # gates that were a little outside [0, 1] in the file
 
 
 def read_pattern(folder: str | Path) -> Pattern:
-    """Read a pattern folder.
-
-    Raises
-    ------
-    HeadMapError
-        Names the file and line at fault, and says what would be right.
-    """
+    """Read a pattern folder; raise `HeadMapError` with the file and line that are at fault."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise HeadMapError(
@@ -94,7 +71,7 @@ def read_pattern(folder: str | Path) -> Pattern:
         deeper = min((file.parent for file in folder.glob(f"*/{GATES_FILE}")), default=None)
         hint = "" if deeper is None else f"; did you mean {deeper}?"
         raise HeadMapError(f"the pattern folder {folder} has no {GATES_FILE}{hint}")
-    rows = []
+    rows: list[list[float]] = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         # savetxt can write a header besides.
         if line.strip() and not line.startswith("#"):
@@ -171,18 +148,8 @@ def head_map(
 ) -> HeadMap:
     """Build the head map that a pattern's gates decide for a model.
 
-    Parameters
-    ----------
-    pattern : Pattern
-    model : str
-        The model's name, for people.
-    config : PretrainedConfig
-        Of the model.
-    sparsity : float, optional
-        See `by_sparsity`. If neither is given, it is the one in the pattern's ``config.json``
-        (`write_pattern` puts it there; the published ones have null), else `published_sparsity`.
-    threshold : float, optional
-        See `by_threshold`.
+    Without `sparsity` and `threshold`, the sparsity is the one in the pattern's ``config.json``
+    (`write_pattern` puts it there; the published ones have null), else `published_sparsity`.
 
     Raises
     ------
@@ -195,20 +162,25 @@ def head_map(
 
     shape = ModelShape.from_config(config)
     check_rule(sparsity, threshold)
-    _check_sizes(pattern.gates, model, shape)
+    layers, heads = len(pattern.gates), len(pattern.gates[0])
+    if layers != shape.layers:
+        raise HeadMapError(
+            f"{GATES_FILE} has {layers} lines of gates, but {model!r} has {shape.layers} layers; "
+            "it needs a line per layer"
+        )
+    if heads != shape.kv_heads:
+        raise HeadMapError(
+            f"{GATES_FILE} has {heads} gates a line, but {model!r} has {shape.kv_heads} KV heads "
+            f"(and {shape.query_heads} query heads); it needs a gate per KV head"
+        )
     if threshold is not None:
         rule, retrieval = {"threshold": threshold}, by_threshold(pattern.gates, threshold)
     else:
-        if sparsity is None:
-            sparsity = pattern.config.get("sparsity")
-        if sparsity is None:
-            sparsity = published_sparsity(shape.group)
+        given = (sparsity, pattern.config.get("sparsity"), published_sparsity(shape.group))
+        sparsity = next(value for value in given if value is not None)
         rule, retrieval = {"sparsity": sparsity}, by_sparsity(pattern.gates, sparsity)
-    training = {
-        key: value
-        for key, value in pattern.config.items()
-        if key not in _SIZES and key not in _RULES and value is not None
-    }
+    used = (*_SIZES, "sparsity", "threshold")  # a rule becomes a setting, or is replaced
+    training = {k: v for k, v in pattern.config.items() if k not in used and v is not None}
     sizes = {key: pattern.config[key] for key in _SIZES}
     return HeadMap.of_model(
         model,
@@ -220,40 +192,14 @@ def head_map(
     )
 
 
-def _check_sizes(gates: Scores, model: str, shape: ModelShape) -> None:
-    layers, heads = len(gates), len(gates[0])
-    if layers != shape.layers:
-        raise HeadMapError(
-            f"{GATES_FILE} has {layers} lines of gates, but {model!r} has {shape.layers} layers; "
-            "it needs a line per layer"
-        )
-    if heads != shape.kv_heads:
-        raise HeadMapError(
-            f"{GATES_FILE} has {heads} gates a line, but {model!r} has {shape.kv_heads} KV heads "
-            f"(and {shape.query_heads} query heads); it needs a gate per KV head"
-        )
-
-
 def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     """Write a head map as a pattern folder, for `read_pattern` and DuoAttention.
 
     The gates are the map's own, if they give its decision back; otherwise 1 for a KV head that
     keeps the whole context and 0 for the others. ``config.json`` gets the map's sizes and training
     settings where it was imported, and the fraction of streaming heads as ``sparsity``: importing
-    the folder decides the same.
-
-    Parameters
-    ----------
-    head_map : HeadMap
-        Of any method.
-    folder : str or Path
-        Made if missing. Files of a pattern that are there already are not replaced: a model's
-        folder has a ``config.json`` too.
-
-    Returns
-    -------
-    bool
-        True if the gates are the map's own.
+    the folder decides the same. Files that are there already are not replaced: a model's folder has
+    a ``config.json`` too. Return True if the gates are the map's own.
 
     Raises
     ------
@@ -282,11 +228,7 @@ def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
         **{key: settings.get(key, size) for key, size in _SIZES.items()},
         "sparsity": sparsity,
     }
-    _write_folder(Path(folder).expanduser(), gates, config)
-    return own
-
-
-def _write_folder(folder: Path, gates: Scores, config: dict[str, Any]) -> None:
+    folder = Path(folder).expanduser()
     # 18 decimals in scientific notation, like savetxt.
     lines = ("\t".join(f"{gate:.18e}" for gate in row) + "\n" for row in gates)
     contents = {GATES_FILE: "".join(lines), CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
@@ -299,3 +241,4 @@ def _write_folder(folder: Path, gates: Scores, config: dict[str, Any]) -> None:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise HeadMapError(f"cannot write the pattern to {folder}: {error.strerror}") from error
+    return own

@@ -16,8 +16,7 @@ of them down by the learning rate; the distance then says which ones come back.
 
 **Ranks** share a sample's tokens, its KV heads at attention (DeepSpeed-Ulysses), and the weights if
 asked to (ZeRO stage 3). The gates are alike on every rank, and their gradients are averaged. Sample
-s is that of step s, on any number of ranks, so that a run needs nothing but gates, optimiser state
-and step to be continued.
+s is that of step s: to be continued, a run needs nothing but gates, optimiser state and step.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.zero import ShardedWeights
 
-# The share of steps in which the learning rate rises, and at the end that in which it falls; and
-# the rate it rises from and falls to, of the highest. Section 3.1 of the paper: 400 of 2,000 steps,
-# 0.002 of 0.02.
+STATE_FILE: Final = "gates.safetensors"  # in a run's folder
+# Section 3.1 of the paper: the learning rate rises in the first 400 of 2,000 steps, from 0.002 to
+# 0.02, and falls in the last 400.
 _RAMP: Final = 0.2
 _LOWEST: Final = 0.1
 
@@ -70,22 +69,9 @@ class StepReport:
 
 
 class GatedModel(nn.Module):
-    """A frozen model with a gate per KV head; its forward is the loss.
+    """A frozen model with a gate per KV head, float32 ``[layers, KV heads]``; forward is the loss.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        From `razor_dist.models.loader.load_model`.
-    settings : DuoSettings
-    group : ProcessGroup, optional
-        Of the ranks that share each sample. Without it this process is alone.
-    device : torch.device, optional
-        Of the gates; by default the model's.
-
-    Attributes
-    ----------
-    gates : Parameter
-        float32 ``[layers, KV heads]``.
+    The ranks of ``group`` share each sample; without it this process is alone.
     """
 
     def __init__(
@@ -111,11 +97,7 @@ class GatedModel(nn.Module):
         )
 
     def forward(self, sample: PasskeySample) -> tuple[Tensor, Tensor]:
-        """Compute the loss and its first term, of this rank.
-
-        Their means over ranks are those of the sample: a rank's own squares count as often as
-        there are ranks.
-        """
+        """Compute the loss and its first term, of this rank; the sample's are means over ranks."""
         extra = -len(sample.ids) % self._ranks
         part = (len(sample.ids) + extra) // self._ranks
         mine = slice(self._rank * part, (self._rank + 1) * part)
@@ -129,7 +111,8 @@ class GatedModel(nn.Module):
             target = self._hidden(ids, positions, None)[mask].float()
         mixed = self._hidden(ids, positions, self.gates)[mask].float()
         words = sample.mask.sum().to(device)
-        # Without passkey words here it is 0, and still has gradients to give to other ranks.
+        # A rank's own squares count as often as there are ranks. Without passkey words here it is
+        # 0, and still has gradients to give to other ranks.
         distance = (target - mixed).square().sum() * self._ranks / (words * mixed.shape[-1])
         return distance + self._settings.l1 * self.gates.abs().mean(), distance.detach()
 
@@ -147,11 +130,9 @@ class GatedModel(nn.Module):
 
 
 def _recompute_layers(body: nn.Module) -> None:
-    """Keep only the layers' inputs for backward, and compute each layer again there.
-
-    ``gradient_checkpointing_enable`` does so in training mode, which would also switch dropout on:
-    here the layers alone believe that they are trained, not the modules in them.
-    """
+    """Keep only the layers' inputs for backward, and compute each layer again there."""
+    # ``gradient_checkpointing_enable`` does so in training mode, which would also switch dropout
+    # on: here the layers alone believe that they are trained, not the modules in them.
     for module in body.modules():
         if isinstance(module, GradientCheckpointingLayer):
             layer: Any = module
@@ -161,10 +142,7 @@ def _recompute_layers(body: nn.Module) -> None:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a factor of the highest.
-
-    It rises from 0.1 in the first fifth of the steps, stays at 1, and is back at 0.1 in the last.
-    """
+    """Return the learning rate of a step, counted from 0, as a factor of the highest."""
     ramp = max(1.0, _RAMP * steps)
     ends = min(step, max(steps - 1 - step, 0))
     return _LOWEST + (1 - _LOWEST) * min(1.0, ends / ramp)
@@ -172,22 +150,15 @@ def schedule(step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that changes while gates are trained; data and learning rate follow from the step.
+    """All that changes while gates are trained; tensors are float32 ``[layers, KV heads]``."""
 
-    The tensors are float32 ``[layers, KV heads]``: the gates, and AdamW's running means of the
-    gradient and of its square.
-    """
-
-    step: int
+    step: int  # from which data and learning rate follow
     gates: Tensor
-    mean: Tensor
-    square: Tensor
+    mean: Tensor  # AdamW's, of the gradient
+    square: Tensor  # and of its square
 
     def save(self, path: Path, identity: dict[str, Any]) -> None:
-        """Write the state; a kill at any time leaves the old file or the new one.
-
-        ``identity`` is JSON data that `load` compares, see `run_identity`.
-        """
+        """Write the state and `run_identity`; a kill leaves the old file or the new one."""
         with replacing(path) as draft:
             save_file(
                 {"gates": self.gates, "mean": self.mean, "square": self.square},
@@ -197,13 +168,7 @@ class TrainingState:
 
     @classmethod
     def load(cls, path: Path, identity: dict[str, Any]) -> TrainingState:
-        """Read a state.
-
-        Raises
-        ------
-        ConfigError
-            If there is none, or the run that wrote it had other settings; names the first one.
-        """
+        """Read a state; raise `ConfigError` if there is none, or its run had other settings."""
         if not path.is_file():
             raise ConfigError(f"there is no run to resume: {path} is missing")
         try:
@@ -222,20 +187,12 @@ class TrainingState:
         return cls(step, **tensors)
 
 
-def state_file(folder: Path) -> Path:
-    """Return the path of a run's state in the run's folder."""
-    return folder / "gates.safetensors"
-
-
 def run_identity(
     config: PretrainedConfig, settings: DuoSettings, passkeys: PasskeySettings, haystack: str
 ) -> dict[str, Any]:
-    """Collect what must be equal in a run and in the one that continues it.
-
-    The number of ranks and `zero_stage` are not in it: they change where numbers are, not which.
-    Nor is the rule by which the gates decide when all is done.
-    """
+    """Collect the settings that must be equal in a run and in the one that continues it."""
     training = asdict(settings)
+    # Neither the place of the numbers nor the rule by which gates decide in the end changes a gate.
     del training["zero_stage"], training["sparsity"], training["threshold"]
     return {
         "model": model_fingerprint(config),
@@ -257,15 +214,14 @@ def train(
     save_every: int = 50,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> Scores:
-    """Train the gates of a model.
+    """Train the gates of a model, ``[layers][KV heads]``.
 
     Parameters
     ----------
     model : PreTrainedModel
         From `razor_dist.models.loader.load_model`. With `zero_stage` 3 it is best left on the CPU.
     sample : callable
-        The passkey sample of an index, `Passkeys.sample`; the same on every rank.
-    settings : DuoSettings
+        `Passkeys.sample`, the same on every rank.
     group : ProcessGroup, optional
         All ranks, from `razor_dist.parallel.zero.join_ranks`, which `zero_stage` 3 needs even of
         one. Without it this process is alone.
@@ -273,16 +229,8 @@ def train(
         To train on; by default the model's.
     state : TrainingState, optional
         To continue from.
-    save : callable, optional
-        Called on rank 0 after every `save_every` steps and after the last.
-    save_every : int
-    on_step : callable, optional
-        Progress, on rank 0.
-
-    Returns
-    -------
-    tuple
-        The gates, ``[layers][KV heads]``, rounded as a head map keeps scores.
+    save, on_step : callable, optional
+        Called on rank 0, `save` after every `save_every` steps and after the last.
 
     Raises
     ------
@@ -310,7 +258,9 @@ def train(
         loss, distance = gated(one)
         loss.backward()
         assert gates.grad is not None
-        _average(group, gates.grad, distance)
+        for mean in (gates.grad, distance) if group is not None else ():
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
         optimizer.step()
         optimizer.zero_grad()
         gates.data.clamp_(0, 1)
@@ -323,13 +273,6 @@ def train(
             tensors = (gates, adam["exp_avg"], adam["exp_avg_sq"])
             save(TrainingState(done, *(x.detach().cpu().clone() for x in tensors)))
     return rounded(gates.tolist())
-
-
-def _average(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
-    """Average tensors over the ranks, in place."""
-    for tensor in tensors if group is not None else ():
-        dist.all_reduce(tensor, group=group)
-        tensor /= dist.get_world_size(group)
 
 
 def head_map(
