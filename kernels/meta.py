@@ -1,7 +1,7 @@
 """Attention of shapes alone: tensors on torch's meta device, which hold no numbers.
 
 It lets the planner run the engine's own prefill to see what it would allocate
-(`razor_dist.plan.dry_run`), with results of the shapes and dtypes of the fused kernels'.
+(`razor_dist.plan.memory`), with results of the shapes and dtypes of the fused kernels'.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from razor_dist.heads.head_map import default_head_map
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.plan.deployment import Deployment
-from razor_dist.plan.dry_run import DryRun
+from razor_dist.plan.memory import DryRun
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from typer import Argument, Option
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import parse_size
 from razor_dist.config.sources import build_config
+from razor_dist.config.validation import check_least
 from razor_dist.files import check_writable
 
 # A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.

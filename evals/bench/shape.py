@@ -33,11 +33,10 @@ from razor_dist.evals.bench.timing import Timing, random_tokens
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.plan.compute import decode_reads, operations
+from razor_dist.plan.compute import decode_reads, full_attention, operations
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
 from razor_dist.plan.memory import MemoryPlanner
-from razor_dist.plan.traffic import full_attention
 
 log = logging.getLogger(__name__)
 

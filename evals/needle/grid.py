@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.validation import check_least
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.needle.config import STREAMING_SETTINGS
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings

@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.validation import check_least
 from razor_dist.evals.markdown import join, markdown, section
 from razor_dist.evals.needle.grid import streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method

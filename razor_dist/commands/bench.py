@@ -47,8 +47,8 @@ bench = typer.Typer(
 )
 
 
-def _run(name: str) -> Callable[[BenchSettings, frozenset[str]], None]:
-    def run(settings: BenchSettings, given: frozenset[str]) -> None:
+def _run(name: str) -> Callable[[BenchSettings], None]:
+    def run(settings: BenchSettings) -> None:
         # Every run is told on stderr: a bench that is silent for minutes looks stuck.
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("razor_dist.evals.bench").setLevel(logging.INFO)

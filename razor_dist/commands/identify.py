@@ -170,7 +170,7 @@ def _method(name: str, help: str, *classes: type) -> None:
 
     @identify.command(name, help=help)
     @with_options(_options_of(CommonOptions, *classes))
-    def command(options: Any, given: frozenset[str]) -> None:
+    def command(options: Any) -> None:
         _check(name, options)
         # Imported here, so that --help does not wait for torch.
         from razor_dist.commands.identify_run import run

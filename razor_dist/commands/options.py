@@ -26,68 +26,52 @@ def with_config_flags(
 
     The command is called with ``config_file`` (path or None) and ``flags``, a dict of the flags
     by field name in which None means "not given": what `load_config` wants. Its own options, if
-    any, are keyword arguments with typer defaults.
-
-    Parameters
-    ----------
-    cls : type
-        `EngineConfig` or a class derived from it.
-    leave_out : frozenset of str
-        Fields that get no flag.
+    any, are keyword arguments with typer defaults. Fields in ``leave_out`` get no flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         names = [name for name in cls.model_fields if name not in leave_out]
         old = [name for name, now in RENAMED.items() if now in names]
-        own = [
-            parameter
-            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-            if name not in ("config_file", "flags")
-        ]
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["config_file"], own["flags"]
 
         def run(config: str | None, **given: Any) -> None:
             flags = {name: given.pop(name) for name in (*names, *old)}
             command(config_file=config, flags=flags, **given)
 
         file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
-        hidden = [_parameter(name, str | None, typer.Option(None, hidden=True)) for name in old]
-        flags = [_flag(cls, name) for name in names]
-        return _signed(
-            run, command, [*own, *flags, *hidden, _parameter("config", str | None, file)]
-        )
+        hidden = typer.Option(None, hidden=True)
+        parameters = [
+            *own.values(),
+            *(_flag(cls, name) for name in names),
+            *(_parameter(name, str | None, hidden) for name in old),
+            _parameter("config", str | None, file),
+        ]
+        return _signed(run, command, parameters)
 
     return decorate
 
 
 def with_options(
     cls: type[Options],
-) -> Callable[[Callable[[Options, frozenset[str]], None]], Callable[..., None]]:
-    """Give a typer command one parameter for each field of a dataclass of typer's annotations.
+) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Give a typer command, which takes an object of ``cls``, one parameter for each of its fields.
 
-    The command is called with an object of the class, and the names of the fields that the user
-    gave.
-
-    Parameters
-    ----------
-    cls : type
-        A dataclass, whose fields are ``Annotated`` with ``typer.Option`` or ``typer.Argument``.
+    ``cls`` is a dataclass, whose fields are ``Annotated`` with ``typer.Option`` or
+    ``typer.Argument``.
     """
 
-    def decorate(command: Callable[[Options, frozenset[str]], None]) -> Callable[..., None]:
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
         hints = get_type_hints(cls, include_extras=True)
+        missing, required = dataclasses.MISSING, inspect.Parameter.empty
+        parameters = [
+            _parameter(f.name, hints[f.name], required if f.default is missing else f.default)
+            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        ]
 
-        def run(context: typer.Context, **fields: Any) -> None:
-            sources = {name: context.get_parameter_source(name) for name in fields}
-            given = {
-                name for name, source in sources.items() if source and source.name != "DEFAULT"
-            }
-            command(cls(**fields), frozenset(given))
+        def run(**fields: Any) -> None:
+            command(cls(**fields))
 
-        parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            missing = field.default is dataclasses.MISSING
-            default = inspect.Parameter.empty if missing else field.default
-            parameters.append(_parameter(field.name, hints[field.name], default))
         return _signed(run, command, parameters)
 
     return decorate
@@ -105,23 +89,26 @@ def _signed(
 
 def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     field = cls.model_fields[name]
-    flag = "--" + name.replace("_", "-")
+    names = "--" + name.replace("_", "-")
     # Text, whatever the type: load_config reads and refuses the same way for every source.
     kind: Any = str | None
-    names, metavar = flag, _metavar(field)
     default = "none" if field.default is None else str(field.default)
     if isinstance(field.default, tuple):
         default = ",".join(map(str, field.default))
     elif field.annotation is bool:
-        kind, opposite = bool | None, f"--no-{flag.removeprefix('--')}"
-        names, default = f"{flag}/{opposite}", flag if field.default else opposite
+        flag, opposite = names, f"--no-{names.removeprefix('--')}"
+        kind, names, default = (
+            bool | None,
+            f"{flag}/{opposite}",
+            flag if field.default else opposite,
+        )
     if name in shipped_names():
         default = f"the model's, else {default}"
     option = typer.Option(
         None,
         names,
         help=f"{field.description} [default: {default}]",
-        metavar=metavar,
+        metavar=_metavar(field),
         rich_help_panel=_group(cls, name),
     )
     return _parameter(name, kind, option)

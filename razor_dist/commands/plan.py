@@ -13,8 +13,8 @@ from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.config.sizes import parse_size
 from razor_dist.config.sources import load_config
 
-# Given by plan's own argument and option; what changes nothing that is planned; and weights, since
-# the planner knows replicated ones only.
+# Given by plan's own argument and option; without effect on a plan; and weights, since the planner
+# knows replicated ones only.
 _LEFT_OUT = """
     model device threads collective_timeout heartbeat_timeout seed generation_config ring
     cuda_graphs weights
@@ -57,11 +57,9 @@ def plan(
     length = None if context is None else parse_size(context)
     # Imported here, so that --help and mistakes in settings do not wait for torch.
     from razor_dist.plan.devices import load_device
-
-    found_device = load_device(device)
     from razor_dist.plan.planner import plan as make_plan
 
-    found = make_plan(config, device, found_device, context=length, retrieval=retrieval)
+    found = make_plan(config, load_device(device), context=length, retrieval=retrieval)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

@@ -22,20 +22,12 @@ class HeadMapError(RazorError, ValueError):
 class RequestError(RazorError, ValueError):
     """A request cannot be served as asked.
 
-    Parameters
-    ----------
-    message : str
-        What is wrong and what would be right.
-    param : str, optional
-        The field of the request at fault.
-    code : str, optional
-        OpenAI's error code, e.g. ``context_length_exceeded``.
+    ``param`` is the field at fault, ``code`` OpenAI's, e.g. ``context_length_exceeded``.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
 
 
 class EngineError(RazorError, RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, get_args
 
@@ -18,17 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
 
 
 def parse_size(text: str) -> int:
-    """Read a number of tokens.
-
-    Parameters
-    ----------
-    text : str
-        Digits, perhaps with a decimal point, and perhaps a unit: ``k`` is 1000, ``K`` 1024,
-        ``M`` 1024², ``G`` 1024³.
-
-    Returns
-    -------
-    int
+    """Read a number of tokens: digits, perhaps a decimal point, perhaps a unit of `_UNITS`.
 
     Raises
     ------
@@ -46,7 +35,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def size_or_itself(value: Any) -> Any:
+def _size_or_itself(value: Any) -> Any:
     """Return a size as a number, and anything else unchanged, for the setting's type to refuse."""
     try:
         return parse_size(value) if isinstance(value, str) else value
@@ -54,32 +43,19 @@ def size_or_itself(value: Any) -> Any:
         return value
 
 
+_READS_SIZES = BeforeValidator(_size_or_itself)
 # The type of settings in tokens.
-Size = Annotated[int, BeforeValidator(size_or_itself)]
+Size = Annotated[int, _READS_SIZES]
 
 
 def takes_sizes(field: FieldInfo) -> bool:
     """Return whether a setting's type is `Size`, also inside an optional or a tuple."""
-    marks = [*field.metadata, *_marks(field.annotation)]
-    return any(isinstance(m, BeforeValidator) and m.func is size_or_itself for m in marks)
 
+    def holds(annotation: Any) -> bool:
+        return annotation == Size or any(map(holds, get_args(annotation)))
 
-def _marks(annotation: Any) -> Iterator[Any]:
-    yield from getattr(annotation, "__metadata__", ())
-    for part in get_args(annotation):
-        yield from _marks(part)
-
-
-def size_name(count: int) -> str:
-    """Return the shortest text that `parse_size` reads as ``count``, in powers of 1024.
-
-    >>> size_name(131072), size_name(7000)
-    ('128K', '7000')
-    """
-    for unit in ("G", "M", "K"):
-        if count and count % _UNITS[unit] == 0:
-            return f"{count // _UNITS[unit]}{unit}"
-    return str(count)
+    # pydantic takes a bare `Size` apart, and leaves one inside another type as it is.
+    return _READS_SIZES in field.metadata or holds(field.annotation)
 
 
 def tokens(count: int) -> str:
@@ -88,5 +64,7 @@ def tokens(count: int) -> str:
     >>> tokens(1048576)
     '1,048,576 (1M)'
     """
-    name = size_name(count)
-    return f"{count:,}" if name == str(count) else f"{count:,} ({name})"
+    for unit in ("G", "M", "K"):
+        if count and count % _UNITS[unit] == 0:
+            return f"{count:,} ({count // _UNITS[unit]}{unit})"
+    return f"{count:,}"

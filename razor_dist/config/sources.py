@@ -23,7 +23,7 @@ from razor_dist.config.schema import RENAMED, EngineConfig, JobConfig, ServerCon
 from razor_dist.config.validation import SettingError, is_optional, unknown
 
 ENV_PREFIX = "RAZOR_"
-# Variables with our prefix that one of our processes sets for another; they are no settings.
+# Variables with our prefix that one of our processes sets for another; not settings.
 INTERNAL_ENV = frozenset({"RAZOR_RENDEZVOUS"})
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -50,37 +50,22 @@ def load_config(
 ) -> Config:
     """Merge all sources of settings and validate the result.
 
-    Parameters
-    ----------
-    cls : type
-        `EngineConfig` or a class derived from it.
-    cli : mapping, optional
-        Flags by field name; ``None`` means that a flag was not given, ``"none"`` sets an optional
-        setting to none.
-    env : mapping, optional
-        The environment, usually ``os.environ``; only ``RAZOR_*`` is looked at.
-    yaml_path : path, optional
-        The user's YAML file: a mapping of settings.
-    implied : mapping, optional
-        Settings that follow from the surroundings (torchrun's world size); weaker than what the
-        user said, stronger than the model's shipped defaults.
+    In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
+    ``"none"`` sets an optional setting to none. Of ``env`` only ``RAZOR_*`` is looked at.
+    ``implied`` settings follow from the surroundings (torchrun's world size): they are weaker than
+    what the user said, stronger than the model's shipped defaults.
 
     Raises
     ------
     ConfigError
         If a name is unknown, a value wrong, or the YAML file unreadable.
     """
-    given = {name: value for name, value in (cli or {}).items() if value is not None}
-    written: Settings = {}
+    settings = dict(implied or {})
     if yaml_path is not None:
-        written = _from_text(cls, read_text(Path(yaml_path), "the file"), str(yaml_path))
-    return _build(
-        cls,
-        dict(implied or {})
-        | written
-        | _from_env(cls, env or {})
-        | _named(cls, given, lambda name: f"--{name.replace('_', '-')}"),
-    )
+        settings |= _from_text(cls, read_text(Path(yaml_path), "the file"), str(yaml_path))
+    settings |= _from_env(cls, env or {})
+    given = {name: value for name, value in (cli or {}).items() if value is not None}
+    return _build(cls, settings | _named(cls, given, lambda n: f"--{n.replace('_', '-')}"))
 
 
 def build_config(cls: type[Config], **values: Any) -> Config:
@@ -97,24 +82,18 @@ def build_config(cls: type[Config], **values: Any) -> Config:
 
 
 def _build(cls: type[Config], settings: Settings) -> Config:
-    default = Setting(cls.model_fields["model"].default, "default")
-    settings = _shipped(cls, settings.get("model", default).value) | settings
+    model = settings["model"].value if "model" in settings else cls.model_fields["model"].default
+    # A shipped model's name, not a folder or a hub id.
+    if isinstance(model, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*", model):
+        file = resources.files("razor_dist.configs") / "models" / f"{model}.yaml"
+        if file.is_file():
+            shipped = _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
+            settings = shipped | settings
     try:
         return cls(**{name: setting.value for name, setting in settings.items()})
     except SettingError as error:
         source = settings[error.name].source
-        suffix = f" (from {source})" if source else ""
-        raise ConfigError(f"{error}{suffix}") from None
-
-
-def _shipped(cls: type[Config], model: Any) -> Settings:
-    """Return the defaults shipped for a model; none for a folder or a hub id."""
-    if not isinstance(model, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", model):
-        return {}
-    file = resources.files("razor_dist.configs") / "models" / f"{model}.yaml"
-    if not file.is_file():
-        return {}
-    return _from_text(cls, file.read_text(), f"configs/models/{model}.yaml")
+        raise ConfigError(f"{error} (from {source})" if source else str(error)) from None
 
 
 @cache
@@ -151,13 +130,7 @@ def read_mapping(text: str, source: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Read a file that the user names.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be read, or is not UTF-8.
-    """
+    """Read a file that the user names; raise `ConfigError` if it is unreadable or not UTF-8."""
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
@@ -171,11 +144,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", node.start_mark
-                )
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            problem = f"{twice[0]!r} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -186,12 +157,13 @@ def _from_env(cls: type[Config], env: Mapping[str, str]) -> Settings:
     for variable, value in env.items():
         if not variable.startswith(ENV_PREFIX) or variable in INTERNAL_ENV:
             continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if RENAMED.get(name, name) not in known:
+        given = variable.removeprefix(ENV_PREFIX).lower()
+        name = RENAMED.get(given, given)
+        if name not in known:
             variables = [ENV_PREFIX + field.upper() for field in known]
             raise ConfigError(unknown(variable, variables, "environment variable"))
-        if RENAMED.get(name, name) in cls.model_fields:
-            mine[name] = value
+        if name in cls.model_fields:
+            mine[given] = value
     return _named(cls, mine, lambda name: ENV_PREFIX + name.upper())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
@@ -11,6 +12,27 @@ from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size, takes_sizes
+
+# By pydantic's name of a problem: words that follow "must be".
+_WANTED = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "greater than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt}",
+    "string_too_short": "a non-empty string",
+    "finite_number": "a finite number",
+}
+_TYPES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    Size: "an integer such as 8192 or 8K",
+    tuple[int, ...]: "a list of integers",
+    tuple[Size, ...]: "a list of integers such as 8192 or 8K",
+    tuple[float, ...]: "a list of numbers",
+    type(None): "none",
+}
 
 
 class SettingError(ConfigError):
@@ -21,18 +43,34 @@ class SettingError(ConfigError):
         self.name = name
 
 
-def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
-    """Return a sentence about an unknown name, with the nearest known one if there is one.
+def check_least(settings: object, **least: int) -> None:
+    """Raise `ConfigError` unless each attribute that is named is at least its number, or None."""
+    for name, number in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < number:
+            raise ConfigError(f"{name} must be at least {number}, got {value}")
 
-    Parameters
-    ----------
-    name : str
-        What was given.
-    known : collection of str
-        What would be right.
-    what : str
-        The kind of thing that is named.
-    """
+
+def check_fraction(name: str, value: float) -> None:
+    """Raise `ConfigError` unless a value is from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be from 0 to 1, got {value}")
+
+
+def check_percent(name: str, value: float) -> None:
+    """Raise `ConfigError` unless a value is from 0 to 100."""
+    if not 0 <= value <= 100:
+        raise ConfigError(f"{name} must be a percentage from 0 to 100, got {value}")
+
+
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` unless generators of random numbers take the seed."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be at least 0 and below 2**63, got {seed}")
+
+
+def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
+    """Return a sentence about an unknown ``what``, with the nearest known one if there is one."""
     near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(sorted(known))}"
     return f"unknown {what} {name!r}; {hint}"
@@ -42,8 +80,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     """Return the known name that looks most like ``name``, if any does."""
     # Case and dashes are the commonest slips, and difflib would count them as differences.
     for spelling in (name, name.lower().replace("-", "_")):
-        near = difflib.get_close_matches(spelling, known, n=1)
-        if near:
+        if near := difflib.get_close_matches(spelling, known, n=1):
             return near[0]
     return None
 
@@ -51,69 +88,29 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingError:
     """Return the first of pydantic's complaints as a sentence without a trace of pydantic."""
     problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"]]
-    name = path[0]
-    if problem["type"] == "extra_forbidden":
+    path, kind, context = [str(p) for p in problem["loc"]], problem["type"], problem.get("ctx", {})
+    name, value = path[0], problem["input"]
+    if kind == "extra_forbidden":
         return SettingError(unknown(path[-1], fields), name)
-    if problem["type"] == "missing":
+    if kind == "missing":
         return SettingError(f"{'.'.join(path)} is missing", name)
-    # The innermost that is a field: what follows it is an index, or the member of a union.
-    field = next(fields[part] for part in reversed(path) if part in fields)
-    value = problem["input"]
+    if kind == "literal_error":
+        wanted = "one of " + ", ".join(re.findall("'(.*?)'", context["expected"]))
+    elif kind in _WANTED:
+        wanted = _WANTED[kind].format(**context)
+    else:
+        # The innermost that is a field: what follows it is an index, or the member of a union.
+        wanted = _type_in_words(next(fields[part] for part in reversed(path) if part in fields))
     # A number given as text (by a flag or a variable) reads better without its quotes.
-    got = value if "than" in problem["type"] else repr(value)
-    return SettingError(f"{name} must be {_wanted(problem, field)}, got {got}", name)
+    got = value if "than" in kind else repr(value)
+    return SettingError(f"{name} must be {wanted}, got {got}", name)
 
 
-def _wanted(problem: Any, field: FieldInfo) -> str:
-    """Return what would be right, as words that follow "must be"."""
-    context = problem.get("ctx", {})
-    match problem["type"]:
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "greater_than":
-            return f"greater than {context['gt']:g}"
-        case "less_than_equal":
-            return f"at most {context['le']:g}"
-        case "less_than":
-            return f"less than {context['lt']}"
-        case "literal_error":
-            return f"one of {', '.join(_choices(field.annotation))}"
-        case "string_too_short":
-            return "a non-empty string"
-        case "finite_number":
-            return "a finite number"
-    return kind(field)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Return the words of a Literal, also of one that is inside a tuple or optional."""
-    return [
-        word
-        for part in get_args(annotation)
-        for word in ([part] if isinstance(part, str) else _choices(part))
-    ]
-
-
-def kind(field: FieldInfo) -> str:
+def _type_in_words(field: FieldInfo) -> str:
     """Return the type of a setting in words, e.g. ``an integer or none``."""
-    words = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        Size: "an integer such as 8192 or 8K",
-        tuple[int, ...]: "a list of integers",
-        tuple[Size, ...]: "a list of integers such as 8192 or 8K",
-        tuple[float, ...]: "a list of numbers",
-    }
-    # pydantic takes a bare `Size` apart, and leaves one inside an optional or a tuple as it is.
     whole: Any = Size if field.annotation is int and takes_sizes(field) else field.annotation
-    parts = (whole,) if whole in words else get_args(whole)
-    names = [words[t] for t in parts if t in words]
-    if is_optional(field):
-        names.append("none")
-    return " or ".join(names)
+    parts = (whole,) if whole in _TYPES else get_args(whole)
+    return " or ".join(_TYPES[part] for part in parts if part in _TYPES)
 
 
 def is_optional(field: FieldInfo) -> bool:

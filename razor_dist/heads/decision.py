@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 from pydantic import Field
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.config.ranges import check_fraction, check_percent
+from razor_dist.config.validation import check_fraction, check_percent
 
 if TYPE_CHECKING:
     from razor_dist.heads.head_map import HeadMap

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.validation import check_least
 
 _SETTINGS = EngineConfig.model_fields
 

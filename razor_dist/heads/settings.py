@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from typing_extensions import Doc
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.ranges import check_least, check_percent, check_seed
+from razor_dist.config.validation import check_least, check_percent, check_seed
 from razor_dist.heads.decision import check_rule
 
 MOST_PASSKEYS = 10

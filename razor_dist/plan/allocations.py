@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +21,8 @@ _READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzer
 # and merging partial results is hundreds of them. All that counts here is a result's size.
 _COMPARISONS = frozenset({_aten.gt.Scalar, _aten.eq.Scalar, _aten.eq.Tensor})
 _POINTWISE = _COMPARISONS | {
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.mul.Tensor,
-    _aten.div.Tensor,
-    _aten.exp.default,
-    _aten.log.default,
-    _aten.reciprocal.default,
-    _aten.maximum.default,
+    *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")),
+    *(getattr(_aten, name).default for name in ("exp", "log", "reciprocal", "maximum")),
     _aten.masked_fill.Scalar,
     _aten.where.self,
     _aten.where.ScalarOther,
@@ -38,8 +33,7 @@ def _like_pointwise(func: Any, inputs: Sequence[Tensor]) -> Tensor:
     """A meta tensor of the size of a pointwise operation's result."""
     shapes = {tensor.shape for tensor in inputs}
     shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
-    dtypes = [t.dtype for t in inputs if t.dtype != torch.bool] or [torch.bool]
-    dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in inputs))
     if func in _COMPARISONS:
         dtype = torch.bool
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -51,24 +45,16 @@ class Allocations(TorchDispatchMode):
     Every operation's results pass through `__torch_dispatch__`; a storage that was not seen before
     counts from then until Python frees it. What a kernel allocates for itself and frees again is
     not seen, nor is what an allocator holds back.
-
-    Attributes
-    ----------
-    label : str
-        Which part of the code what is made now belongs to; see `labelled`.
-    live, peak : int
-        Bytes now, and at most so far.
-    at_peak : dict of int to (str, int)
-        Label and bytes of every storage that was alive then.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.label = "model"
-        self.live = self.peak = 0
-        self.at_peak: dict[int, tuple[str, int]] = {}
+        self.label = "model"  # the part of the code that makes what is made now; see `labelled`
+        self.live = self.peak = 0  # bytes now, and at most so far
+        self.at_peak: dict[int, tuple[str, int]] = {}  # label and bytes of what was alive then
         self._alive: dict[int, tuple[str, int]] = {}
-        self._numbers = 0
+        self._numbers = itertools.count()
+        # Numbers of storages; those from outside, which are not counted, are -1.
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(
@@ -78,17 +64,14 @@ class Allocations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count what it made.
-
-        A question about a number is answered with zero on the meta device, which has none.
-        transformers asks one, whether the positions are those of several packed sequences, to
-        decide on a mask; ours is none in either case (`razor_dist.models.bridge`).
-        """
+        """Run an operation and count what it made."""
+        # Asked for a number, which the meta device lacks, answer zero: transformers asks whether
+        # the positions are of several packed sequences, to make a mask, and ours needs none.
         if func in _READS and args[0].is_meta:
             return 0
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:
-            self._mark(tensor)
+            self._known.setdefault(tensor.untyped_storage(), -1)
         if func in _POINTWISE and inputs[0].is_meta:
             result = _like_pointwise(func, inputs)
         else:
@@ -98,18 +81,11 @@ class Allocations(TorchDispatchMode):
                 self._count(tensor)
         return result
 
-    def _mark(self, tensor: Tensor) -> None:
-        """Remember a tensor from outside, which is not counted."""
-        storage = tensor.untyped_storage()
-        if storage not in self._known:
-            self._known[storage] = -1
-
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage in self._known:
             return
-        self._numbers += 1
-        number, size = self._numbers, storage.nbytes()
+        number, size = next(self._numbers), storage.nbytes()
         self._known[storage] = number
         self._alive[number] = (self.label, size)
         weakref.finalize(storage, self._free, number)
@@ -123,7 +99,7 @@ class Allocations(TorchDispatchMode):
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Count a tensor that is alive, and that was made here, under another label."""
-        number = self._known.get(tensor.untyped_storage(), -1)
+        number = self._known.get(tensor.untyped_storage())
         if number in self._alive:
             self._alive[number] = (label, self._alive[number][1])
 

@@ -1,44 +1,51 @@
-"""Operations and times: what a deployment takes at least, and what to expect.
+"""Operations, bytes between ranks, and times: what a deployment takes at least, and what to expect.
 
 Operations are multiplications and additions, counted apart. One token costs ``2·w`` for w
 parameters that multiply it, and ``4·D`` per query head and key that it sees (``q·k`` and ``p·v``).
+
+Bytes are what `razor_dist.parallel.comm.Communicator` would count, to the byte: the engine's own
+plans, summed instead of sent (``tests/plan/test_measured.py`` compares them). For a chunk, rank r,
+P ranks, K heads of D numbers, G query heads each:
+
+* ring, keys travel (`ring._pass_kv`): r hands on every rank's block but that of r+1, each of
+  ``2·K·D·kv_itemsize`` bytes per token of the chunk and of the earlier shards;
+* ring, queries travel (`ring._start_pass_q`, where `ring.queries_travel`): the chunk's own blocks
+  as above; every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to
+  every other rank, ``4·K·G·(D+1)`` per token;
+* halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·D·kv_itemsize`` each;
+* compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
+* merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
+* control: the frames of step plans (`razor_dist.engine.step`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import compensation_entries
+from razor_dist.engine.step import FRAME, HEADER
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.plan.deployment import Deployment
+from razor_dist.parallel.ring import queries_travel
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.plan.deployment import Deployment, HeadChoice, StreamingHeads
 from razor_dist.plan.devices import Device
-from razor_dist.plan.traffic import Traffic
 
 _CHUNK = 1 << 20
+_INT64 = 8
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a whole prompt, all ranks together.
+    """Operations of a whole prompt, all ranks together."""
 
-    Attributes
-    ----------
-    linear : int
-        Projections and MLPs, and the output head once.
-    retrieval, streaming : int
-        Attention of the retrieval and of the streaming heads.
-    full : int
-        Attention if every head were a retrieval head.
-    """
-
-    linear: int
-    retrieval: int
-    streaming: int
-    full: int
+    linear: int  # projections and MLPs, and the output head once
+    retrieval: int  # attention of the retrieval heads
+    streaming: int  # attention of the streaming heads
+    full: int  # attention if every head were a retrieval head
 
     @property
     def total(self) -> int:
@@ -46,60 +53,12 @@ class Operations:
         return self.linear + self.retrieval + self.streaming
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds by term, ``compute``, ``memory`` and ``links``.
-
-    Attributes
-    ----------
-    floor : dict of str to float
-        At the device's peaks.
-    expected : dict of str to float
-        At the efficiencies of its file.
-    overlapped : bool
-        Whether links work while computing does (prefill) or in turn with it (decode). Computing
-        and reading memory always overlap.
-    """
-
-    floor: Mapping[str, float]
-    expected: Mapping[str, float]
-    overlapped: bool
-
-    def _seconds(self, terms: Mapping[str, float]) -> float:
-        if self.overlapped:
-            return max(terms.values())
-        return max(terms["compute"], terms["memory"]) + terms["links"]
-
-    @property
-    def at_peak(self) -> float:
-        """Seconds at least."""
-        return self._seconds(self.floor)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds to expect."""
-        return self._seconds(self.expected)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the terms and what follows from them."""
-        sums = {"seconds_at_peak": self.at_peak, "seconds": self.seconds, "limit": self.limit}
-        return dataclasses.asdict(self) | sums
-
-    @property
-    def limit(self) -> str:
-        """The term that is the largest to expect."""
-        return max(self.expected, key=lambda term: self.expected[term])
-
-
 def visible(policy: StreamingPolicy, prompt: int) -> int:
     """Count the keys that a streaming head's queries of a prompt see, summed over queries."""
-    seen = 0
+    seen = prompt * (prompt + 1) // 2
     for begin in range(0, prompt, _CHUNK):
-        end = min(begin + _CHUNK, prompt)
-        starts = policy.starts(begin, end)
-        hidden = (starts - policy.sinks - policy.compensation).clip(min=0)
-        queries = end - begin
-        seen += queries * (begin + end + 1) // 2 - int(hidden.sum())
+        starts = policy.starts(begin, min(begin + _CHUNK, prompt))
+        seen -= int((starts - policy.sinks - policy.compensation).clip(min=0).sum())
     return seen
 
 
@@ -117,25 +76,140 @@ def operations(d: Deployment, prompt: int) -> Operations:
     )
 
 
-def prefill_time(d: Deployment, device: Device, prompt: int, traffic: Traffic) -> Estimate:
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent, by purpose, of every rank."""
+
+    prefill: list[Counter[str]]  # for a whole prompt
+    decode: list[Counter[str]]  # for one step of one sequence
+
+    @staticmethod
+    def total(per_rank: Sequence[Counter[str]]) -> Counter[str]:
+        """All ranks together."""
+        return sum(per_rank, Counter())
+
+    @staticmethod
+    def most(per_rank: Sequence[Counter[str]]) -> int:
+        """Return what the busiest rank sends."""
+        return max(sum(sent.values()) for sent in per_rank)
+
+
+def traffic(d: Deployment, prompt: int) -> Traffic:
+    """Count what a prompt of so many tokens and the decode steps after it send."""
+    prefill = [Counter[str]() for _ in range(d.world_size)]
+    decode = [Counter[str]() for _ in range(d.world_size)]
+    if d.world_size > 1:
+        others, rows = d.world_size - 1, sum(d.retrieval_per_layer)
+        chunks = d.chunks(prompt)
+        _add_rings(d, chunks, prefill)
+        for heads in d.streaming:
+            _add_windows(d, heads, chunks, prefill)
+        # OPEN, and PREFILL for every chunk, from rank 0.
+        lengths = [chunk.end - chunk.begin for chunk in chunks]
+        long = sum(n for n in lengths if n > FRAME - HEADER)
+        prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
+        for sent in decode:
+            sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
+        decode[0]["control"] = others * _INT64 * FRAME
+    # Without what is zero.
+    return Traffic([+sent for sent in prefill], [+sent for sent in decode])
+
+
+def full_attention(d: Deployment) -> Deployment:
+    """Return the same deployment with every head a retrieval head."""
+    everything = ((True,) * d.shape.kv_heads,) * d.shape.layers
+    return replace(d, decision=HeadChoice(everything, "attention: full"))
+
+
+def pass_q(d: Deployment, chunk: Chunk) -> bool:
+    """Return whether a chunk's queries travel, not the earlier keys."""
+    shape, kv = d.shape, d.kv_dtype.itemsize
+    # Both ways cost in proportion to the heads: one stands for all.
+    return queries_travel(chunk, chunk.begin, 1, shape.group, shape.head_dim, d.dtype.itemsize, kv)
+
+
+def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]]) -> None:
+    size, dim = d.world_size, d.shape.head_dim
+    rows = sum(d.retrieval_per_layer)
+    if d.exact:
+        rows += sum(heads.rows for heads in d.streaming)
+    earlier = [0] * size
+    for chunk in chunks:
+        own = [chunk.tokens(r) for r in range(size)]
+        through = [a + b for a, b in zip(earlier, own, strict=True)]
+        queries = pass_q(d, chunk)
+        blocks = own if queries else through
+        for rank in range(size):
+            following = (rank + 1) % size
+            nbytes = (sum(blocks) - blocks[following]) * d.kv_bytes
+            if queries:
+                nbytes += (sum(own) - own[following]) * d.shape.group * dim * d.dtype.itemsize
+                nbytes += (sum(own) - own[rank]) * d.shape.group * (dim + 1) * 4
+            sent[rank]["ring"] += rows * nbytes
+        earlier = through
+
+
+def _add_windows(
+    d: Deployment, heads: StreamingHeads, chunks: Sequence[Chunk], sent: list[Counter[str]]
+) -> None:
+    size, per_token, policy = d.world_size, heads.rows * d.kv_bytes, heads.policy
+    seen: dict[tuple[int, ...], list[WindowPlan]] = {}
+    for index in range(len(chunks) - 1 if d.exact else 0, len(chunks)):
+        key = _chunk_key(policy, chunks, index)
+        if key not in seen:
+            seen[key] = [_plan(d, policy, chunks, index, rank) for rank in range(size)]
+        for rank, plan in enumerate(seen[key]):
+            sent[rank]["halo"] += plan.halo.sent_tokens * per_token
+            sent[rank]["sinks"] += plan.sinks.sent_tokens * per_token
+            if plan.changes_sums and policy.compensation:
+                for count in heads.per_layer:
+                    sums = (len(plan.edges) - 1) * 2 * count * d.shape.head_dim * 4
+                    sent[rank]["compensation"] += 2 * sums * (size - 1) // size
+
+
+def _chunk_key(policy: StreamingPolicy, chunks: Sequence[Chunk], index: int) -> tuple[int, ...]:
+    """Return all that a chunk's plan depends on, seen from the chunk, to plan like ones once."""
+    chunk = chunks[index]
+    edges = [*(shard.begin for shard in chunk.shards), chunk.end]
+    starts = [max(policy.sinks, policy.start(edge)) - chunk.begin for edge in edges]
+    shards = [edge - chunk.begin for edge in edges]
+    return (index + 1 == len(chunks), min(chunk.begin, policy.sinks), *starts, *shards)
+
+
+def _plan(
+    d: Deployment, policy: StreamingPolicy, chunks: Sequence[Chunk], index: int, rank: int
+) -> WindowPlan:
+    if d.exact:
+        return plan_compression(policy, chunks, rank)
+    chunk, last = chunks[index], index + 1 == len(chunks)
+    base = max(policy.sinks, policy.start(chunk.begin) if index else 0)
+    held = holdings(chunks[:index], Interval(base, chunk.begin))
+    return plan_window(policy, chunk, rank, base=base, held=held, last=last)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds by term, ``compute``, ``memory`` and ``links``, and in sum."""
+
+    floor: Mapping[str, float]  # at the device's peaks
+    expected: Mapping[str, float]  # at the efficiencies of its file
+    overlapped: bool  # links work while computing does (prefill), not in turn with it (decode)
+    seconds_at_peak: float
+    seconds: float
+    limit: str  # the term that is the largest to expect
+
+
+def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> Estimate:
     """Estimate the prefill; work and bytes are even over the ranks, links are the busiest's.
 
     Memory is the weights, read once in every chunk; keys and values are read by attention kernels
     that compute far longer on them.
     """
-    size, efficiency = d.world_size, device.efficiency
-    peak = device.flops(d.dtype, size) * size
-    work = operations(d, prompt)
-    reads = len(d.chunks(prompt)) * d.weights.nbytes / device.bandwidth(size)
-    sends = Traffic.most(traffic.prefill) / device.link
-    linear, attention = work.linear / peak, (work.retrieval + work.streaming) / peak
-    floor = {"compute": linear + attention, "memory": reads, "links": sends}
-    expected = {
-        "compute": linear / efficiency.matmul + attention / efficiency.attention,
-        "memory": reads / efficiency.bandwidth,
-        "links": sends / efficiency.link,
-    }
-    return Estimate(floor, expected, overlapped=True)
+    work, size = operations(d, prompt), d.world_size
+    reads = len(d.chunks(prompt)) * d.weights.nbytes
+    matmul, attention = work.linear / size, (work.retrieval + work.streaming) / size
+    sends = Traffic.most(sent.prefill)
+    return _estimate(d, device, (matmul, attention), reads, sends, overlapped=True)
 
 
 def decode_reads(d: Deployment, context: int) -> int:
@@ -144,35 +218,58 @@ def decode_reads(d: Deployment, context: int) -> int:
     Weights (`Weights.step_bytes`); the shard of the retrieval heads; the slots of the streaming
     heads.
     """
-    shard = max(shard_sizes(0, context, context, d.chunked_prefill_size, d.world_size))
-    kept = sum(d.retrieval_per_layer) * shard
+    tokens = sum(d.retrieval_per_layer) * _shard(d, context)
     for heads in d.streaming:
         policy = heads.policy
-        entries = compensation_entries(policy, d.dtype)
-        kept += heads.rows * (entries + policy.sinks + min(context, policy.capacity(context)))
-    return d.weights.step_bytes + kept * d.kv_bytes
+        entries = compensation_entries(policy, d.dtype) + policy.sinks
+        tokens += heads.rows * (entries + policy.capacity(context))
+    return d.weights.step_bytes + tokens * d.kv_bytes
 
 
-def decode_time(d: Deployment, device: Device, context: int, traffic: Traffic) -> Estimate:
+def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> Estimate:
     """Estimate the decoding of one token of one sequence of ``context`` tokens.
 
     Links cost their bytes, and a latency for each layer with retrieval heads.
     """
-    size, efficiency, shape = d.world_size, device.efficiency, d.shape
-    per_key = 4 * shape.head_dim * shape.group
-    shard = max(shard_sizes(0, context, context, d.chunked_prefill_size, size))
-    keys = sum(d.retrieval_per_layer) * shard
+    keys = sum(d.retrieval_per_layer) * _shard(d, context)
     keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
-    work = 2 * (d.weights.matmul + d.weights.head) + per_key * keys
-    compute = work / device.flops(d.dtype, size)
-    reads = decode_reads(d, context) / device.bandwidth(size)
-    sends = Traffic.most(traffic.decode) / device.link
-    collectives = sum(count > 0 for count in d.retrieval_per_layer) if size > 1 else 0
-    latency = collectives * device.link_latency
-    floor = {"compute": compute, "memory": reads, "links": sends + latency}
+    work = 2 * (d.weights.matmul + d.weights.head) + 4 * d.shape.head_dim * d.shape.group * keys
+    collectives = sum(count > 0 for count in d.retrieval_per_layer) if d.world_size > 1 else 0
+    reads, sends = decode_reads(d, context), Traffic.most(sent.decode)
+    latency = collectives * device.link_latency_us * 1e-6
+    return _estimate(d, device, (work, 0), reads, sends, latency, overlapped=False)
+
+
+def _shard(d: Deployment, context: int) -> int:
+    """Tokens of retrieval heads on the fullest rank."""
+    return max(shard_sizes(0, context, context, d.chunked_prefill_size, d.world_size))
+
+
+def _estimate(
+    d: Deployment,
+    device: Device,
+    work: tuple[float, float],
+    reads: int,
+    sends: int,
+    latency: float = 0.0,
+    *,
+    overlapped: bool,
+) -> Estimate:
+    """Turn a rank's operations (of products, of attention) and bytes into times."""
+    matmul, attention = (operations / device.flops(d.dtype, d.world_size) for operations in work)
+    memory, links = reads / device.bandwidth(d.world_size), sends / (device.link_gb_s * 1e9)
+    reached = device.efficiency
+    floor = {"compute": matmul + attention, "memory": memory, "links": links + latency}
     expected = {
-        "compute": compute / efficiency.matmul,
-        "memory": reads / efficiency.bandwidth,
-        "links": sends / efficiency.link + latency,
+        "compute": matmul / reached.matmul + attention / reached.attention,
+        "memory": memory / reached.bandwidth,
+        "links": links / reached.link + latency,
     }
-    return Estimate(floor, expected, overlapped=False)
+
+    def seconds(terms: Mapping[str, float]) -> float:
+        # Computing and reading memory always overlap.
+        both = max(terms["compute"], terms["memory"])
+        return max(both, terms["links"]) if overlapped else both + terms["links"]
+
+    limit = max(expected, key=lambda term: expected[term])
+    return Estimate(floor, expected, overlapped, seconds(floor), seconds(expected), limit)

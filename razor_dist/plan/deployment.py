@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
@@ -35,13 +35,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class StreamingHeads:
-    """Streaming heads that share a policy.
-
-    ``per_layer`` counts the KV heads of each layer.
-    """
+    """Streaming heads that share a policy."""
 
     policy: StreamingPolicy
-    per_layer: tuple[int, ...]
+    per_layer: tuple[int, ...]  # KV heads
 
     @property
     def rows(self) -> int:
@@ -51,25 +48,13 @@ class StreamingHeads:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """The choice of retrieval heads, and who made it.
+    """The choice of retrieval heads, and who made it."""
 
-    Attributes
-    ----------
-    retrieval : sequence of sequence of bool
-        ``[layers][KV heads]``.
-    source : str
-        For people.
-    missing : str or None
-        The head map that the settings name, if there is none: the choice is a guess.
-    selected_fraction : float or None
-        Fraction of query heads that were chosen for their own scores, of a head map that says.
-    windows : tuple of tuple of (int or None), optional
-        For every layer and KV head, a streaming head's own window.
-    """
-
-    retrieval: Sequence[Sequence[bool]]
-    source: str
+    retrieval: Sequence[Sequence[bool]]  # [layers][KV heads]
+    source: str  # for people
+    # The head map that the settings name, if it does not exist: the choice is a guess.
     missing: str | None = None
+    # Fraction of query heads that were chosen for their own scores, of a head map that says.
     selected_fraction: float | None = None
     windows: Windows | None = None
 
@@ -94,30 +79,31 @@ class HeadChoice:
         HeadMapError
             If the head map that is named cannot be read or is another model's.
         """
-        if config.attention != "razor":
-            if fraction is not None:
-                raise _not_beside(f"attention is {config.attention}")
-            found = head_map_of(config, shape, fingerprint)
-            return cls(found.retrieval, f"attention: {config.attention}")
-        name = config.head_map
-        missing = name if name is not None and not Path(name).expanduser().exists() else None
+        name, by_map = config.head_map, config.attention == "razor"
+        exists = name is not None and Path(name).expanduser().exists()
+        missing = name if by_map and not exists else None
         if fraction is not None:
+            if not by_map or exists:
+                given = f"head_map is {name}" if by_map else f"attention is {config.attention}"
+                raise ConfigError(
+                    f"--retrieval stands in place of a head map, but {given}; leave one out, or "
+                    "say --head-map none --attention razor"
+                )
             if not 0 < fraction <= 1:
                 raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
-            if name is not None and not missing:
-                raise _not_beside(f"head_map is {name}")
-            kept = spread(fraction, shape.layers, shape.kv_heads)
-            return cls(kept, f"{fraction:.0%} of the KV heads, spread evenly")
-        if missing or (name is None and not _has_head_map(config.model)):
-            kept = spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads)
+            source = f"{fraction:.0%} of the KV heads, spread evenly"
+            return cls(spread(fraction, shape.layers, shape.kv_heads), source)
+        if missing or (by_map and name is None and not _has_head_map(config.model)):
             source = f"assumed: {ASSUMED_FRACTION:.0%} of the KV heads, spread evenly"
             if name is None:
                 source += "; no head map was given and none is shipped for this model"
-            return cls(kept, source, missing)
+            return cls(spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads), source, missing)
         found = head_map_of(config, shape, fingerprint)
         source = f"head map {name or 'shipped with the model'}"
-        chosen = found.selected_fraction if found.selected else None
-        return cls(found.retrieval, source, selected_fraction=chosen, windows=found.windows)
+        if not by_map:
+            source = f"attention: {config.attention}"
+        selected = found.selected_fraction if found.selected else None
+        return cls(found.retrieval, source, None, selected, found.windows)
 
 
 def _has_head_map(model: str) -> bool:
@@ -128,54 +114,30 @@ def _has_head_map(model: str) -> bool:
     return True
 
 
-def _not_beside(given: str) -> ConfigError:
-    return ConfigError(
-        f"--retrieval stands in place of a head map, but {given}; leave one out, or say --head-map "
-        "none --attention razor"
-    )
-
-
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of a model's parameters, counted in the model's own class on the meta device.
+    """Sizes of a model's parameters, counted in the model's own class on the meta device."""
 
-    Attributes
-    ----------
-    parameters : int
-        Each counted once, also where it serves twice (tied embeddings).
-    nbytes : int
-        Of parameters and buffers, in the dtype of the deployment.
-    matmul : int
-        Parameters that multiply every token: all matrices but the embedding and the output head;
-        of experts, those that a token is sent to.
-    head : int
-        Parameters of the output head, which multiplies the last token alone.
-    step_bytes : int
-        Bytes that one token's step reads: all but the embedding's, of which it takes a row, unless
-        that is the output head, too; and of experts, those that the token is sent to.
-    """
-
-    parameters: int
-    nbytes: int
+    parameters: int  # each counted once, also where it serves twice (tied embeddings)
+    nbytes: int  # of parameters and buffers, in the dtype of the deployment
+    # Parameters that multiply every token: all matrices but the embedding and the output head; of
+    # experts, those that a token is sent to.
     matmul: int
-    head: int
+    head: int  # parameters of the output head, which multiplies the last token alone
+    # Bytes that one token's step reads: all but the embedding's, of which it takes a row, unless
+    # that is the output head, too; and of experts, those that the token is sent to.
     step_bytes: int
 
     @classmethod
-    def of(
-        cls, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
-    ) -> Weights:
-        """Count the parameters of a model."""
-        model = model_from_config(
-            config, device=META, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+    def of(cls, model: PreTrainedModel) -> Weights:
         embedding: nn.Module = model.get_input_embeddings()
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
+        config = model.config
         routed = getattr(config, "num_experts_per_tok", None)
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        held = [*model.parameters(), *model.buffers()]
-        matmul, step = 0.0, float(sum(buffer.nbytes for buffer in model.buffers()))
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        matmul, step = 0.0, float(buffers)
         for name, parameter in model.named_parameters():
             share = routed / experts if routed and experts and ".experts." in name else 1.0
             if parameter is not table or table is head:
@@ -184,7 +146,7 @@ class Weights:
                 matmul += parameter.numel() * share
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
-            nbytes=sum(t.nbytes for t in held),
+            nbytes=buffers + sum(p.nbytes for p in model.parameters()),
             matmul=round(matmul),
             head=head.numel(),
             step_bytes=round(step),
@@ -193,16 +155,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model, its settings and the ranks that it would run on.
-
-    ``kind`` is that of the ranks' device.
-    """
+    """A model, its settings and the ranks that it would run on."""
 
     config: EngineConfig
     model: PretrainedConfig
     shape: ModelShape
     decision: HeadChoice
-    kind: Literal["cuda", "cpu"]
+    kind: Literal["cuda", "cpu"]  # of the ranks' device
 
     @classmethod
     def of(
@@ -230,27 +189,22 @@ class Deployment:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, P."""
         return self.config.world_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of weights and computing."""
         return torch_dtype(self.config, torch.device(self.kind))
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Number format of keys and values."""
         return torch_kv_dtype(self.config, self.dtype)
 
     @property
     def chunked_prefill_size(self) -> int:
         """Tokens of a prompt that all ranks prefill together."""
         length = self.config.max_model_len or self.shape.max_positions
-        device = torch.device(self.kind)
-        return chunk_length(
-            self.config, self.shape, self.layout.windows, length, self.world_size, device
-        )
+        windows, device = self.layout.windows, torch.device(self.kind)
+        return chunk_length(self.config, self.shape, windows, length, self.world_size, device)
 
     def chunks(self, prompt: int) -> list[Chunk]:
         """The chunks of a prompt of so many tokens."""
@@ -262,14 +216,8 @@ class Deployment:
         Not ``bounded``, as if ``kv_tokens`` were not set.
         """
         config = self.config if bounded else self.config.model_copy(update={"kv_tokens": None})
-        return cache_config(
-            config,
-            self.shape,
-            max_model_len,
-            self.chunked_prefill_size,
-            self.world_size,
-            self.kv_dtype,
-        )
+        size = self.chunked_prefill_size
+        return cache_config(config, self.shape, max_model_len, size, self.world_size, self.kv_dtype)
 
     @property
     def exact(self) -> bool:
@@ -298,11 +246,20 @@ class Deployment:
             found.append(StreamingHeads(policy.with_window(window), per_layer))
         return tuple(found)
 
+    def meta_model(self, layers: int | None = None) -> PreTrainedModel:
+        """Return the model on the meta device, of all its layers or of so many."""
+        config = self.model
+        if layers is not None:
+            fields: dict[str, Any] = config.to_dict() | {"num_hidden_layers": layers}
+            if fields.get("layer_types"):
+                fields["layer_types"] = fields["layer_types"][:layers]
+            config = type(config).from_dict(fields)
+        remote = self.config.trust_remote_code
+        return model_from_config(config, device=META, dtype=self.dtype, trust_remote_code=remote)
+
     @cached_property
     def weights(self) -> Weights:
-        """Sizes of the parameters."""
-        remote = self.config.trust_remote_code
-        return Weights.of(self.model, self.dtype, trust_remote_code=remote)
+        return Weights.of(self.meta_model())
 
     @property
     def kv_bytes(self) -> int:

@@ -1,48 +1,274 @@
-"""Memory of one rank, and the longest context that fits."""
+"""Memory of one rank, and the longest context that fits.
+
+Formulas for what prefill allocates would repeat the model's and the engine's code line by line, and
+drift from it. So the planner runs that code itself, on torch's meta device: a model of the real
+sizes with one layer of each kind that matters, `ModelRunner`, the real `PrefillContext`, and a
+communicator that sends nothing. `Allocations` counts the tensors.
+"""
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
 
-from razor_dist.plan.deployment import Deployment
+import torch
+from torch import Tensor
+
+from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import StreamingPolicy, WindowRun
+from razor_dist.parallel.comm import Communicator, Pending, Purpose
+from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.ring import ring_attention
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.plan.allocations import Allocations
+from razor_dist.plan.compute import pass_q
+from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
-from razor_dist.plan.dry_run import DryRun
-from razor_dist.plan.traffic import window_tokens_between_chunks
 
 # Contexts beyond this are not asked about.
 LONGEST = 2**28
 _ROUNDS = 4
+_MOST_RUNS = 16
+_LAST_CHUNKS = 8
+
+
+class SilentCommunicator(Communicator):
+    """One of several ranks, alone: what it would receive is there at once, and holds nothing.
+
+    ``allocations`` is told which tensors are buffers of an exchange.
+    """
+
+    def __init__(self, rank: int, size: int, allocations: Allocations) -> None:
+        super().__init__(None)
+        self.rank, self.size, self._allocations = rank, size, allocations
+
+    def exchange(
+        self, sends: Seq[tuple[int, Tensor]], receives: Seq[tuple[int, Tensor]], purpose: Purpose
+    ) -> Pending:
+        for _, tensor in [*sends, *receives]:
+            self._allocations.relabel(tensor, purpose)
+        return Pending([b for _, b in receives], sent=[t for _, t in sends])
+
+    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
+        self._allocations.relabel(tensor, purpose)
+        return Pending([tensor])
+
+
+class _FewRuns(StreamingPolicy):
+    """A policy whose adjacent runs are joined, so that a long chunk is few operations.
+
+    Their results are as large as before; what is made for one run and freed is larger, by a few
+    hundredths of the streaming heads' results.
+    """
+
+    def runs(self, begin: int, end: int) -> list[WindowRun]:
+        runs = super().runs(begin, end)
+        step = -(-len(runs) // _MOST_RUNS) or 1
+        groups = [runs[i : i + step] for i in range(0, len(runs), step)]
+        return [WindowRun(group[0].begin, group[-1].end, group[0].start) for group in groups]
+
+
+class DryRun:
+    """Chunks and caches of one deployment, on the meta device."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._d = deployment
+        kept, windows = deployment.decision.retrieval, deployment.decision.windows
+        layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
+        self._model = deployment.meta_model(len(layers))
+        self._layout = HeadLayout.from_decision(
+            [kept[layer] for layer in layers],
+            META,
+            windows and tuple(windows[layer] for layer in layers),
+        )
+
+    def reserved(self, max_model_len: int) -> dict[str, int]:
+        """Bytes of the caches that a rank makes at start, by their names in `Memory`."""
+        caches = self._whole(max_model_len, 0).caches
+        return {
+            "retrieval_kv": caches.pages.reserved_bytes,
+            "streaming_cache": sum(cache.reserved_bytes for cache in caches.streaming),
+            "scratch": 0 if caches.scratch is None else caches.scratch.reserved_bytes,
+        }
+
+    def caches(self, max_model_len: int, context: int) -> dict[str, int]:
+        """The same, and what a sequence of ``context`` tokens takes on the fullest rank.
+
+        Raises
+        ------
+        ConfigError
+            If ``kv_tokens`` has no room for it.
+        """
+        retrieval = streaming = 0
+        for rank in range(self._d.world_size):
+            runner = self._whole(max_model_len, rank)
+            try:
+                self._open(runner, context)
+            except EngineError:
+                raise ConfigError(
+                    f"kv_tokens is {self._d.config.kv_tokens}, too few for a sequence of {context}"
+                ) from None
+            retrieval = max(retrieval, runner.caches.pages.used_bytes)
+            streaming = max(streaming, sum(c.used_bytes for c in runner.caches.streaming))
+        return self.reserved(max_model_len) | {
+            "sequence_retrieval_kv": retrieval,
+            "sequence_streaming_cache": streaming,
+        }
+
+    def activations(self, prompt: int) -> Counter[str]:
+        """Bytes by label at the highest peak of any chunk, on the rank where it is.
+
+        What outlives a chunk (the window between chunks, the caches) is not part of it. The chunks
+        looked at are the first one, the last one, the last full one and the last in which earlier
+        keys travel, on the last rank, which attends to every block in full; the last also on rank
+        0, which computes the logits.
+        """
+        chunks = self._d.chunks(prompt)
+        last, far = len(chunks) - 1, self._d.world_size - 1
+        keys_travel = (i for i, chunk in enumerate(chunks) if not pass_q(self._d, chunk))
+        places = {(0, far), (last, 0), (last, far), (max(keys_travel), far)}
+        if chunks[last].end - chunks[last].begin < self._d.chunked_prefill_size:
+            places.add((max(0, last - 1), far))
+        found = [self.chunk(chunks, *place) for place in sorted(places)]
+        return max(found, key=lambda sizes: sum(sizes.values()))
+
+    def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
+        """Bytes by label at the peak of one chunk on one rank."""
+        allocations = Allocations()
+        chunk, prompt = chunks[index], chunks[-1].end
+        cache = self._d.cache(prompt, bounded=False)
+        runner = self._runner(cache, rank, allocations, self._layout)
+        self._open(runner, prompt, max_read=prompt)
+        self._skip(runner, chunks[:index])
+        plan = StepPlan(
+            Op.PREFILL,
+            begin=chunk.begin,
+            end=chunk.end,
+            last=chunk.end == prompt,
+            payload=torch.zeros(chunk.end - chunk.begin, dtype=torch.int64),
+        )
+        with allocations:
+            runner.execute(plan)
+        sizes = allocations.transient()
+        halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
+        return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
+
+    def _open(self, runner: ModelRunner, prompt: int, max_read: int = 0) -> None:
+        size = self._d.chunked_prefill_size
+        step = StepPlan(
+            Op.OPEN, end=prompt, total=prompt, chunked_prefill_size=size, max_read=max_read
+        )
+        runner.execute(step)
+
+    def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
+        """A runner with the caches of all layers."""
+        return self._runner(self._d.cache(max_model_len), rank, Allocations(), self._d.layout)
+
+    def _runner(
+        self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
+    ) -> ModelRunner:
+        def ring(*arguments: Any) -> Tensor:
+            with allocations.labelled("ring"):
+                return ring_attention(*arguments)
+
+        cache = replace(cache, policy=_FewRuns(**vars(cache.policy)))
+        comm = SilentCommunicator(rank, self._d.world_size, allocations)
+        return ModelRunner(self._model, self._d.shape, layout, cache, comm, ring)
+
+    def _skip(self, runner: ModelRunner, done: Seq[Chunk]) -> None:
+        """Leave a sequence as if the chunks ``done`` had been prefilled."""
+        sequence, rank = runner.sequences[0], runner.comm.rank
+        if not done:
+            return
+        sequence.done, sequence.length = list(done), done[-1].end
+        for r in range(runner.comm.size):
+            sequence.shard_tokens[r] = sum(chunk.tokens(r) for chunk in done)
+        sequence.table.tokens = sequence.shard_tokens[rank]
+        if sequence.scratch is not None:
+            sequence.scratch.tokens = sequence.shard_tokens[rank]
+            return
+        sequence.window = []
+        for index, (cache, slot) in enumerate(
+            zip(runner.caches.streaming, sequence.streaming, strict=True)
+        ):
+            slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
+            held = holdings(done, Interval(slot.start, sequence.length))
+            sequence.window.append(
+                {
+                    layer: [self._piece(at, group.rows) for at, holder in held if holder == rank]
+                    for layer, heads in enumerate(runner.caches.layout.layers)
+                    for group in heads.groups
+                    if group.index == index
+                }
+            )
+
+    def _piece(self, at: Interval, rows: slice) -> KVPiece:
+        shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
+        k, v = (torch.empty(shape, dtype=self._d.kv_dtype, device=META) for _ in "kv")
+        return KVPiece(at, k, v)
+
+
+def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
+    """Choose a few layers: most streaming heads, most retrieval heads, most even.
+
+    One of them comes first once more, since a model's first layer has less in memory than the
+    others: its input is the embedding itself.
+    """
+    order = sorted(range(len(retrieval)), key=lambda layer: retrieval[layer])
+    even = min(order, key=lambda layer: abs(retrieval[layer] - kv_heads / 2))
+    kinds = {retrieval[layer]: layer for layer in (order[0], even, order[-1])}
+    return [order[-1], *kinds.values()]
+
+
+def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt: int) -> int:
+    """Tokens of window that the fullest rank holds in the midst of a chunk.
+
+    Between two chunks each rank keeps its own part of the window (`Sequence.window`). While a chunk
+    runs, layer after layer gets its new part beside the old one, so both count.
+    """
+    if d.exact:
+        return 0
+    chunks, most = d.chunks(prompt), 0
+    before = [0] * d.world_size
+    # Windows never shrink, so that of many chunks the last ones hold the most.
+    for index in range(max(0, len(chunks) - _LAST_CHUNKS), len(chunks)):
+        chunk, after = chunks[index], [0] * d.world_size
+        if index + 1 < len(chunks):
+            keep = max(policy.sinks, policy.start(chunk.end))
+            for held, rank in holdings(chunks[: index + 1], Interval(keep, chunk.end)):
+                after[rank] += len(held)
+        most = max(most, *(a + b for a, b in zip(before, after, strict=True)))
+        before = after
+    return most
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank.
+    """Bytes on the fullest rank."""
 
-    Attributes
-    ----------
-    weights : int
-        Parameters and buffers.
-    retrieval_kv, streaming_cache, scratch : int
-        Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
-    window_between_chunks : int
-        The streaming heads' window while a prompt is being prefilled; taken when it is needed.
-    activations : dict of str to int
-        At a chunk's peak: ``ring`` (blocks in flight, partial results), ``halo`` (with sinks and
-        sums), ``chunk`` (hidden states, projections, streaming attention, MLP).
-    logits : int
-        Of a decode step of ``max_num_seqs`` sequences, in the model's dtype and in float32.
-    sequence_retrieval_kv, sequence_streaming_cache : int
-        What one sequence of the planned length takes of the first two.
-    """
-
-    weights: int
+    weights: int  # parameters and buffers
+    # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
     scratch: int
+    # The streaming heads' window while a prompt is being prefilled; taken when it is needed.
     window_between_chunks: int
+    # At a chunk's peak: "ring" (blocks in flight, partial results), "halo" (with sinks and sums),
+    # "chunk" (hidden states, projections, streaming attention, MLP).
     activations: dict[str, int]
+    # Of a decode step of max_num_seqs sequences, in the model's dtype and in float32.
     logits: int
+    # One sequence of the planned length takes this much of the first two caches.
     sequence_retrieval_kv: int
     sequence_streaming_cache: int
 
@@ -66,30 +292,22 @@ class MemoryPlanner:
     """Memory of a deployment on a device, at any context length."""
 
     def __init__(self, deployment: Deployment, device: Device) -> None:
-        self._d, self._device = deployment, device
-        self._dry_run = DryRun(deployment)
-        self._activations: dict[int, Counter[str]] = {}
-
-    @property
-    def budget(self) -> float:
-        """Bytes that a rank may use."""
-        return self._device.memory(self._d.world_size)
-
-    @property
-    def weights(self) -> int:
-        """Bytes of weights on a rank; ranks of one host map the same pages of their files."""
-        nbytes = self._d.weights.nbytes
-        return nbytes // self._d.world_size if self._device.shared else nbytes
+        d, self._d = deployment, deployment
+        self._dry_run = DryRun(d)
+        self._activations = functools.cache(self._dry_run.activations)
+        self._logits = d.config.max_num_seqs * d.shape.vocab_size * (d.dtype.itemsize + 4)
+        # Ranks of one host map the same pages of their files.
+        self._weights = d.weights.nbytes // (d.world_size if device.shared else 1)
+        self.budget = device.memory(d.world_size)  # bytes that a rank may use
 
     def at(self, max_model_len: int, context: int) -> Memory:
         """Return it with room for sequences of ``max_model_len`` tokens, and a prompt in it."""
-        caches = self._dry_run.caches(max_model_len, context)
         return Memory(
-            weights=self.weights,
+            weights=self._weights,
             window_between_chunks=self._window(context),
-            activations=dict(self._peak(context)),
+            activations=dict(self._activations(context)),
             logits=self._logits,
-            **caches,
+            **self._dry_run.caches(max_model_len, context),
         )
 
     def _window(self, context: int) -> int:
@@ -98,15 +316,8 @@ class MemoryPlanner:
             for heads in self._d.streaming
         )
 
-    @property
-    def _logits(self) -> int:
-        rows = self._d.config.max_num_seqs * self._d.shape.vocab_size
-        return rows * (self._d.dtype.itemsize + 4)
-
-    def _peak(self, context: int) -> Counter[str]:
-        if context not in self._activations:
-            self._activations[context] = self._dry_run.activations(context)
-        return self._activations[context]
+    def _working(self, context: int) -> int:
+        return max(sum(self._activations(context).values()), self._logits)
 
     def longest_context(self, guess: int) -> int:
         """The longest ``max_model_len`` for which everything fits, at most `LONGEST`; 0 if none.
@@ -116,28 +327,24 @@ class MemoryPlanner:
         """
         found = guess
         for _ in range(_ROUNDS):
-            working = max(sum(self._peak(found).values()), self._logits)
+            working = self._working(found)
             found = self._bisect(working)
-            if found == 0 or max(sum(self._peak(found).values()), self._logits) <= working:
+            if found == 0 or self._working(found) <= working:
                 return found
         while found and self.at(found, found).total > self.budget:
             found = found * 63 // 64
         return found
 
     def _bisect(self, working: int) -> int:
-        room = self._d.config.kv_tokens
+        """Return the most tokens that fit beside ``working`` bytes."""
 
-        def fits(context: int) -> bool:
-            if room is not None and context > room:
-                return False
-            kept = sum(self._dry_run.reserved(context).values())
-            return self.weights + kept + self._window(context) + working <= self.budget
+        def too_long(context: int) -> bool:
+            reserved = sum(self._dry_run.reserved(context).values())
+            return self._weights + reserved + self._window(context) + working > self.budget
 
-        low, high = 0, 1
-        while high <= LONGEST and fits(high):
-            low, high = high, high * 2
-        high = min(high, LONGEST + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        most, high = min(LONGEST, self._d.config.kv_tokens or LONGEST), 1
+        while high <= most and not too_long(high):
+            high *= 2
+        # high // 2 tokens fit, as no tokens do; high do not, or are more than wanted.
+        lengths = range(min(high, most + 1))
+        return bisect.bisect_left(lengths, True, lo=high // 2 + 1, key=too_long) - 1

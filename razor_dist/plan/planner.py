@@ -14,54 +14,42 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
 from razor_dist.models.loader import dtype_name
-from razor_dist.plan.compute import Estimate, Operations, decode_time, operations, prefill_time
+from razor_dist.plan.compute import (
+    Estimate,
+    Operations,
+    Traffic,
+    decode_time,
+    full_attention,
+    operations,
+    prefill_time,
+    traffic,
+)
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
-from razor_dist.plan.traffic import Traffic, full_attention, traffic
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A deployment and what it would take.
-
-    Attributes
-    ----------
-    deployment : Deployment
-    device_name : str
-    device : Device
-    context : int
-        The prompt's length, and what decoding then sees.
-    memory : Memory
-        Per rank.
-    longest : int
-        The longest context that fits, 0 if none does.
-    work : Operations
-    prefill_time, decode_time : Estimate
-    sent, sent_in_full : Traffic
-        As deployed, and if every head were a retrieval head.
-    """
+    """A deployment and what it would take."""
 
     deployment: Deployment
-    device_name: str
     device: Device
-    context: int
-    memory: Memory
-    longest: int
+    context: int  # tokens of the prompt, which decoding then sees
+    memory: Memory  # per rank
+    longest: int  # the longest context that fits, 0 if none does
     work: Operations
     prefill_time: Estimate
     decode_time: Estimate
-    sent: Traffic
-    sent_in_full: Traffic
+    # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
+    links: dict[str, Any]
 
     @property
     def budget(self) -> float:
-        """Bytes that a rank may use."""
         return self.device.memory(self.deployment.world_size)
 
     @property
     def fits(self) -> bool:
-        """True if it fits into a rank's memory."""
         return self.memory.total <= self.budget
 
     @property
@@ -80,19 +68,6 @@ class Plan:
         return f"{text}; the model's own is {tokens(limit)}" if self.longest > limit else text
 
     @cached_property
-    def links(self) -> dict[str, Any]:
-        """Bytes sent: by purpose, for the prompt and for one token after it, and in sum."""
-        sent, full = self.sent, self.sent_in_full
-        return {
-            "prefill": dict(Traffic.total(sent.prefill)),
-            "decode": dict(Traffic.total(sent.decode)),
-            "full_prefill": Traffic.total(full.prefill).total(),
-            "full_decode": Traffic.total(full.decode).total(),
-            "busiest_prefill": Traffic.most(sent.prefill),
-            "busiest_decode": Traffic.most(sent.decode),
-        }
-
-    @cached_property
     def warnings(self) -> list[str]:
         """A sentence for each setting that defeats itself, and for what does not fit."""
         return _warnings(self)
@@ -103,7 +78,7 @@ class Plan:
         memory = dataclasses.asdict(self.memory)
         return {
             "model": d.config.model,
-            "device": self.device_name,
+            "device": self.device.name,
             "world_size": d.world_size,
             "context": self.context,
             "max_model_len": d.config.max_model_len,
@@ -121,8 +96,8 @@ class Plan:
             "longest": self.longest,
             "full_kv_per_rank": self.full_kv_per_rank,
             "work": dataclasses.asdict(self.work) | {"total": self.work.total},
-            "prefill_time": self.prefill_time.as_json(),
-            "decode_time": self.decode_time.as_json(),
+            "prefill_time": dataclasses.asdict(self.prefill_time),
+            "decode_time": dataclasses.asdict(self.decode_time),
             "links": self.links,
             "warnings": self.warnings,
             "sources": self.device.sources,
@@ -131,7 +106,6 @@ class Plan:
 
 def plan(
     config: EngineConfig,
-    device_name: str,
     device: Device,
     *,
     context: int | None = None,
@@ -143,9 +117,6 @@ def plan(
     ----------
     config : EngineConfig
         Its device must be ``auto`` or the kind of ``device``.
-    device_name : str
-        For the report.
-    device : Device
     context : int, optional
         Tokens of the prompt; by default ``max_model_len``, or the model's own limit.
     retrieval : float, optional
@@ -164,10 +135,10 @@ def plan(
     # As the engine will be told: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
     d = dataclasses.replace(d, config=config)
-    planner, sent = MemoryPlanner(d, device), traffic(d, context)
+    planner = MemoryPlanner(d, device)
+    sent, full = traffic(d, context), traffic(full_attention(d), context)
     return Plan(
         deployment=d,
-        device_name=device_name,
         device=device,
         context=context,
         memory=planner.at(max_model_len, context),
@@ -175,8 +146,14 @@ def plan(
         work=operations(d, context),
         prefill_time=prefill_time(d, device, context, sent),
         decode_time=decode_time(d, device, context, sent),
-        sent=sent,
-        sent_in_full=traffic(full_attention(d), context),
+        links={
+            "prefill": dict(Traffic.total(sent.prefill)),
+            "decode": dict(Traffic.total(sent.decode)),
+            "full_prefill": Traffic.total(full.prefill).total(),
+            "full_decode": Traffic.total(full.decode).total(),
+            "busiest_prefill": Traffic.most(sent.prefill),
+            "busiest_decode": Traffic.most(sent.decode),
+        },
     )
 
 
@@ -217,23 +194,22 @@ def _warnings(plan: Plan) -> list[str]:
 
 def _remedies(plan: Plan) -> list[str]:
     """Return what makes a plan smaller that does not fit; the last of them always can."""
-    d, memory, found = plan.deployment, plan.memory, []
-    weights_fit = memory.weights < plan.budget
-    if weights_fit and d.config.max_num_seqs > 1:
-        found.append("lower max_num_seqs")
-    if weights_fit and (d.config.kv_tokens or 0) > plan.context:
-        found.append("lower kv_tokens")
-    if weights_fit and memory.working > memory.logits and d.chunked_prefill_size > d.world_size:
-        found.append("lower chunked_prefill_size")
-    if weights_fit and not plan.device.shared:
-        found.append("add ranks")
-    if d.dtype == torch.float32:
-        found.append("set dtype: bf16")
-    elif d.kv_dtype == torch.float32:
-        found.append("set kv_dtype: bf16")
+    d, memory, config = plan.deployment, plan.memory, plan.deployment.config
+    fit = memory.weights < plan.budget
     more = "take a device with more memory"
-    whole = f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
-    return [*found, more if weights_fit else more + whole]
+    if not fit:
+        more += f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
+    chunked = memory.working > memory.logits and d.chunked_prefill_size > d.world_size
+    helps = {
+        "lower max_num_seqs": fit and config.max_num_seqs > 1,
+        "lower kv_tokens": fit and (config.kv_tokens or 0) > plan.context,
+        "lower chunked_prefill_size": fit and chunked,
+        "add ranks": fit and not plan.device.shared,
+        "set dtype: bf16": d.dtype == torch.float32,
+        "set kv_dtype: bf16": d.dtype != torch.float32 and d.kv_dtype == torch.float32,
+        more: True,
+    }
+    return [remedy for remedy in helps if helps[remedy]]
 
 
 def _about_windows(plan: Plan) -> list[str]:

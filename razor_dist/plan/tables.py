@@ -9,12 +9,6 @@ from razor_dist.config.sizes import tokens
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.planner import Plan
 
-_ACTIVATIONS = {
-    "ring": "ring blocks and results",
-    "halo": "halo, sinks, sums",
-    "chunk": "chunk activations",
-}
-
 
 def tables(plan: Plan) -> RenderableType:
     """Return everything, to print."""
@@ -37,7 +31,7 @@ def _gb(nbytes: float) -> str:
 def _setting(plan: Plan) -> str:
     d, size = plan.deployment, tokens(plan.deployment.chunked_prefill_size)
     return (
-        f"{d.config.model} on {d.world_size} x {plan.device_name}, {dtype_name(d.dtype)}, keys and "
+        f"{d.config.model} on {d.world_size} x {plan.device.name}, {dtype_name(d.dtype)}, keys and "
         f"values in {dtype_name(d.kv_dtype)}\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
         f"prefill: {d.config.prefill}\n"
@@ -47,20 +41,21 @@ def _setting(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    memory = plan.memory
-    table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
+    memory, activations = plan.memory, plan.memory.activations
     pool, slots = _gb(memory.sequence_retrieval_kv), _gb(memory.sequence_streaming_cache)
+    verdict = "fits" if plan.fits else "does not fit"
+    table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
     table.add_row("weights", _gb(memory.weights))
     table.add_row("retrieval KV (page pool)", _gb(memory.retrieval_kv), pool)
     table.add_row("streaming caches (slots)", _gb(memory.streaming_cache), slots)
     if memory.scratch:
         table.add_row("exact prefill's pool", _gb(memory.scratch))
     table.add_row("window between chunks", _gb(memory.window_between_chunks))
-    for name, nbytes in memory.activations.items():
-        table.add_row(f"prefill: {_ACTIVATIONS[name]}", _gb(nbytes))
+    table.add_row("prefill: ring blocks and results", _gb(activations["ring"]))
+    table.add_row("prefill: halo, sinks, sums", _gb(activations["halo"]))
+    table.add_row("prefill: chunk activations", _gb(activations["chunk"]))
     table.add_row("decode: logits (instead)", _gb(memory.logits))
     table.add_section()
-    verdict = "fits" if plan.fits else "does not fit"
     table.add_row("all", _gb(memory.total), f"{verdict} {_gb(plan.budget)}")
     table.add_row("KV of one sequence, full attention", _gb(plan.full_kv_per_rank), "sharded")
     longest, _, limit = plan.longest_text.partition("; ")
@@ -82,17 +77,14 @@ def _work(plan: Plan) -> Table:
 def _times(plan: Plan) -> Table:
     table = _table("time", "", "prefill, s", "expected", "decode, ms/token", "expected")
     first, then = plan.prefill_time, plan.decode_time
-    rows = [
-        (t, first.floor[t], first.expected[t], then.floor[t], then.expected[t]) for t in first.floor
-    ]
-    for term, *seconds in [
-        *rows,
-        ("all", first.at_peak, first.seconds, then.at_peak, then.seconds),
-    ]:
-        if term == "all":
-            table.add_section()
-        units = (1, 1, 1e3, 1e3)
-        table.add_row(term, *(f"{u * s:,.2f}" for u, s in zip(units, seconds, strict=True)))
+
+    def row(name: str, *times: float) -> None:
+        table.add_row(name, *(f"{time:,.2f}" for time in times))
+
+    for t in first.floor:
+        row(t, first.floor[t], first.expected[t], then.floor[t] * 1e3, then.expected[t] * 1e3)
+    table.add_section()
+    row("all", first.seconds_at_peak, first.seconds, then.seconds_at_peak * 1e3, then.seconds * 1e3)
     table.add_row("limited by", "", first.limit, "", then.limit)
     return table
 

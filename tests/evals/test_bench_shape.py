@@ -29,9 +29,8 @@ from razor_dist.evals.bench.timing import TimedRun
 from razor_dist.kernels import query
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
-from razor_dist.plan.compute import decode_reads
+from razor_dist.plan.compute import decode_reads, full_attention
 from razor_dist.plan.deployment import Deployment
-from razor_dist.plan.traffic import full_attention
 from tests.alibi_models import make_alibi
 from tests.tiny_models import make_tiny
 

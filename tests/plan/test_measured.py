@@ -18,9 +18,9 @@ from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.models.smollm2 import embedded_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
+from razor_dist.plan.compute import Traffic, traffic
 from razor_dist.plan.deployment import Deployment, HeadChoice
-from razor_dist.plan.dry_run import DryRun
-from razor_dist.plan.traffic import Traffic, traffic, window_tokens_between_chunks
+from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.ranks import RankPool
