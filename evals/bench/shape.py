@@ -77,7 +77,7 @@ def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTr
 
 def engine_around(model: PreTrainedModel, d: Deployment) -> OwnEngine:
     """Return an engine of one rank that no token ends, with steady decode times."""
-    retrieval, comm = d.decision.retrieval, Communicator(None)
+    retrieval, comm = d.head_map.retrieval, Communicator(None)
     built = make_engine(model, d.config, retrieval, comm, eos_token_ids=())
     return OwnEngine(built, steady=True)
 
@@ -198,7 +198,7 @@ def _timed(
     with cost_on(model.device) as cost:
         engine = engine_around(model, d)
         engine(prompt[: d.chunked_prefill_size], min(_WARM_TOKENS, settings.new_tokens))
-        timing = Timing(d.decision.source)
+        timing = Timing(d.source)
         for _ in range(settings.repeats):
             timing.runs.append(engine(prompt, settings.new_tokens))
             log.info("%s", timing.runs[-1])

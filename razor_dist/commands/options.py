@@ -96,12 +96,9 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     if isinstance(field.default, tuple):
         default = ",".join(map(str, field.default))
     elif field.annotation is bool:
-        flag, opposite = names, f"--no-{names.removeprefix('--')}"
-        kind, names, default = (
-            bool | None,
-            f"{flag}/{opposite}",
-            flag if field.default else opposite,
-        )
+        opposite = f"--no-{names.removeprefix('--')}"
+        default = names if field.default else opposite
+        kind, names = bool | None, f"{names}/{opposite}"
     if name in shipped_names():
         default = f"the model's, else {default}"
     option = typer.Option(

@@ -38,18 +38,11 @@ _job = partial(_setting, "Job")
 class EngineConfig(BaseModel):
     """The settings of the ranks; frozen.
 
-    Attributes
-    ----------
-    group : str
-        Heading in ``--help`` of the fields that a subclass adds with a plain `pydantic.Field`.
-
-    Raises
-    ------
-    ConfigError
-        On construction, if a value is wrong or a name unknown; one sentence names it.
+    Its construction raises `ConfigError` if a value is wrong or a name unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Heading in --help of the fields that a subclass adds with a plain pydantic.Field.
     group: ClassVar[str] = "Options"
 
     model: str = _model("smollm2", "Embedded model, folder or hub id.", min_length=1)

@@ -19,10 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
 def parse_size(text: str) -> int:
     """Read a number of tokens: digits, perhaps a decimal point, perhaps a unit of `_UNITS`.
 
-    Raises
-    ------
-    ConfigError
-        If it is not a size, or not a whole number.
+    Raise `ConfigError` if it is not a size, or not a whole number.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -48,17 +48,12 @@ def load_config(
     *,
     implied: Mapping[str, Setting] | None = None,
 ) -> Config:
-    """Merge all sources of settings and validate the result.
+    """Merge all sources of settings; raise `ConfigError` if one is wrong, unknown or unreadable.
 
     In ``cli``, which holds flags by field name, ``None`` means that a flag was not given, and
     ``"none"`` sets an optional setting to none. Of ``env`` only ``RAZOR_*`` is looked at.
     ``implied`` settings follow from the surroundings (torchrun's world size): they are weaker than
     what the user said, stronger than the model's shipped defaults.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown, a value wrong, or the YAML file unreadable.
     """
     settings = dict(implied or {})
     if yaml_path is not None:
@@ -72,11 +67,6 @@ def build_config(cls: type[Config], **values: Any) -> Config:
     """Return the configuration for keyword arguments, over the defaults shipped for the model.
 
     Unlike `load_config` this looks at no environment, and ``None`` is a value like any other.
-
-    Raises
-    ------
-    ConfigError
-        As `load_config`.
     """
     return _build(cls, {_current(name): Setting(value, "") for name, value in values.items()})
 
@@ -108,12 +98,9 @@ def _from_text(cls: type[Config], text: str, source: str) -> Settings:
 
 
 def read_mapping(text: str, source: str) -> dict[str, Any]:
-    """Read a mapping from YAML text; ``source`` names the text in errors.
+    """Read a mapping from YAML text, which ``source`` names in errors.
 
-    Raises
-    ------
-    ConfigError
-        If it is not YAML, not a mapping, or gives a key twice.
+    Raise `ConfigError` if it is not YAML, not a mapping, or gives a key twice.
     """
     try:
         values = yaml.load(text, Loader=_Loader)

@@ -28,10 +28,11 @@ from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.step import FRAME, HEADER
+from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.ring import queries_travel
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
-from razor_dist.plan.deployment import Deployment, HeadChoice, StreamingHeads
+from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device
 
 _CHUNK = 1 << 20
@@ -117,8 +118,7 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
 
 def full_attention(d: Deployment) -> Deployment:
     """Return the same deployment with every head a retrieval head."""
-    everything = ((True,) * d.shape.kv_heads,) * d.shape.layers
-    return replace(d, decision=HeadChoice(everything, "attention: full"))
+    return replace(d, head_map=HeadMap.full(d.shape), source="attention: full", missing=None)
 
 
 def pass_q(d: Deployment, chunk: Chunk) -> bool:

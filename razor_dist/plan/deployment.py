@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,8 @@ from razor_dist.engine.capacity import cache_config, chunk_length
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.weights import head_map_of
-from razor_dist.heads.decision import Windows, spread
-from razor_dist.heads.head_map import default_head_map
+from razor_dist.heads.decision import spread
+from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
@@ -46,64 +45,39 @@ class StreamingHeads:
         return sum(self.per_layer)
 
 
-@dataclass(frozen=True)
-class HeadChoice:
-    """The choice of retrieval heads, and who made it."""
+def _choose_heads(
+    config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
+) -> tuple[HeadMap, str, str | None]:
+    """Return the engine's head map, or one that keeps a ``fraction`` of the KV heads.
 
-    retrieval: Sequence[Sequence[bool]]  # [layers][KV heads]
-    source: str  # for people
-    # The head map that the settings name, if it does not exist: the choice is a guess.
-    missing: str | None = None
-    # Fraction of query heads that were chosen for their own scores, of a head map that says.
-    selected_fraction: float | None = None
-    windows: Windows | None = None
-
-    @property
-    def kv_fraction(self) -> float:
-        """Fraction of KV heads that keep the whole context."""
-        flags = [flag for row in self.retrieval for flag in row]
-        return sum(flags) / len(flags)
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
-    ) -> HeadChoice:
-        """Return the engine's choice, or one that keeps a ``fraction`` of the KV heads.
-
-        Where there is no head map, a fraction is assumed: a plan comes before the map is made.
-
-        Raises
-        ------
-        ConfigError
-            If a fraction is given beside a head map, or out of range.
-        HeadMapError
-            If the head map that is named cannot be read or is another model's.
-        """
-        name, by_map = config.head_map, config.attention == "razor"
-        exists = name is not None and Path(name).expanduser().exists()
-        missing = name if by_map and not exists else None
-        if fraction is not None:
-            if not by_map or exists:
-                given = f"head_map is {name}" if by_map else f"attention is {config.attention}"
-                raise ConfigError(
-                    f"--retrieval stands in place of a head map, but {given}; leave one out, or "
-                    "say --head-map none --attention razor"
-                )
-            if not 0 < fraction <= 1:
-                raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
-            source = f"{fraction:.0%} of the KV heads, spread evenly"
-            return cls(spread(fraction, shape.layers, shape.kv_heads), source)
-        if missing or (by_map and name is None and not _has_head_map(config.model)):
-            source = f"assumed: {ASSUMED_FRACTION:.0%} of the KV heads, spread evenly"
-            if name is None:
-                source += "; no head map was given and none is shipped for this model"
-            return cls(spread(ASSUMED_FRACTION, shape.layers, shape.kv_heads), source, missing)
-        found = head_map_of(config, shape, fingerprint)
+    Where there is none, a fraction is assumed: a plan comes before the map is made. The rest are
+    `Deployment.source` and `Deployment.missing`.
+    """
+    name, by_map = config.head_map, config.attention == "razor"
+    exists = name is not None and Path(name).expanduser().exists()
+    missing = name if by_map and not exists else None
+    if fraction is not None:
+        if not by_map or exists:
+            given = f"head_map is {name}" if by_map else f"attention is {config.attention}"
+            raise ConfigError(
+                f"--retrieval stands in place of a head map, but {given}; leave one out, or say "
+                "--head-map none --attention razor"
+            )
+        if not 0 < fraction <= 1:
+            raise ConfigError(f"retrieval must be above 0 and at most 1, got {fraction:g}")
+        source, missing = f"{fraction:.0%} of the KV heads, spread evenly", None
+    elif missing or (by_map and name is None and not _has_head_map(config.model)):
+        fraction = ASSUMED_FRACTION
+        source = f"assumed: {fraction:.0%} of the KV heads, spread evenly"
+        if name is None:
+            source += "; no head map was given and none is shipped for this model"
+    else:
         source = f"head map {name or 'shipped with the model'}"
         if not by_map:
             source = f"attention: {config.attention}"
-        selected = found.selected_fraction if found.selected else None
-        return cls(found.retrieval, source, None, selected, found.windows)
+        return head_map_of(config, shape, fingerprint), source, None
+    retrieval = spread(fraction, shape.layers, shape.kv_heads)
+    return replace(HeadMap.full(shape), retrieval=retrieval), source, missing
 
 
 def _has_head_map(model: str) -> bool:
@@ -160,8 +134,11 @@ class Deployment:
     config: EngineConfig
     model: PretrainedConfig
     shape: ModelShape
-    decision: HeadChoice
     kind: Literal["cuda", "cpu"]  # of the ranks' device
+    head_map: HeadMap
+    source: str  # of the head map, for people
+    # The head map that the settings name, if it does not exist: the one here is a guess.
+    missing: str | None = None
 
     @classmethod
     def of(
@@ -169,10 +146,12 @@ class Deployment:
     ) -> Deployment:
         """Read the model's ``config.json`` and the head map.
 
+        With a ``fraction``, so much of the KV heads are retrieval heads, instead of a head map's.
+
         Raises
         ------
         ConfigError, ModelError, HeadMapError
-            As the engine raises them.
+            As the engine raises them, and if a fraction is given beside a head map.
         """
         if config.device not in ("auto", kind):
             raise ConfigError(f"device is {config.device}, but the device of the plan is a {kind}")
@@ -184,8 +163,8 @@ class Deployment:
         folder = config_folder(config.model)
         model = read_config(folder, trust_remote_code=config.trust_remote_code)
         shape = ModelShape.from_config(model)
-        decision = HeadChoice.of(config, shape, model_fingerprint(model), fraction)
-        return cls(config, model, shape, decision, kind)
+        heads = _choose_heads(config, shape, model_fingerprint(model), fraction)
+        return cls(config, model, shape, kind, *heads)
 
     @property
     def world_size(self) -> int:
@@ -227,12 +206,12 @@ class Deployment:
     @property
     def retrieval_per_layer(self) -> tuple[int, ...]:
         """Retrieval KV heads of every layer."""
-        return tuple(sum(row) for row in self.decision.retrieval)
+        return tuple(sum(row) for row in self.head_map.retrieval)
 
     @cached_property
     def layout(self) -> HeadLayout:
         """Place of each head's keys and values, on the meta device."""
-        return HeadLayout.from_decision(self.decision.retrieval, META, self.decision.windows)
+        return HeadLayout.from_decision(self.head_map.retrieval, META, self.head_map.windows)
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:

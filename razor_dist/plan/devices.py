@@ -71,10 +71,7 @@ def device_names() -> list[str]:
 def load_device(name: str) -> Device:
     """Return a device by its name in the table, or by the path of a file of the same form.
 
-    Raises
-    ------
-    ConfigError
-        If there is none, or a field is missing or wrong.
+    Raise `ConfigError` if there is none, or a field is missing or wrong.
     """
     source = name
     if name in device_names():

@@ -83,7 +83,7 @@ class DryRun:
 
     def __init__(self, deployment: Deployment) -> None:
         self._d = deployment
-        kept, windows = deployment.decision.retrieval, deployment.decision.windows
+        kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
         layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
         self._model = deployment.meta_model(len(layers))
         self._layout = HeadLayout.from_decision(
@@ -104,10 +104,7 @@ class DryRun:
     def caches(self, max_model_len: int, context: int) -> dict[str, int]:
         """The same, and what a sequence of ``context`` tokens takes on the fullest rank.
 
-        Raises
-        ------
-        ConfigError
-            If ``kv_tokens`` has no room for it.
+        Raise `ConfigError` if ``kv_tokens`` has no room for it.
         """
         retrieval = streaming = 0
         for rank in range(self._d.world_size):
@@ -273,19 +270,15 @@ class Memory:
     sequence_streaming_cache: int
 
     @property
-    def reserved(self) -> int:
-        """All that is allocated at start for keys and values."""
-        return self.retrieval_kv + self.streaming_cache + self.scratch
-
-    @property
     def working(self) -> int:
         """The larger of a chunk's activations and a decode step's logits."""
         return max(sum(self.activations.values()), self.logits)
 
     @property
     def total(self) -> int:
-        """Everything."""
-        return self.weights + self.reserved + self.window_between_chunks + self.working
+        """Bytes of everything."""
+        caches = self.retrieval_kv + self.streaming_cache + self.scratch
+        return self.weights + caches + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:

@@ -88,8 +88,8 @@ class Plan:
             "dtype": dtype_name(d.dtype),
             "kv_dtype": dtype_name(d.kv_dtype),
             "prefill": d.config.prefill,
-            "heads": d.decision.source,
-            "kv_fraction": d.decision.kv_fraction,
+            "heads": d.source,
+            "kv_fraction": d.head_map.kv_fraction,
             "parameters": dataclasses.asdict(d.weights),
             "memory": memory | {"total": self.memory.total, "fits": self.fits},
             "budget": self.budget,
@@ -115,8 +115,6 @@ def plan(
 
     Parameters
     ----------
-    config : EngineConfig
-        Its device must be ``auto`` or the kind of ``device``.
     context : int, optional
         Tokens of the prompt; by default ``max_model_len``, or the model's own limit.
     retrieval : float, optional
@@ -159,10 +157,11 @@ def plan(
 
 def _warnings(plan: Plan) -> list[str]:
     d, said = plan.deployment, []
-    if d.decision.missing is not None:
-        said.append(f"the head map {d.decision.missing} does not exist: {d.decision.source}")
+    if d.missing is not None:
+        said.append(f"the head map {d.missing} does not exist: {d.source}")
     if d.config.attention != "full":
-        said += about_heads(d.decision.kv_fraction, d.decision.selected_fraction)
+        selected = d.head_map.selected_fraction if d.head_map.selected else None
+        said += about_heads(d.head_map.kv_fraction, selected)
     said += _about_windows(plan)
     if plan.context > d.shape.max_positions:
         verdict = "warns of" if d.shape.alibi else "refuses"

@@ -35,8 +35,8 @@ def _setting(plan: Plan) -> str:
         f"values in {dtype_name(d.kv_dtype)}\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
         f"prefill: {d.config.prefill}\n"
-        f"heads:  {d.decision.kv_fraction:.1%} of the KV heads keep everything "
-        f"({d.decision.source})"
+        f"heads:  {d.head_map.kv_fraction:.1%} of the KV heads keep everything "
+        f"({d.source})"
     )
 
 

@@ -278,7 +278,7 @@ def test_the_committed_shapes() -> None:
         Deployment.of(EngineConfig(model=str(SHAPES / name)), "cpu", 0.3)
         for name in ("glm-4-9b-chat-1m", "glm-quarter")
     )
-    assert large.decision.kv_fraction == small.decision.kv_fraction == 0.3
+    assert large.head_map.kv_fraction == small.head_map.kv_fraction == 0.3
     assert small.shape.layers * small.shape.group == large.shape.layers * large.shape.group // 8
     assert small.model.hidden_size * 4 == large.model.hidden_size
     assert small.model.intermediate_size * 4 == large.model.intermediate_size

@@ -19,7 +19,7 @@ from razor_dist.models.smollm2 import embedded_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import Traffic, traffic
-from razor_dist.plan.deployment import Deployment, HeadChoice
+from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
@@ -130,7 +130,8 @@ def test_the_engine_does_what_was_planned(
         **SETTINGS,
     )
     found: list[Measured] = ranks(size).run(measure, config.engine_json(), retrieval, PROMPT)
-    d = replace(Deployment.of(config, "cpu"), decision=HeadChoice(retrieval, "test"))
+    d = Deployment.of(config, "cpu")
+    d = replace(d, head_map=replace(d.head_map, retrieval=retrieval))
     planned, dry_run = traffic(d, PROMPT), DryRun(d)
 
     for rank, measured in enumerate(found):
@@ -193,7 +194,7 @@ def test_real_models_on_two_ranks(
     model, _ = model_and_shape(str(folder))
     counted = sum(p.numel() for p in model.parameters())
     assert d.weights.parameters == counted == (parameters or counted)
-    found = ranks(2).run(measure, config.engine_json(), d.decision.retrieval, 1280)
+    found = ranks(2).run(measure, config.engine_json(), d.head_map.retrieval, 1280)
     planned = traffic(d, 1280)
     for rank, measured in enumerate(found):
         assert dict(planned.prefill[rank]) == measured.prefill

@@ -177,7 +177,7 @@ def test_a_head_map_that_is_yet_to_be_made_is_assumed(
         load_device("h200"),
         retrieval=0.5,
     )
-    assert found.deployment.decision.kv_fraction == 0.5
+    assert found.deployment.head_map.kv_fraction == 0.5
     assert not any("does not exist" in said for said in found.warnings)
 
 
