@@ -71,17 +71,9 @@ class GroupedCommand(typer.core.TyperCommand):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return its exit code.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        ``sys.argv[1:]`` if not given.
-
-    Returns
-    -------
-    int
-        Exit code; 2 after a mistake of the user's, which is one line on standard error.
+    The code is 2 after a mistake of the user's, which is one line on standard error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:

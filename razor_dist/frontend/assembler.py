@@ -18,40 +18,22 @@ from razor_dist.frontend.outputs import Logprob, TokenLogprobs
 class TextPiece:
     """One generated token and the text that it makes certain.
 
-    Attributes
-    ----------
-    token : int
-        The token.
-    text : str
-        Often the token's, sometimes empty, sometimes that of several.
-    logprobs : dict or None
-        Of this token, if asked for.
-    finish_reason : str or None
-        "stop" or "length" with the last piece.
-    stop_reason : str or int or None
-        As in `CompletionOutput`.
-    offset : int
-        Characters of the answer before the token; tokens that are parts of one character, or of a
-        run of bytes, share it.
+    ``offset`` counts the characters of the answer before the token; tokens that are parts of one
+    character, or of a run of bytes, share it.
     """
 
     token: int
-    text: str
+    text: str  # often the token's, sometimes empty, sometimes that of several
     logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish_reason: str | None = None  # "stop" or "length" with the last piece
+    stop_reason: str | int | None = None  # as in `CompletionOutput`
     offset: int = 0
 
 
 class Assembler:
-    """Turns the ``token`` messages of one request into pieces.
+    """Turns the ``token`` messages of one request into pieces; without a tokenizer, of no text.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        Without one all text is empty.
-    params : SamplingParams
-        The request's; its stop strings are matched here, the engine knows nothing of text.
+    Stop strings are matched here, since the engine knows nothing of text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
@@ -61,10 +43,9 @@ class Assembler:
         self._stops = StopMatcher(params.stop)
 
     def push(self, message: Message) -> TextPiece:
-        """The piece of one ``token`` message.
+        """Return the piece of one ``token`` message; the last one has a ``finish_reason``.
 
-        A piece with a ``finish_reason`` is the last. If a stop string ended the text, the engine
-        does not know yet: close the request's stream.
+        If a stop string ended the text, the engine does not know yet: close the request's stream.
         """
         token: int = message["token"]
         finish: str | None = message["finish"]
@@ -82,7 +63,7 @@ class Assembler:
     def _text(self, token: int, finish: str | None) -> str:
         if self._detokenizer is None:
             return ""
-        # The token that ended the answer is no part of its text.
+        # The token that ended the answer does not belong to its text.
         text = "" if finish == "stop" else self._detokenizer.push(token)
         return text if finish is None else text + self._detokenizer.flush()
 
@@ -99,18 +80,9 @@ def token_logprobs(
     top: Sequence[Sequence[Any]],
     rank: int | None = None,
 ) -> TokenLogprobs:
-    """The likeliest tokens and the chosen one, likeliest first.
+    """Return the likeliest tokens, ``top``, and the chosen ``token``, likeliest first.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        Decodes each token by itself.
-    token, logprob
-        The chosen token.
-    top : sequence of (token, logprob)
-        The likeliest tokens in order.
-    rank : int or None
-        The chosen token's, if it is known although the token is not in ``top``.
+    ``rank`` is the chosen token's, if it is known although the token is not in ``top``.
     """
     entries = {t: Logprob(lp, n, decode_one(tokenizer, t)) for n, (t, lp) in enumerate(top, 1)}
     if token not in entries:
@@ -121,7 +93,7 @@ def token_logprobs(
 def prompt_logprobs(
     tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], entries: Sequence[Any]
 ) -> list[TokenLogprobs | None]:
-    """A ``prompt`` message's entries, one per token of ``prompt``."""
+    """Return the log-probabilities in ``prompt`` messages' entries, one per prompt token."""
     return [
         None if entry is None else token_logprobs(tokenizer, token, entry[0], entry[2], entry[1])
         for token, entry in zip(prompt, entries, strict=True)
@@ -129,5 +101,5 @@ def prompt_logprobs(
 
 
 def decode_one(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """The text that one token adds to another text, special tokens included."""
+    """Return the text that one token adds to another, special tokens included."""
     return None if tokenizer is None else token_texts(tokenizer).decode([token], skip_special=False)

@@ -61,12 +61,8 @@ class EngineBusyError(EngineError):
 class EngineClient:
     """Requests in, messages out, and the engine's state in between.
 
-    Parameters
-    ----------
-    socket_path : Path
-        Where to listen; the folder must be private to the user.
-    max_queue : int or None
-        Requests that may be unfinished at once; ``None`` sets no bound.
+    The folder of ``socket_path`` must be private to the user. At most ``max_queue`` requests may
+    be unfinished at once; ``None`` sets no bound.
     """
 
     def __init__(self, socket_path: Path, *, max_queue: int | None = None) -> None:
@@ -79,10 +75,8 @@ class EngineClient:
         self.max_queue = max_queue
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
-        # Messages of all rank 0s so far, and the process of the connected one, which its
-        # heartbeat brings.
-        self.received = 0
-        self.rank0_pid: int | None = None
+        self.received = 0  # messages of all rank 0s so far
+        self.rank0_pid: int | None = None  # the connected one's; its heartbeat brings it
         self._status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -91,8 +85,6 @@ class EngineClient:
         self._being_read = 0
         self._stats: dict[int, asyncio.Future[Message]] = {}
         self._tags = itertools.count(1)
-
-    # ------------------------------------------------------------------ state
 
     @property
     def status(self) -> Status:
@@ -106,10 +98,7 @@ class EngineClient:
 
     @property
     def unfinished(self) -> int:
-        """Requests that are being read, or submitted and neither finished nor aborted.
-
-        Pinned prefixes are among them.
-        """
+        """The number of requests being read or in the engine, pinned prefixes included."""
         return self._being_read + len(self._streams)
 
     async def wait_change(self) -> Status:
@@ -119,13 +108,7 @@ class EngineClient:
         return self._status
 
     async def ready(self) -> EngineInfo:
-        """Wait until the engine is ready.
-
-        Raises
-        ------
-        EngineError
-            If it failed for good or the client was closed.
-        """
+        """Wait until the engine is ready; `EngineError` if it failed for good or was closed."""
         while self._status.state in ("loading", "restarting"):
             await self.wait_change()
         return self.require_ready()
@@ -155,8 +138,6 @@ class EngineClient:
         if self._status.state != "closed":
             self._set(Status("failed", reason))
 
-    # --------------------------------------------------------------- requests
-
     def generate(
         self,
         request_id: str,
@@ -173,18 +154,16 @@ class EngineClient:
         request_id : str
             Unique among unfinished requests.
         prompt_ids : sequence of int, or Tokens
-            The prompt's tokens, of the vocabulary (`check_prompt` sees to it).
-        params : SamplingParams
-            Sampling settings.
+            Of the vocabulary (`check_prompt` sees to it).
         pin : bool
             Only prefill the prompt and keep its caches until the stream is closed.
         prefix : RequestStream, optional
-            That of a pinned prefix, which ``prompt_ids`` continues.
+            A pinned prefix's, which ``prompt_ids`` continues.
 
         Returns
         -------
         RequestStream
-            Iterates over ``progress``, ``prompt`` and ``token`` messages (see `protocol`).
+            Iterates over ``progress``, ``prompt`` and ``token`` messages (`engine.messages`).
 
         Raises
         ------
@@ -196,7 +175,7 @@ class EngineClient:
         """
         self.require_ready()
         if prefix is not None and prefix.closed:
-            # By another thread, since the caller looked: `Prefix.stream_for` says the same.
+            # By another thread, since the caller looked.
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         if prefix is not None and prefix.ended:
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
@@ -224,13 +203,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a request as unfinished while it is read, before it is submitted.
-
-        Raises
-        ------
-        RequestError
-            Code ``queue_full``.
-        """
+        """Count a request as unfinished while it is read; `RequestError` as in `check_room`."""
         self.check_room(1)
         self._being_read += 1
         try:
@@ -244,14 +217,10 @@ class EngineClient:
             self._send({"t": "abort", "id": request_id})
 
     async def stats(self, timeout: float = 30.0) -> Message:
-        """The engine's counters (``stats`` in `protocol`).
+        """Return the engine's counters (``stats`` in `engine.messages`).
 
-        Raises
-        ------
-        EngineBusyError
-            If the engine does not answer within ``timeout`` seconds.
-        EngineError
-            If it is not ready or dies.
+        Raises `EngineBusyError` if it does not answer within ``timeout`` seconds, and `EngineError`
+        if it is not ready or dies.
         """
         self.require_ready()
         tag = next(self._tags)
@@ -266,8 +235,6 @@ class EngineClient:
             ) from None
         finally:
             self._stats.pop(tag, None)
-
-    # ------------------------------------------------------------- connection
 
     async def start(self) -> None:
         """Listen for rank 0."""
@@ -285,7 +252,7 @@ class EngineClient:
         self._fail_requests(EngineError(reason))
 
     async def close(self) -> None:
-        """`shutdown`, and stop listening."""
+        """End the ranks as `shutdown` does, and stop listening."""
         self.shutdown()
         self._disconnect(EngineError(self._status.reason))
         if self._server is not None:

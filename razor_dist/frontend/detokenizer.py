@@ -25,19 +25,12 @@ class TokenTexts:
     Decoders of SentencePiece's kind drop the space before the first token, which is right for a
     whole text and wrong for an answer or for one token of it. So tokens are decoded behind an
     anchor, a token of one letter, whose letter is then taken away.
-
-    Attributes
-    ----------
-    special, bytes : frozenset of int
-        Special tokens, which have no text, and the byte tokens of byte fallback.
-    anchor : tuple of int
-        One token, or none if the decoder puts spaces between tokens by itself.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    special: frozenset[int]
-    bytes: frozenset[int]
-    anchor: tuple[int, ...]
+    special: frozenset[int]  # without text
+    bytes: frozenset[int]  # of byte fallback
+    anchor: tuple[int, ...]  # none if the decoder puts spaces between tokens by itself
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of ``ids`` as the continuation of another text."""
@@ -70,11 +63,6 @@ class Detokenizer:
 
     The pieces returned by `push` and `flush`, joined, are what the tokens add to a text that they
     continue: ``decode(prompt + ids)`` less ``decode(prompt)``.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        The model's tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -85,13 +73,13 @@ class Detokenizer:
         self.length = 0  # characters returned since the beginning
 
     def push(self, token: int) -> str:
-        """Append one token; returns the text that is now certain, often one token's worth."""
+        """Append one token and return the text that is now certain."""
         if token in self._texts.special:
             return ""
         self._ids.append(token)
         if token in self._texts.bytes:
-            # A run of byte tokens is decoded as a whole: one byte that does not fit makes
-            # replacement characters of all of them. Nothing of it is certain until it has ended.
+            # Nothing of a run of byte tokens is certain until it has ended: it is decoded as a
+            # whole, and one byte that does not fit makes replacement characters of all of them.
             return ""
         self._text = self._texts.decode(self._ids)
         certain = len(self._text)
@@ -106,7 +94,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text still held back, at the end of the sequence."""
+        """Return the text still held back, at the end of the sequence."""
         self._text = self._texts.decode(self._ids)
         piece = self._text[self._sent :]
         self._sent = len(self._text)
@@ -118,17 +106,14 @@ class Detokenizer:
         ids = self._ids[-_KEEP:]
         text = self._texts.decode(ids)
         unsent = len(self._text) - self._sent
-        # Once more characters than a partial one can have bytes stand between the cut and what is
-        # unsent, later tokens cannot change how the cut falls.
+        # More characters than a partial one has bytes must stand between the cut and what is
+        # unsent, so that later tokens cannot change how the cut falls.
         if self._text.endswith(text) and len(text) > unsent + _MAX_PENDING:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
 
 
 def text_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """Return where each token's text begins in the text of all of them, in characters.
-
-    Tokens that are parts of one character have that character's place.
-    """
+    """Return the character offset of each token's text; parts of one character share its offset."""
     detokenizer, offsets = Detokenizer(tokenizer), []
     for token in ids:
         offsets.append(detokenizer.length)
@@ -140,11 +125,6 @@ class StopMatcher:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
     The match that is complete first wins; of two that end together, the longer one.
-
-    Parameters
-    ----------
-    stops : sequence of str
-        Non-empty strings; none matches nothing.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -152,7 +132,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Add a piece; returns the text that is safe to show and the stop string if one came."""
+        """Add a piece; return the text that is safe to show and the stop string, if one came."""
         if not self._stops:
             return piece, None
         text = self._held + piece
@@ -166,12 +146,12 @@ class StopMatcher:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """The text held back, once it is known that nothing follows."""
+        """Return the text held back, once it is known that nothing follows."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop string may begin with."""
+        """Return the length of the longest end of ``text`` that may begin a stop string."""
         longest = max(len(s) for s in self._stops) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(s.startswith(text[-length:]) for s in self._stops):

@@ -23,34 +23,19 @@ log = logging.getLogger(__name__)
 
 # Seconds that processes which fail together are given to end, or to say why.
 _GRACE = 3.0
-# Consecutive starts that may fail before the engine is given up, and the seconds before the first
-# new start, doubled by each failed one.
+# Consecutive starts that may fail, and the seconds before the next, doubled by each failure.
 _MAX_FAILED_STARTS, _BACKOFF = 3, 0.5
-# Seconds that rank 0 gets to import its libraries and connect, however short the frontend's
-# patience is with a silence: cold disks of many ranks take minutes.
+# Seconds that rank 0 gets at least to import its libraries and connect: cold disks take minutes.
 _LEAST_PATIENCE = 120.0
 # Seconds after which a folder that nobody has locked belongs to a process that was killed.
 _ABANDONED = 60.0
 
 
 class ManagedEngine:
-    """Ranks started by this process, and the client that talks to them.
+    """Ranks started by this process, and the client that talks to them and knows their state.
 
-    Parameters
-    ----------
-    config : EngineConfig
-        Handed to every rank.
-    max_queue : int or None
-        As in `EngineClient`.
-    worker : str
-        The ranks' module, if they are processes.
-    start_ranks : callable, optional
-        How else they are started: rank 0 must run on this host.
-
-    Attributes
-    ----------
-    client : EngineClient
-        Takes requests once it is ready, and knows what has become of the ranks.
+    The ranks are processes that run the module ``worker``, unless ``start_ranks`` starts them in
+    another way; rank 0 must run on this host.
     """
 
     def __init__(
@@ -82,14 +67,9 @@ class ManagedEngine:
         self._task = asyncio.create_task(self._supervise(), name="razor-engine")
 
     async def close(self, patience: float = 2.0, reason: str = "the engine was closed") -> None:
-        """End the ranks and remove every trace; unfinished requests fail.
+        """End the ranks and remove every trace; unfinished requests fail with ``reason``.
 
-        Parameters
-        ----------
-        patience : float
-            Seconds until ranks that do not obey ``shutdown`` are terminated, and then killed.
-        reason : str
-            Told to unfinished requests.
+        Ranks that do not obey within ``patience`` seconds are terminated, and then killed.
         """
         self.client.shutdown(reason)
         if self._task is not None:
@@ -170,13 +150,10 @@ class ManagedEngine:
 
 
 async def silence(client: EngineClient, timeout: float) -> str:
-    """Wait until a connected rank 0 has been silent for too long, or none has connected in time.
+    """Wait until rank 0 is silent for too long, or does not connect in time; return it in words.
 
     Only time in which this process runs is counted: a frontend that was stopped itself finds, when
-    it goes on, old signs of life that it has not read yet.
-
-    ``timeout`` is the setting ``heartbeat_timeout``, in seconds; without a connection, `patience`
-    of it are too long. Returns the event in words.
+    it goes on, old signs of life that it has not read yet. ``timeout`` is ``heartbeat_timeout``.
     """
     step, silent, before = interval(timeout), 0.0, (client.connected, client.received)
     while silent < (timeout if client.connected else patience(timeout)):
@@ -189,20 +166,14 @@ async def silence(client: EngineClient, timeout: float) -> str:
 
 
 def patience(timeout: float) -> float:
-    """Return the seconds until rank 0 must have connected: ten ``heartbeat_timeout``, 120 at least.
-
-    It connects before it loads anything, so until then it only imports its libraries.
-    """
+    """Return the seconds until rank 0, which connects before it loads anything, must connect."""
     return max(_LEAST_PATIENCE, 10 * timeout)
 
 
 def lock_folder(folder: Path) -> int:
     """Lock a frontend's folder for as long as the returned descriptor is open in some process.
 
-    Raises
-    ------
-    BlockingIOError
-        If another process holds the lock.
+    Raises `BlockingIOError` if another process holds the lock.
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

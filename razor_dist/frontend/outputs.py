@@ -1,4 +1,4 @@
-"""What a finished request returns, with the names vLLM's users know."""
+"""The results of a finished request, with the names vLLM's users know."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of one token, under the distribution before temperature and top-p.
-
-    Attributes
-    ----------
-    logprob : float
-        Natural logarithm.
-    rank : int or None
-        1 for the likeliest token; ``None`` if the token is not among those asked for.
-    decoded_token : str or None
-        The token's text; ``None`` for a model without a tokenizer.
-    """
+    """Natural logarithm of one token's probability before temperature and top-p."""
 
     logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
+    rank: int | None = None  # 1 for the likeliest; None if it is not among those asked for
+    decoded_token: str | None = None  # None for a model without a tokenizer
 
 
 # The chosen token and the likeliest ones, by token id, likeliest first.
@@ -30,15 +20,10 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds.
+    """Times of one request: prefill without its waiting, the others since submission.
 
-    Attributes
-    ----------
-    prefill_seconds : float or None
-        From the beginning of its prompt's first chunk to the end of the last; steps of other
-        requests that were answered in between are included, waiting is not.
-    time_to_first_token, total_seconds : float or None
-        Since submission, waiting included.
+    Prefill lasts from the beginning of the first chunk to the end of the last, including steps of
+    other requests in between.
     """
 
     prefill_seconds: float | None = None
@@ -46,7 +31,7 @@ class RequestMetrics:
     total_seconds: float | None = None
 
     def tokens_per_second(self, tokens: int) -> float | None:
-        """Decode speed over ``tokens`` generated tokens; the first one belongs to prefill."""
+        """Return the decode speed over ``tokens`` tokens; the first one belongs to prefill."""
         if self.total_seconds is None or self.time_to_first_token is None or tokens < 2:
             return None
         seconds = self.total_seconds - self.time_to_first_token

@@ -23,20 +23,14 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model folder, or ``None`` if the folder has none.
-
-    Raises
-    ------
-    ModelError
-        If there is one and it cannot be loaded.
-    """
+    """Load a model folder's tokenizer; ``None`` without one, `ModelError` if it is broken."""
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    # What fits is ours to check; transformers would warn about each longer prompt.
+    # We check what fits; transformers would warn about each longer prompt.
     tokenizer.model_max_length = 2**62
     # The first call may switch off a truncation that tokenizer.json asks for; later, in the midst
     # of another thread's call, the tokenizer would refuse that as "already borrowed".
@@ -48,48 +42,28 @@ def load_tokenizer(
 class PromptEncoder:
     """Makes token ids of whatever a request brings.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        ``None`` allows token ids only.
+    Without a tokenizer, everything but token ids is refused by a `RequestError`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
 
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Tokens of a text.
+        """Return the tokens of a text.
 
-        Parameters
-        ----------
-        special_tokens : bool
-            Add those that the model's texts begin with; wrong for a text that continues another.
-
-        Raises
-        ------
-        RequestError
-            If the model has no tokenizer.
+        ``special_tokens`` adds those that the model's texts begin with, which is wrong for a text
+        that continues another.
         """
         tokenizer = self._need("text prompts", "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
     def continuation(self, before: Sequence[int], text: str) -> list[int]:
-        """Tokens of a text that continues others: where possible, those of both as one text.
+        """Return the tokens of a text that continues another, which ends in the tokens ``before``.
 
         A text by itself may begin with a space of the tokenizer's making, as SentencePiece's do.
         So it is tokenised behind the end of what it continues; and where a token would reach over
         the border, behind a line feed.
-
-        Parameters
-        ----------
-        before : sequence of int
-            The last tokens of what it continues.
-
-        Raises
-        ------
-        RequestError
-            If the model has no tokenizer.
         """
         tokenizer = self._need("text prompts", "prompt")
         end = token_texts(tokenizer).decode(before, skip_special=False)
@@ -109,15 +83,12 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, by the model's chat template.
+        """Return the tokens of a conversation, by the model's chat template.
 
-        Raises
-        ------
-        RequestError
-            If there are no messages, no tokenizer or no template, or the template refuses them.
+        Raises `RequestError` without messages or a template, and if the template refuses them.
         """
-        # Template and tokens in one call: tokenising the template's text again would put a second
-        # beginning-of-sequence token before the one that the template writes.
+        # In one call: tokenising the template's text would put a second beginning of sequence
+        # before the one that the template writes.
         encoded = self._apply_template(
             messages,
             tokenize=True,
@@ -135,7 +106,7 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """What `chat` makes tokens of, for `text` without special tokens to do the rest."""
+        """Return the text that `chat` tokenises, without adding special tokens."""
         text: str = self._apply_template(
             messages,
             tokenize=False,
@@ -189,27 +160,10 @@ def check_prompt(
     param: str = "prompt",
     before: int = 0,
 ) -> Checked:
-    """Check that a request can be served, and settle ``max_tokens``.
+    """Check that a request can be served, and settle ``max_tokens``: None is all that still fits.
 
-    Parameters
-    ----------
-    prompt : sequence of int
-        Token ids.
-    params : SamplingParams
-        ``max_tokens=None`` becomes all that the context still holds.
-    max_model_len, vocab_size : int
-        The engine's.
-    has_tokenizer : bool
-        Whether stop strings can be matched.
-    param : str
-        The request's field that the prompt came from.
-    before : int
-        Tokens of a pinned prefix that this one continues.
-
-    Raises
-    ------
-    RequestError
-        Code ``context_length_exceeded`` if prompt and answer do not fit together.
+    The prompt came from the request's field ``param``, and continues a pinned prefix of ``before``
+    tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too long.
     """
     if not prompt:
         raise RequestError("the prompt is empty; it must hold at least one token", param=param)

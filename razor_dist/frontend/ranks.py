@@ -23,7 +23,7 @@ _TORCHRUN = re.compile(
 
 
 def without_torchrun(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what torchrun sets, which would mislead a child of our own."""
+    """Return an environment without torchrun's variables, which would mislead our own children."""
     return {name: value for name, value in env.items() if not _TORCHRUN.fullmatch(name)}
 
 
@@ -62,9 +62,9 @@ StartRanks = Callable[[EngineConfig, Path, Path], Awaitable[Ranks]]
 
 
 class RankGroup:
-    """The processes of all ranks, each in a session of its own.
+    """The processes of all ranks, built by `start`.
 
-    Build it with `start`. A terminal's Ctrl-C does not reach the ranks: the frontend ends them.
+    Each has a session of its own, so that a terminal's Ctrl-C is the frontend's to handle.
     """
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:

@@ -14,18 +14,7 @@ class RequestStream(AsyncIterator[Message]):
     Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
     pinned prefix ends in no other way: stop reading when ``progress`` says that it is read.
 
-    Parameters
-    ----------
-    request_id : str
-    abort : callable
-        Called with ``request_id`` if the stream is closed before the request has ended.
-
-    Raises
-    ------
-    RequestError
-        From iteration, if the engine refuses the request.
-    EngineError
-        From iteration, if the engine dies meanwhile.
+    Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
     """
 
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
@@ -73,6 +62,6 @@ class RequestStream(AsyncIterator[Message]):
         self.close()
 
     def put(self, item: Message | Exception, *, last: bool) -> None:
-        """For the client: hand on a message or an error; ``last`` says that it ends the request."""
+        """Hand on a message or an error (the client does); ``last`` if it ends the request."""
         self._queue.put_nowait(item)
         self._done = self._done or last

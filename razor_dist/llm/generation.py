@@ -1,4 +1,4 @@
-"""Prompts to answers: what the offline API makes of an engine's messages."""
+"""Prompts to answers: the offline API's use of an engine's messages."""
 
 from __future__ import annotations
 
@@ -29,34 +29,16 @@ class CheckedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call of `LLM.generate` or `LLM.chat`.
-
-    Attributes
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        Without one an answer has no text.
-    ids : iterator of int
-        Names for the requests.
-    prefix : Prefix or None
-        Continued by every prompt.
-    together : int
-        Requests that the engine is given at a time: it keeps the waiting prompts in memory.
-    """
+    """One call of `LLM.generate` or `LLM.chat`."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase | None
-    ids: Iterator[int]
-    prefix: Prefix | None
-    together: int
+    ids: Iterator[int]  # names for the requests
+    prefix: Prefix | None  # continued by every prompt
+    together: int  # requests given to the engine at a time: it keeps waiting prompts in memory
 
     async def run(self, prompts: Sequence[CheckedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Return the answers in the order of the prompts.
-
-        Raises
-        ------
-        RequestError, EngineError
-            The first failure; the other requests are aborted.
-        """
+        """Return the answers in the order of the prompts; the first failure aborts the others."""
         room = asyncio.Semaphore(self.together)
         bar = PromptBar(use_tqdm, [len(prompt.checked.tokens) for prompt in prompts])
 

@@ -1,4 +1,4 @@
-"""What callers of the offline API give it: prompts, conversations, sampling parameters."""
+"""Arguments of the offline API: prompts, conversations, sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a list of integers is one prompt."""
+    """Return one prompt or several as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
@@ -31,7 +31,7 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation or several, as a list."""
+    """Return one conversation or several as a list."""
     if not messages or isinstance(messages[0], Mapping):
         return [cast("Conversation", messages)]
     return list(cast("Sequence[Conversation]", messages))
@@ -40,13 +40,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
 def params_for(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """Sampling parameters for each of ``count`` prompts.
-
-    Raises
-    ------
-    RequestError
-        If they are neither one nor as many.
-    """
+    """Return the parameters of each of ``count`` prompts; `RequestError` unless one or as many."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     if len(params) != count:
@@ -58,12 +52,9 @@ def params_for(
 
 
 def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None) -> Encoded:
-    """A prompt as token ids; what continues a prefix gets no special tokens.
+    """Return a prompt as token ids; what continues a prefix gets no special tokens.
 
-    Raises
-    ------
-    RequestError
-        If it is no prompt, or a text for a model that has no tokenizer.
+    Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer.
     """
     if isinstance(prompt, Mapping):
         if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
@@ -74,7 +65,7 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
             )
         [(key, prompt)] = prompt.items()
         if isinstance(prompt, str) != (key == "prompt"):
-            raise RequestError(f"{key} is no place for {prompt!r:.80}", param=key)
+            raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)
     if isinstance(prompt, str):
         if prefix is None:
             return Encoded(prompt, encoder.text(prompt))
@@ -94,12 +85,9 @@ def encode_chat(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Encoded:
-    """A conversation as token ids; of one that begins as a prefix does, what is beyond it.
+    """Return a conversation as token ids; with a prefix, of what is beyond it.
 
-    Raises
-    ------
-    RequestError
-        If the model's chat template refuses it, or it does not begin as the prefix does.
+    Raises `RequestError` if the chat template refuses it, or it does not begin as the prefix does.
     """
     how: Any = {
         "add_generation_prompt": add_generation_prompt,

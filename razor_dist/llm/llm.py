@@ -107,8 +107,6 @@ class LLM:
         await engine.start()
         return engine
 
-    # ------------------------------------------------------------------- use
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that brings none: those that the model recommends."""
         return SamplingParams(**self.sampling_defaults)
@@ -296,7 +294,7 @@ class LLM:
 
     @property
     def failed(self) -> bool:
-        """Whether the ranks died too often to be started again: every call will fail."""
+        """True if the ranks died too often to be started again: every call will fail."""
         return self._engine.client.status.state == "failed"
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -313,11 +311,9 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # ----------------------------------------------------------------- inside
-
     @property
     def _client(self) -> EngineClient:
-        """The engine's, for calls that come from outside; refused once `close` was called."""
+        """The engine's client, for calls from outside; refused once `close` was called."""
         if not self._close.alive:
             raise EngineError("the LLM was closed; make a new one")
         return self._engine.client

@@ -15,8 +15,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon, or the interpreter would wait for it before it runs the exit handlers that
-        # would stop it.
+        # A daemon: else the interpreter would wait for it before it runs the exit handlers.
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="razor-engine", daemon=True
         )

@@ -61,12 +61,12 @@ class Prefix:
 
     @property
     def request_id(self) -> str:
-        """The engine's name for it, which its errors mention."""
+        """The engine's name for the prefix, which its errors mention."""
         return self._stream.request_id
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
+        """True once `release` was called."""
         return not self._release.alive
 
     def release(self) -> None:
@@ -88,7 +88,7 @@ class Prefix:
         return self._stream
 
     def rest_of(self, chat_text: str) -> str:
-        """What a conversation has beyond the one that this prefix holds the beginning of.
+        """Return the part of a conversation that is beyond this prefix.
 
         Parameters
         ----------
@@ -132,20 +132,7 @@ async def read_prefix(
     use_tqdm: UseTqdm = False,
     chat_text: str | None = None,
 ) -> Prefix:
-    """Prefill a prompt that the engine then keeps.
-
-    Parameters
-    ----------
-    use_tqdm : bool or callable
-        See `PromptBar`.
-    chat_text : str, optional
-        See `Prefix`.
-
-    Raises
-    ------
-    EngineError
-        If the engine dies meanwhile.
-    """
+    """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
     stream = client.generate(request_id, *prompt, pin=True)
     try:

@@ -1,4 +1,4 @@
-"""How much of the prompts has been read: a bar for the offline API, lines in the log of a job."""
+"""Progress of reading prompts: a bar for the offline API, lines in the log of a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from razor_dist.engine.messages import Message
 
 log = logging.getLogger(__name__)
 
-# Whether to show a bar, or what makes it: tqdm or a class like it (`ray.experimental.tqdm_ray`).
+# True shows a bar; a callable makes it, as tqdm or `ray.experimental.tqdm_ray` do.
 UseTqdm = bool | Callable[..., Any]
 
 
@@ -66,18 +66,10 @@ class PromptBar:
 
 
 class ReadingLog:
-    """For `PromptBar`, in place of a bar: a line in the log now and then, where nobody watches.
+    """In place of a bar for `PromptBar`: a line in the log every ``every`` seconds at most.
 
-    A prompt that is read sooner than the first line is due is passed over in silence.
-
-    Parameters
-    ----------
-    what : str
-        What is read, for the line.
-    every : float
-        Seconds between two lines, at least; they come as chunks end.
-    clock : callable
-        Seconds from any point.
+    The lines, which begin with ``what``, come as chunks end; a prompt that is read before the first
+    is due gets none.
     """
 
     def __init__(
@@ -88,13 +80,13 @@ class ReadingLog:
         self._began = self._told = clock()
 
     def __call__(self, *, total: int, desc: str, unit: str) -> Self:
-        """The bar for so many tokens, as tqdm is made."""
+        """Begin anew for ``total`` tokens, as a call of tqdm does."""
         self._total, self._read = total, 0
         self._began = self._told = self._clock()
         return self
 
     def update(self, tokens: int) -> None:
-        """So many more were read."""
+        """Count ``tokens`` more."""
         self._read += tokens
         now = self._clock()
         if now - self._told >= self._every and self._read < self._total:
@@ -106,7 +98,7 @@ class ReadingLog:
             )  # fmt: skip
 
     def set_description(self, text: str) -> None:
-        """Of no use to a log."""
+        """Do nothing: a log has no description."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: nothing is left open."""

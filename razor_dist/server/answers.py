@@ -58,17 +58,10 @@ class ServedChoice:
 
 @dataclass
 class ServedChoices:
-    """The answers to all prompts of one request, in the order of the prompts.
-
-    Attributes
-    ----------
-    choices : list of ServedChoice
-    created : int
-        Unix time.
-    """
+    """The answers to all prompts of one request, in the order of the prompts."""
 
     choices: list[ServedChoice]
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,25 +75,10 @@ class ServedChoices:
 
 
 class LiveChoices(ServedChoices):
-    """Choices that are being generated.
+    """Choices that are being generated; construction submits their requests.
 
-    Parameters
-    ----------
-    client : EngineClient
-        Takes the requests, on construction.
-    tokenizer : PreTrainedTokenizerBase or None
-        Makes text of tokens.
-    prompts : sequence of Checked
-        With their parameters.
-    report_progress : bool
-        Whether `events` yields `PromptProgress`.
-
-    Raises
-    ------
-    RequestError
-        Code ``queue_full``; nothing has been submitted then.
-    EngineError
-        If the engine is not ready.
+    With ``report_progress``, `events` yields `PromptProgress` too. Raises `RequestError`
+    (``queue_full``), with nothing submitted, and `EngineError` if the engine is not ready.
     """
 
     def __init__(
@@ -125,17 +103,9 @@ class LiveChoices(ServedChoices):
             self._tasks.append(asyncio.create_task(pump))
 
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
-        """Stream events until every choice is finished.
+        """Stream events until every choice is finished; ``None`` after ``heartbeat`` idle seconds.
 
-        Parameters
-        ----------
-        heartbeat : float, optional
-            Yield ``None`` when nothing has happened for this many seconds.
-
-        Raises
-        ------
-        RequestError, EngineError
-            As soon as one of the requests fails.
+        Raises the error of a request as soon as it fails.
         """
         while self._unfinished or not self._events.empty():
             try:

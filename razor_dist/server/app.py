@@ -112,5 +112,5 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """Answer a client that hung up while it sent its body; otherwise it would be logged."""
+    """Answer a client that hung up while it sent its body, which would be logged otherwise."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -17,16 +17,7 @@ Json = dict[str, Any]
 
 
 class Format(ABC):
-    """The shape of one request's answers.
-
-    Parameters
-    ----------
-    model : str
-        The model's name in the API.
-    answers : ServedChoices
-    tokenizer : PreTrainedTokenizerBase or None
-        Spells the tokens of log-probabilities.
-    """
+    """The shape of one request's answers."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]

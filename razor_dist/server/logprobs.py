@@ -36,12 +36,7 @@ def legacy_logprobs(
 ) -> dict[str, Any] | None:
     """``choices[].logprobs`` of a completion; ``None`` unless they were asked for.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        Without one a token is spelt ``token_id:17``.
-    pieces : sequence of TextPiece
-        The tokens.
+    Without a tokenizer a token is spelt ``token_id:17``.
     """
     tokens, chosen, top = [], [], []
     for piece in pieces:
@@ -78,16 +73,9 @@ def _spell(token: int, logprob: Logprob) -> str:
 def token_bytes(
     tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
 ) -> list[int] | None:
-    """The bytes of a token, which may be part of a character only; ``None`` if unknown.
+    """Return the bytes of a token, which may be part of a character only; ``None`` if unknown.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase or None
-        The model's.
-    token : int
-        The token's id.
-    text : str
-        The token decoded by itself.
+    ``text`` is the token decoded by itself.
     """
     if tokenizer is None:
         return None
@@ -103,7 +91,7 @@ def token_bytes(
 
 @lru_cache(maxsize=1)
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE (GPT-2's) writes for each byte, inverted.
+    """Return the byte of each character that byte-level BPE (GPT-2's) writes.
 
     Printable Latin-1 characters stand for themselves, the other bytes for the characters from
     U+0100 on, in order.

@@ -10,5 +10,5 @@ def set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # Its lines on starting and ending say nothing that ours do not.
+    # Ours tell of starting and ending already.
     logging.getLogger("uvicorn.error").setLevel("WARNING")

@@ -40,16 +40,10 @@ _GRACE = 2
 
 
 def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
-    """Serve a model on ranks that this process starts, until SIGINT or SIGTERM.
+    """Serve a model on ranks that this process starts, until SIGINT or SIGTERM; returns 0.
 
-    ``worker`` is the ranks' module. Returns the exit code, 0.
-
-    Raises
-    ------
-    ConfigError, ModelError
-        If the address is taken or the model cannot be found.
-    EngineError
-        If the ranks cannot be started.
+    ``worker`` is the ranks' module. Raises `ConfigError` if the address is taken, `ModelError` if
+    the model cannot be found, and `EngineError` if the ranks cannot be started.
     """
     # Under torchrun the agent is our parent; a killed agent must not leave a server behind.
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -71,18 +65,9 @@ def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
 class Frontend:
     """The HTTP server and what it waits for.
 
-    Parameters
-    ----------
-    config : ServerConfig
-        The settings.
-    client : EngineClient
-        Takes the requests.
-    listener : socket
-        Bound already, so that an address in use is found before anything is started.
-    start : callable
-        Starts the engine; awaited once the model is known to exist.
-    agent : int, optional
-        A process whose end is the frontend's end.
+    ``listener`` is bound already, so that an address in use is found before anything is started.
+    ``start``, which starts the engine, is awaited once the model is known to exist. The end of the
+    process ``agent`` is the frontend's end.
     """
 
     def __init__(
@@ -110,13 +95,7 @@ class Frontend:
         )
 
     async def run(self) -> int:
-        """Serve until a signal, the agent's end, or a failure to start; returns the exit code 0.
-
-        Raises
-        ------
-        RazorError
-            If the model cannot be found or the ranks cannot be started.
-        """
+        """Serve until a signal, the agent's end, or a failure to start, which is raised."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -154,8 +133,8 @@ class Frontend:
             log.info("sampling defaults of the model: %s", dict(defaults))
         await self._start()
         tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
-        # What has been loaded stays. A full collection would look at all of it again, hundreds of
-        # thousands of objects, for a quarter of a second in which nobody is answered.
+        # What has been loaded stays: a full collection would look at all of it again, for a
+        # quarter of a second in which nobody is answered.
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
@@ -219,13 +198,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket that listens on the configured address.
-
-    Raises
-    ------
-    ConfigError
-        If the address is unknown or in use.
-    """
+    """Listen on the configured address; `ConfigError` if it is unknown or in use."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

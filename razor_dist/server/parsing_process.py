@@ -1,9 +1,8 @@
 """`parse_request` in a process of its own, for bodies of megabytes.
 
 Parsing a million token ids, or tokenising a million words, holds the interpreter's lock for longer
-than /health and the heartbeats of other requests may wait (docs/LOG.md has the numbers), and a
-tokenizer written in Python never gives it up. So the frontend sends long bodies to this process and
-gets token ids back, which it need not look at.
+than /health and the heartbeats of other requests may wait (numbers in docs/LOG.md). So the frontend
+sends long bodies to this process and gets token ids back, which it need not look at.
 
 ``python -m razor_dist.server.parsing_process FOLDER [--trust-remote-code]`` reads from its standard
 input a msgpack frame (`razor_dist.engine.messages`) and the body that it announces, and answers
@@ -40,22 +39,13 @@ from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, p
 
 # Bytes of a body that are written to the process at a time.
 _PIECE = 1 << 20
-# Seconds that the process may take for a body, and more for each of its megabytes. Tokenizers
-# take up to a few seconds for one, those written in Python too; the first body waits for its
-# loading as well.
+# Seconds that the process may take for a body, and more for each of its megabytes: tokenizers take
+# up to a few seconds for one, and the first body waits for their loading as well.
 _PATIENCE, _PATIENCE_PER_MB = 120.0, 60.0
 
 
 class ParsingProcess:
-    """The frontend's handle of the process, which is started by the first body that needs it.
-
-    Parameters
-    ----------
-    folder : Path
-        The model's, with its tokenizer.
-    trust_remote_code : bool
-        Whether the tokenizer may be code that the model ships.
-    """
+    """The frontend's handle of the process, which is started by the first body that needs it."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
         self._arguments = [str(folder), *(["--trust-remote-code"] if trust_remote_code else [])]
@@ -67,25 +57,18 @@ class ParsingProcess:
     async def parse_request(
         self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits
     ) -> ParsedRequest:
-        """As `razor_dist.server.request_parsing.parse_request`; bodies are read one after the
-        other.
+        """Parse as `request_parsing.parse_request`, one body after the other.
 
-        If this is cancelled, for its client hung up, a body that waits is forgotten. One that is
-        being read is read to its end, and the answer dropped: that takes a few seconds, where a
-        new process would take as long to load the tokenizer again. One that is stuck is given up
-        after minutes (`_PATIENCE`), and holds up those behind it until then.
+        If this is cancelled, since its client hung up, a body that waits is forgotten. One that is
+        being read is read to its end, and the answer dropped: a new process would take as long to
+        load the tokenizer again.
 
-        Raises
-        ------
-        RequestError
-            If the request cannot be served.
-        EngineError
-            If the process dies, or takes so long that it must be stuck. The next body gets a new
-            one.
+        Raises `RequestError` if the request cannot be served, and `EngineError` if the process
+        dies or is stuck (`_PATIENCE`); the next body then gets a new one.
         """
         await self._turn.acquire()
-        # In a task of its own, which gives the turn on: what the process answers must be taken from
-        # it before the next body, whoever still waits for it.
+        # In a task of its own, which passes the turn on: the answer must be taken from the process
+        # before the next body, whoever still waits for it.
         self._asking = asyncio.create_task(self._ask(endpoint, raw, limits))
         # If nobody waits any more, nobody need hear of an error either.
         self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -132,11 +115,7 @@ class ParsingProcess:
         return self._process
 
     async def aclose(self) -> None:
-        """As `close`, for good, and wait for the end.
-
-        The loop must outlive what it knows of the process, and no body that still waits may start
-        another.
-        """
+        """Kill the process and wait for its end; no body that still waits may start another."""
         self._ended = True
         process = self._process
         self.close()
@@ -166,7 +145,6 @@ async def _exchange(
 
 
 def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
-    """Return the process's answer to one body."""
     try:
         parsed = parse_request(message["endpoint"], raw, encoder, Limits(*message["limits"]))
     except RequestError as error:
@@ -177,7 +155,6 @@ def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
 
 
 def _parsed_of(answer: Message) -> ParsedRequest:
-    """Return the `ParsedRequest` that an answer holds."""
     prompts = [
         Checked(unpack(tokens), SamplingParams(**params)) for tokens, params in answer["prompts"]
     ]

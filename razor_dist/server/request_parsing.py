@@ -1,8 +1,7 @@
 """From a request's body to what the engine needs: parsed, checked, tokenised.
 
-All that grows with the body happens in `parse_request`, so that it can be done where nobody waits
-for it: in a thread for short bodies, in another process for long ones
-(`razor_dist.server.parsing_process`).
+All work that grows with the body happens in `parse_request`, which runs in a thread for short
+bodies and in another process for long ones (`razor_dist.server.parsing_process`).
 """
 
 from __future__ import annotations
@@ -33,50 +32,25 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that can be served.
+    """A request that can be served."""
 
-    Attributes
-    ----------
-    prompts : list of Checked
-        One or several, each to be answered by itself, with their settled parameters.
-    stream : bool
-        Answer by server-sent events.
-    include_usage, return_progress : bool
-        What the stream tells besides the answers.
-    """
-
-    prompts: list[Checked]
+    prompts: list[Checked]  # each to be answered by itself
     stream: bool
     include_usage: bool
     return_progress: bool
 
 
 def parse_request(
-    endpoint: Endpoint,
-    raw: bytes | bytearray,
-    encoder: PromptEncoder,
-    limits: Limits,
+    endpoint: Endpoint, raw: bytes | bytearray, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    """Read a request's body.
-
-    Raises
-    ------
-    RequestError
-        If anything about it cannot be served.
-    """
+    """Read a request's body; `RequestError` if anything about it cannot be served."""
     return parse_value(endpoint, parse_json(raw), encoder, limits)
 
 
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    """As `parse_request`, for a body that is parsed already.
-
-    Raises
-    ------
-    RequestError
-        If anything about it cannot be served.
-    """
+    """Do as `parse_request`, for a body whose JSON is parsed already."""
     body: ChatBody | CompletionBody
     if endpoint == "chat":
         body = parse(ChatBody, value)
@@ -126,13 +100,7 @@ def check_model(name: str, served: str) -> None:
 
 
 def parse_json(body: bytes | bytearray) -> object:
-    """Parse JSON strictly: UTF-8, no NaN, no lone surrogates, no key twice.
-
-    Raises
-    ------
-    RequestError
-        Saying what is wrong.
-    """
+    """Parse JSON; `RequestError` if it has bad UTF-8, NaN, a lone surrogate or a key twice."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

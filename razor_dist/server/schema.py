@@ -25,7 +25,7 @@ from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, Sa
 _INT64 = 2**63
 Body = TypeVar("Body", bound="GenerateBody")
 
-# Fields that are not supported, with the values that ask for nothing. null asks for nothing too.
+# Unsupported fields, with the values that ask for nothing besides null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -79,7 +79,7 @@ class StreamOptions(_Strict):
 
 
 def _content(value: object) -> str:
-    """A message's content; its text parts are joined."""
+    """Return a message's content; its text parts are joined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(_is_text_part(part) for part in value):
@@ -104,10 +104,7 @@ def _stop(value: object) -> tuple[str, ...]:
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """One or several prompts as a list of them.
-
-    By hand, because pydantic would report every one of a million tokens as "not a string".
-    """
+    # By hand, because pydantic would report every one of a million tokens as "not a string".
     if isinstance(value, str) or _is_tokens(value):
         return [value]
     if isinstance(value, list) and value:
@@ -175,13 +172,7 @@ class GenerateBody(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Refuse combinations that make no sense.
-
-        Raises
-        ------
-        RequestError
-            Naming the field.
-        """
+        """Refuse combinations that make no sense by a `RequestError` that names the field."""
         if self.n not in (None, 1):
             raise RequestError(f"n must be 1, got {self.n}", param="n")
         for name in ("stream_options", "return_progress"):
@@ -208,7 +199,7 @@ class GenerateBody(_Strict):
 
 
 class ChatBody(GenerateBody):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Int | None = None
@@ -247,7 +238,7 @@ class ChatBody(GenerateBody):
 
 
 class CompletionBody(GenerateBody):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     # As a list: one prompt or several, each answered by a choice of its own.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
@@ -266,20 +257,7 @@ class CompletionBody(GenerateBody):
 
 
 def parse(cls: type[Body], data: object) -> Body:
-    """Validate a request body.
-
-    Parameters
-    ----------
-    cls : type
-        `ChatBody` or `CompletionBody`.
-    data : object
-        What the JSON held.
-
-    Raises
-    ------
-    RequestError
-        Naming the first field at fault and what would be right.
-    """
+    """Validate a parsed request body; `RequestError` names the first field at fault."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     fields = {}

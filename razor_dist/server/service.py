@@ -30,7 +30,7 @@ _REFUSAL_WAIT = 1.0
 
 
 class RequestReader(NamedTuple):
-    """All that makes tokens of requests: this process's encoder, and a process for long bodies."""
+    """This process's encoder, a process for long bodies, and the model's sampling defaults."""
 
     encoder: PromptEncoder
     process: ParsingProcess
@@ -40,19 +40,7 @@ class RequestReader(NamedTuple):
 class Service:
     """The model behind the API.
 
-    Parameters
-    ----------
-    config : ServerConfig
-        The server's settings.
-    client : EngineClient
-        The engine.
-    heartbeat : float
-        Seconds of silence after which a stream gets a comment, so that no proxy gives it up.
-
-    Attributes
-    ----------
-    reader : RequestReader or None
-        ``None`` until the tokenizer is loaded.
+    A stream gets a comment after ``heartbeat`` seconds of silence, so that no proxy gives it up.
     """
 
     def __init__(
@@ -60,7 +48,7 @@ class Service:
     ) -> None:
         self.config = config
         self.client = client
-        self.reader: RequestReader | None = None
+        self.reader: RequestReader | None = None  # until the tokenizer is loaded
         self._heartbeat = heartbeat
         self._started = int(time.time())
 
@@ -90,12 +78,8 @@ class Service:
     async def respond(self, endpoint: Endpoint, raw: bytes | bytearray) -> Response:
         """Answer a completion request, streaming or not; its end frees what it holds.
 
-        Raises
-        ------
-        RequestError
-            If the request cannot be served.
-        EngineError
-            If the engine is not ready, or fails before the response begins.
+        Raises `RequestError` or `EngineError` if it cannot be served or the engine fails before
+        the response begins.
         """
         parsed = await self._parse(endpoint, raw)
         del raw  # megabytes, for as long as the answer takes
@@ -131,13 +115,7 @@ class Service:
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's description and its counters.
-
-        Raises
-        ------
-        EngineBusyError
-            If a chunk keeps rank 0 from answering for longer than a client may want to wait.
-        """
+        """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
         answer = await self.client.stats(_STATS_PATIENCE)
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}

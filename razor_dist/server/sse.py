@@ -24,15 +24,11 @@ DONE = "data: [DONE]\n\n"
 
 
 async def stream(
-    events: AsyncIterator[ChoiceEvent | None],
-    form: Format,
-    *,
-    include_usage: bool,
+    events: AsyncIterator[ChoiceEvent | None], form: Format, *, include_usage: bool
 ) -> AsyncIterator[str]:
-    """Stream the text of server-sent events.
+    """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
-    Of the events, ``None`` makes a heartbeat. With ``include_usage`` the stream ends with a chunk
-    of token counts, and the other chunks say ``"usage": null``.
+    With ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``.
     """
     usage: dict[str, Any] = {"usage": None} if include_usage else {}
     try:
@@ -49,7 +45,7 @@ async def stream(
         if include_usage:
             yield _data(form.usage())
     except Exception as error:
-        # The status line has gone out: what is left is to tell it in the stream.
+        # The status line has gone out, so the stream must tell it.
         if not isinstance(error, RazorError):
             log.exception("a stream failed")
         yield _data(Failure.of(error).body())

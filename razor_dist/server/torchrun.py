@@ -32,8 +32,8 @@ RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.torchrun_frontend"
 # Seconds that the frontend may take to import its libraries and listen.
 _PATIENCE = 60.0
-# Seconds that the other ranks leave rank 0 to tell of an error that all of them have met:
-# torchrun ends every process of a node as soon as it sees that one has failed.
+# Seconds that the other ranks leave rank 0 to tell of an error that all of them have met: torchrun
+# ends every process of a node as soon as one has failed.
 HOLD_BACK = 5.0
 
 
@@ -64,11 +64,11 @@ class Torchrun(NamedTuple):
 
     @property
     def implied(self) -> dict[str, Setting]:
-        """The settings that follow."""
+        """The settings that follow from it."""
         return {"world_size": Setting(self.world_size, "torchrun")}
 
     def check(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` if the configured world size is another one."""
+        """Raise `ConfigError` if the configured world size differs."""
         if config.world_size != self.world_size:
             raise ConfigError(
                 f"world_size is {config.world_size}, but torchrun started {self.world_size} "
@@ -79,11 +79,8 @@ class Torchrun(NamedTuple):
 def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -> int:
     """Be one of torchrun's ranks, and return its exit code; rank 0 sees to the frontend first.
 
-    Raises
-    ------
-    RazorError
-        On another rank than 0, where the frontend has told the user already; on rank 0 if it
-        cannot reach the frontend, so that the caller must.
+    Raises `RazorError` on other ranks than 0, and on rank 0 only if it cannot reach the frontend,
+    which tells the user otherwise.
     """
     set_up_logging(config.log_level)
     socket_path = None
@@ -109,12 +106,8 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
 def ensure_frontend(config: ServerConfig, agent: int) -> Path:
     """Return the socket of the frontend of this agent's job, which is started if there is none.
 
-    Raises
-    ------
-    FrontendRefusedError
-        If the new frontend ends at once (the port is in use).
-    FrontendUnreachableError
-        If it does not listen in time.
+    Raises `FrontendRefusedError` if the new frontend ends at once (the port is in use), and
+    `FrontendUnreachableError` if it does not listen in time.
     """
     frontend: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + _PATIENCE
@@ -137,10 +130,7 @@ def ensure_frontend(config: ServerConfig, agent: int) -> Path:
 def _start_frontend(
     config: ServerConfig, agent: int, folder: Path
 ) -> subprocess.Popen[bytes] | None:
-    """Start the frontend; ``None`` if there is one, which an earlier rank 0 has started.
-
-    That one may not listen yet: its rank 0 may have died at once.
-    """
+    """Start the frontend; ``None`` if there is an earlier rank 0's, which may not listen yet."""
     socket_path = folder / "engine"
     # The frontend holds the lock for as long as it lives: it inherits the descriptor.
     try:
@@ -164,7 +154,7 @@ def _start_frontend(
 
 
 def _private_folder(agent: int) -> Path:
-    """A folder of this user's for the job of one agent, the same for each of its rank 0s."""
+    """Return this user's folder for the job of one agent, the same for each of its rank 0s."""
     # With the time of its start: its number alone may be used again.
     born = round(psutil.Process(agent).create_time() * 100)
     folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{born}"

@@ -58,10 +58,10 @@ async def _run(config: ServerConfig, listener: socket.socket, path: Path, agent:
 
 
 async def _kill_when_silent(client: EngineClient, timeout: float) -> None:
-    """End a rank 0 that is stuck; torchrun sees its death and does the rest.
+    """Kill a rank 0 that is stuck; torchrun sees its death and does the rest.
 
-    One that has not connected cannot be ended, since nobody knows which process it is. It may not
-    even exist: torchrun may wait for other nodes. Then /health says for what the frontend waits.
+    One that has not connected is left alone: torchrun may still wait for other nodes, and /health
+    says so.
     """
     while True:
         reason = await silence(client, timeout)
