@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from types import ModuleType
 
 from torch import Tensor
@@ -63,25 +64,19 @@ def attend(
     k, v : Tensor
         ``[K, S, D]``. Those of another dtype than ``q`` are read in blocks that are converted to
         it, for the fused ops want one dtype.
-    scale : float
-        Multiplies ``q . k``.
     causal : bool
-        Query t sees keys 0..t; requires ``T == S``, so that no alignment convention matters.
+        Query t sees keys 0..t; requires ``T == S`` (else ValueError), so that no alignment
+        convention matters.
     bias : Tensor, optional
-        float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite, added to the scaled scores; `HIDDEN`
+        float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite, added to ``scale * q . k``; `HIDDEN`
         hides a key. It may be rounded to the dtype of ``q``.
     backend : str, optional
-        One of `BACKENDS`; by default the first that supports the input.
+        One of `BACKENDS` (else ValueError); by default the first that supports the input.
 
     Returns
     -------
     Partial
         ``out`` in the dtype of ``q`` or float32, ``lse`` in float32 (natural logarithm).
-
-    Raises
-    ------
-    ValueError
-        If ``causal`` and ``T != S``, or the backend is unknown.
     """
     if causal and q.shape[2] != k.shape[1]:
         raise ValueError(f"causal needs as many queries as keys, got {q.shape[2]} and {k.shape[1]}")
@@ -110,7 +105,6 @@ def _attend_converted(
     bias: Tensor | None,
     backend: str | None,
 ) -> Partial:
-    """`attend` to keys and values of another dtype than the queries'."""
     # Causal attention is over as many keys as queries: a shard of a chunk, and short.
     block = k.shape[1] if causal else _CONVERTED_KEYS
 
@@ -136,17 +130,9 @@ def compensate(
     RazorAttention's equation 5: the token has weight ``count * exp(scale * q . k_mean)``, so its
     ``lse`` is ``scale * q . k_mean + log(count)`` and its ``out`` is ``v_mean``.
 
-    Parameters
-    ----------
-    q : Tensor
-        ``[K, G, T, D]``.
-    k_mean, v_mean : Tensor
-        ``[K, D]`` float32 means of the dropped keys and values.
-    count : int or Tensor
-        How many tokens were dropped, at least 1; a tensor ``[K]`` if they differ.
+    ``q`` is ``[K, G, T, D]``; ``k_mean`` and ``v_mean``, float32 ``[K, D]``, are the means of the
+    dropped keys and values; ``count``, at least 1, is a tensor ``[K]`` where heads differ.
     """
-    import math
-
     if isinstance(count, Tensor):
         log_count: float | Tensor = count.log()[:, None, None]
     else:

@@ -39,33 +39,17 @@ WIDER = 2 * len(_PLACES)
 
 
 class Places(NamedTuple):
-    """Where the tokens of an attention call stand in their sequence.
+    """Positions, in their sequence, of the tokens of an attention call."""
 
-    Attributes
-    ----------
-    queries : sequence of range
-        Positions of the queries, in order, as runs of consecutive ones.
-    keys : Tensor
-        int64 ``[S]``, positions of the keys, in any order.
-    """
-
-    queries: Sequence[range]
-    keys: Tensor
+    queries: Sequence[range]  # in order, as runs of consecutive positions
+    keys: Tensor  # int64 [S], in any order
 
 
 class Distance(NamedTuple):
-    """``j - i`` of keys, in the form that the ops at hand want.
+    """``j - i`` of keys, in the form that the ops at hand want."""
 
-    Attributes
-    ----------
-    number : Tensor
-        float32 ``[S]``, multiples of 1/256 below 2**24.
-    digits : Tensor or None
-        bfloat16 ``[S, WIDER]``, see `digits_of`: where a mask could not hold the bias.
-    """
-
-    number: Tensor
-    digits: Tensor | None
+    number: Tensor  # float32 [S], multiples of 1/256 below 2**24
+    digits: Tensor | None  # bfloat16 [S, WIDER], `digits_of`: where a mask could not hold the bias
 
     @classmethod
     def of(cls, number: Tensor, queries: torch.dtype) -> Distance:
@@ -74,7 +58,7 @@ class Distance(NamedTuple):
 
 
 def needs_digits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the bias of queries of this dtype gets into the ops by `widened`."""
+    """Tell if the bias of queries of this dtype gets into the ops by `widened`."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
@@ -124,7 +108,7 @@ def attend_at_places(
 
 
 def _blocks(queries: Sequence[range]) -> Iterator[tuple[int, range]]:
-    """Blocks of queries: the index of the first one, and their positions."""
+    """Yield blocks of queries: the index of the first one, and their positions."""
     done = 0
     for run in queries:
         for begin in range(0, len(run), BLOCK):
@@ -186,21 +170,9 @@ def widened(
     at each digit's place value. The slope is then right to 16 bits, which is as good as exact where
     a weight is not negligible.
 
-    Parameters
-    ----------
-    q : Tensor
-        ``[K, G, T, D]`` bfloat16.
-    k, v : Tensor
-        ``[K, S, D]``.
-    slopes : Tensor
-        float32 ``[K, G]``.
-    digits : Tensor
-        ``[S, WIDER]``, `digits_of` the distances.
-
-    Returns
-    -------
-    tuple of Tensor
-        The same with ``D + WIDER`` dimensions; the values' further ones are 0.
+    ``q`` is bfloat16 ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, S, D]``, ``slopes`` float32
+    ``[K, G]`` and ``digits``, `digits_of` the distances, ``[S, WIDER]``. The results have
+    ``D + WIDER`` dimensions; the values' further ones are 0.
     """
     unit = slopes / scale
     high = unit.to(q.dtype)

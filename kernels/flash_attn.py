@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def _installed() -> bool:
-    """Whether it can be imported: one that was built for another torch is there and cannot."""
+    # One that was built for another torch is found and cannot be imported.
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:

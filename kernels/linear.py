@@ -25,21 +25,9 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, as `torch.nn.functional.linear`.
+    """``x @ weight.T + bias``, as `torch.nn.functional.linear` but for rounding.
 
-    Parameters
-    ----------
-    x : Tensor
-        ``[..., I]``.
-    weight : Tensor
-        ``[O, I]``.
-    bias : Tensor, optional
-        ``[O]``.
-
-    Returns
-    -------
-    Tensor
-        ``[..., O]``. Differs from torch's by rounding alone.
+    ``x`` is ``[..., I]``, ``weight`` ``[O, I]``, ``bias`` ``[O]`` and the result ``[..., O]``.
     """
     if not _served(x, weight):
         return functional.linear(x, weight, bias)
@@ -55,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:
-    """Whether the other ways than torch's default compute it; they have no gradients."""
+    """Tell if the other ways than torch's default compute it; they have no gradients."""
     return (
         _AVAILABLE
         and x.device.type == "cpu"
@@ -75,10 +63,7 @@ class Linear(nn.Linear):
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Have every plain `torch.nn.Linear` of a model computed by `linear`; weights stay as they are.
-
-    A layer of a class of its own keeps its own way.
-    """
+    """Have a model's plain `torch.nn.Linear` layers computed by `linear`; subclasses are left."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

@@ -37,18 +37,8 @@ def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Part
     """Attention over ``keys`` keys, at most ``block`` of them at a time.
 
     For what has to copy keys and values first: the copy is then of a block, however many there are.
-
-    Parameters
-    ----------
-    attend : callable
-        Attention over a slice of the keys.
-    keys, block : int
-        At least 1.
-
-    Returns
-    -------
-    Partial
-        As `attend` gives it where one block is all, else in float32.
+    The result is as ``attend`` gives it for a slice of the keys where one block is all, else in
+    float32.
     """
     partials = [attend(slice(begin, begin + block)) for begin in range(0, keys, block)]
     return partials[0] if len(partials) == 1 else merge(partials)
@@ -59,17 +49,7 @@ def merge(partials: Sequence[Partial]) -> Partial:
 
     ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``, in float32 with
     the running maximum subtracted. Rows that see no key in any segment give ``out = 0`` and
-    ``lse = -inf``, never NaN.
-
-    Parameters
-    ----------
-    partials : sequence of Partial
-        At least one, all of the same shapes.
-
-    Returns
-    -------
-    Partial
-        ``out`` in float32.
+    ``lse = -inf``, never NaN. ``partials`` are one or more of the same shapes.
     """
     if len(partials) == 1:
         return Partial(partials[0].out.float(), partials[0].lse)
@@ -95,16 +75,10 @@ def empty_partial(q: Tensor) -> Partial:
 
 
 def merge_stacked(out: Tensor, lse: Tensor, dim: int = 0) -> Partial:
-    """`merge` of partials stacked along a dimension, in one pass.
+    """`merge` of P partials stacked along dimension ``dim``, in one pass.
 
-    Parameters
-    ----------
-    out : Tensor
-        ``[..., P, ..., D]`` float32, of P partials.
-    lse : Tensor
-        ``[..., P, ...]`` float32.
-    dim : int
-        Where P stands, counted from the first dimension.
+    ``out`` is float32 ``[..., P, ..., D]``, ``lse`` float32 ``[..., P, ...]``; ``dim`` is not
+    negative, so that it means the same of both.
     """
     # Plain elementwise operations: decode runs this in every layer, and torch's softmax over an
     # inner dimension wakes its threads even for a handful of numbers.

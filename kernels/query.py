@@ -18,30 +18,23 @@ from razor_dist.kernels.partial import Partial
 
 
 class Query(NamedTuple):
-    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance.
+    """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance."""
 
-    Attributes
-    ----------
-    q : Tensor
-        ``[K, G, T, D]``.
-    slopes : Tensor or None
-        float32 ``[K, G]``, ALiBi's; None where positions are in queries and keys already.
-    """
-
-    q: Tensor
+    q: Tensor  # [K, G, T, D]
     scale: float
+    # ALiBi's, float32 [K, G]; None where positions are in queries and keys already.
     slopes: Tensor | None = None
 
     @classmethod
     def grouped(cls, q: Tensor, scale: float, slopes: Tensor | None, kv_heads: int) -> Query:
-        """Of a model's ``q`` ``[Hq, T, D]`` and slopes ``[Hq]``."""
+        """Group a model's ``q`` ``[Hq, T, D]`` and slopes ``[Hq]`` by KV head."""
         if slopes is not None:
             slopes = slopes.unflatten(0, (kv_heads, -1))
         return cls(q.unflatten(0, (kv_heads, -1)), scale, slopes)
 
     @property
     def by_distance(self) -> bool:
-        """Whether scores depend on where the tokens stand, beyond what queries and keys hold."""
+        """True if scores depend on where tokens stand, beyond what queries and keys hold."""
         return self.slopes is not None
 
     def heads(self, index: slice | Tensor) -> Query:
@@ -62,15 +55,10 @@ class Query(NamedTuple):
         bias: Tensor | None = None,
         where: Places | Distance | None = None,
     ) -> Partial:
-        """Attention to one segment of keys: see `razor_dist.kernels.attend`.
+        """Attention to one segment of keys ``[K, S, D]``: see `razor_dist.kernels.attend`.
 
-        Parameters
-        ----------
-        k, v : Tensor
-            ``[K, S, D]``.
-        where : Places or Distance
-            Needed if `by_distance`: where queries and keys stand, or how far the keys are from
-            queries that all stand in one place.
+        ``where`` is needed if `by_distance`: where queries and keys stand, or how far the keys are
+        from queries that all stand in one place.
         """
         if self.slopes is None:
             return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias)

@@ -26,7 +26,7 @@ LEAST_KEYS = 256
 
 
 def foldable(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Whether the rows of a head see the same keys, and are few."""
+    """Tell if the rows of a head see the same keys, and are few."""
     return not causal and q.shape[2] <= FOLD_UP_TO and (bias is None or bias.dim() != 2)
 
 
@@ -42,18 +42,9 @@ def attend_folded(
 ) -> Partial:
     """Attention of few queries, a group folded into rows and the keys cut into parts.
 
-    Parameters
-    ----------
-    q : Tensor
-        ``[K, G, T, D]``.
-    k, v : Tensor
-        ``[K, S, D]``.
-    bias : Tensor or None
-        float32 ``[S]`` or ``[K, G, S]``.
-    parts : int
-        How many parts of equal length are wanted, of `LEAST_KEYS` keys at least.
-    align : int
-        Their length is a multiple of it; what remains is one more part.
+    ``q`` is ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, S, D]``, ``bias`` is float32 ``[S]`` or
+    ``[K, G, S]``. The keys make up to ``parts`` parts of equal length, a multiple of ``align`` and
+    `LEAST_KEYS` at least; what remains is one more part.
     """
     heads, group, queries, dim = q.shape
     rows, keys = group * queries, k.shape[1]
