@@ -1,8 +1,7 @@
 """Attention of one decode step on one rank: one new token for each of several sequences.
 
-It is the same code whether it is captured in a CUDA graph or not:
-`razor_dist.attention.decode_inputs` says
-which memory is read and holds what changes from step to step.
+The same code runs captured in a CUDA graph or not: `razor_dist.attention.decode_inputs` says which
+memory is read and holds what changes from step to step.
 """
 
 from __future__ import annotations
@@ -29,14 +28,8 @@ class DecodeContext:
     heads attend to each rank's shard; one all-gather per layer carries ``out`` and ``lse``, packed
     together. A layer without retrieval heads makes no collective at all.
 
-    Nothing is read back from the device, here or in `attend`, so that both can be captured.
-
-    Parameters
-    ----------
-    extents : sequence of ReadExtent
-        One per token of the step.
-    inputs : StepInputs
-        On the caches' device.
+    Nothing is read back from the device, here or in `attend`, so that both can be captured. There
+    is one of ``extents`` per token of the step; ``inputs`` are on the caches' device.
     """
 
     def __init__(
@@ -44,8 +37,7 @@ class DecodeContext:
     ) -> None:
         self.comm, self.caches, self._extents = comm, caches, extents
         self._inputs = inputs
-        # For each token, for each streaming cache: what is seen of its slot, and where it is
-        # written.
+        # By token and streaming cache: what is seen of its slot, and where it is written.
         self._biases: list[list[Tensor]] = []
         self._places: list[list[Tensor]] = []
         self._segments: list[list[tuple[int, int, Tensor | None]]] = []
@@ -93,10 +85,7 @@ class DecodeContext:
         return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
     def _measure(self, dtype: torch.dtype) -> _Distances:
-        """How far what is read is from the new tokens; notes where the new tokens stand.
-
-        ``dtype`` is the queries'.
-        """
+        """Note where the new tokens stand; return how far from them is all that is read."""
         pages, inputs = self.caches.pages, self._inputs
         assert pages.positions is not None
         distances = _Distances([], [])
@@ -175,18 +164,10 @@ class DecodeContext:
 
 
 class _Distances(NamedTuple):
-    """``j - i`` of what a step reads, for each of its tokens.
+    """``j - i`` of what a step reads, for each of its tokens."""
 
-    Attributes
-    ----------
-    streaming : list of list of Distance
-        By streaming cache: of the places of its slot that are read.
-    segments : list of list of Distance
-        Of the extents of the page pool that are read.
-    """
-
-    streaming: list[list[Distance]]
-    segments: list[list[Distance]]
+    streaming: list[list[Distance]]  # by streaming cache: the places of its slot
+    segments: list[list[Distance]]  # the extents of the page pool
 
 
 def _with_bias(extent: ReadExtent, stored: Tensor) -> list[tuple[int, int, Tensor | None]]:

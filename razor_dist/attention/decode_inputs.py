@@ -1,8 +1,8 @@
 """A decode step apart from its attention: what it reads, what it is given, what it leaves.
 
-What a step needs is kept in two parts. `ReadExtent` says which memory it touches: plain numbers and
-slices, fixed once a CUDA graph is captured. `StepInputs` holds everything else as one tensor, so
-that a graph is told of the next step by writing to that tensor (`razor_dist.engine.graph`).
+`ReadExtent` says which memory a step touches: plain numbers and slices, fixed once a CUDA graph is
+captured. `StepInputs` holds everything else as one tensor, so that a graph is told of the next step
+by writing to that tensor (`razor_dist.engine.graph`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,15 @@ from razor_dist.parallel.comm import Communicator
 
 @dataclass(frozen=True)
 class ReadExtent:
-    """The memory that a step touches for one sequence on this rank.
+    """The memory that a step touches for one sequence on this rank."""
 
-    Attributes
-    ----------
-    streaming : tuple of (StreamingSlot, int)
-        For each streaming cache, the slot and how much of it is read.
-    segments : tuple of (int, int)
-        Extents of the page pool that are read.
-    exact : bool
-        Whether ``segments`` end with the newest token. Otherwise they go further, and a bias
-        hides what no token has filled yet.
-    writes : bool
-        Whether this rank writes the new token's retrieval keys and values.
-    """
-
+    # For each streaming cache, the slot and how much of it is read.
     streaming: tuple[tuple[StreamingSlot, int], ...]
+    # Extents of the page pool that are read.
     segments: tuple[tuple[int, int], ...]
+    # True if segments end with the newest token; else a bias hides what no token has filled yet.
     exact: bool
+    # True if this rank writes the new token's retrieval keys and values.
     writes: bool
 
 
@@ -52,7 +43,7 @@ def streaming_widths(caches: Caches, sequence: Sequence, tokens: int) -> tuple[i
 
 
 def exact_extent(comm: Communicator, caches: Caches, sequence: Sequence) -> ReadExtent:
-    """What the next step needs, and no more."""
+    """The memory that the next step needs, and no more."""
     table = sequence.table
     own = owner_of(sequence.length, comm.size) == comm.rank
     return ReadExtent(
@@ -72,17 +63,12 @@ def exact_extent(comm: Communicator, caches: Caches, sequence: Sequence) -> Read
 def padded_extent(
     caches: Caches, sequence: Sequence, widths: tuple[int, ...], stored: int
 ) -> ReadExtent:
-    """What every step needs until the sequence outgrows ``widths`` and ``stored``.
+    """The memory that every step needs until the sequence outgrows these bounds.
 
-    Parameters
-    ----------
-    widths : tuple of int
-        Of its slot in each streaming cache.
-    stored : int
-        Tokens of the shard. The sequence's own pages bound it too: what lies beyond them is
-        another's, and may change and hold anything.
+    ``widths`` are of its slot in each streaming cache, ``stored`` counts tokens of the shard.
     """
     table, pages = sequence.table, caches.pages
+    # What lies beyond the sequence's own pages is another's, and may change and hold anything.
     within = min(stored, len(table.pages) * pages.page_size)
     return ReadExtent(
         streaming=tuple(zip(sequence.streaming, widths, strict=True)),
@@ -93,33 +79,21 @@ def padded_extent(
 
 
 class StepInputs(NamedTuple):
-    """What changes from one step to the next; int64, a number per sequence: ``[n]``.
+    """Values that change from one step to the next; int64, a number per sequence: ``[n]``."""
 
-    Attributes
-    ----------
-    token, position : Tensor
-        The new token's id and place.
-    model_position : Tensor
-        The place as the model is told of it (`Sequence.position_mark`).
-    at : Tensor
-        Slot of the page pool for its retrieval keys and values; the pool's dummy slot on ranks
-        that do not keep them.
-    stored : Tensor
-        Tokens of this rank's shard, the new one included where it is kept.
-    start : Tensor
-        ``[windows, n]``: ``s`` of its query (`razor_dist.heads.policy`), for each streaming cache.
-    """
-
-    token: Tensor
+    token: Tensor  # the new token's id
     position: Tensor
-    model_position: Tensor
+    model_position: Tensor  # as the model is told of it (`Sequence.position_mark`)
+    # Slot of the page pool for the new token's retrieval keys and values; the pool's dummy slot on
+    # ranks that do not keep them.
     at: Tensor
-    stored: Tensor
+    stored: Tensor  # tokens of this rank's shard, the new one included where it is kept
+    # [windows, n]: ``s`` of the query (`razor_dist.heads.policy`), for each streaming cache.
     start: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> StepInputs:
-        """The fields in `step_inputs`."""
+        """Read the rows that `step_inputs` writes."""
         return cls(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5:])
 
 
@@ -139,10 +113,10 @@ def step_inputs(
 
 
 def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:
-    """Move what the next query no longer sees into the compensation sums.
+    """Move what the next query no longer sees into the compensation sums, for all layers at once.
 
-    For all layers at once, and before the new token takes the place of a dropped one. It happens
-    once in ``block`` steps, so it is never part of a CUDA graph.
+    Call it before the new token takes the place of a dropped one. Something is dropped once in
+    ``block`` steps, so it is never part of a CUDA graph.
     """
     for sequence in sequences:
         for cache, slot in zip(caches.streaming, sequence.streaming, strict=True):

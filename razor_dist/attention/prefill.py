@@ -21,22 +21,12 @@ from razor_dist.parallel.zigzag import Chunk, Interval
 
 @dataclass
 class Caches:
-    """The stores of one rank.
-
-    Attributes
-    ----------
-    pages : PagePool
-        Retrieval heads.
-    streaming : tuple of StreamingCache
-        Streaming heads, one for each of ``layout.windows``.
-    scratch : PagePool or None
-        Streaming heads' full keys and values while a prompt is prefilled exactly.
-    """
+    """The stores of one rank."""
 
     layout: HeadLayout
-    pages: PagePool
-    streaming: tuple[StreamingCache, ...]
-    scratch: PagePool | None
+    pages: PagePool  # retrieval heads
+    streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
+    scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """New keys and values in the dtype in which they are kept and travel.
@@ -55,14 +45,7 @@ class PrefillContext:
     values in this rank's pages. Streaming heads attend to sinks, window and compensation token;
     with exact prefill they are treated like retrieval heads and compressed when the prompt ends.
 
-    Parameters
-    ----------
-    chunk : Chunk
-        Starts at ``sequence.length``.
-    last : bool
-        Whether the prompt ends with this chunk.
-    ring : RingAttention
-        `ring_attention`, or another implementation of it.
+    ``chunk`` starts at ``sequence.length``; ``last`` says that the prompt ends with it.
     """
 
     def __init__(
@@ -162,7 +145,7 @@ class PrefillContext:
         return out
 
     def _positions(self, exact: bool) -> list[Tensor]:
-        """Where the tokens of earlier chunks stand, for every rank's shard, in its order."""
+        """Positions of the tokens of earlier chunks, for every rank's shard, in its order."""
         if exact not in self._earlier_positions:
             done = self.sequence.done if exact else self.sequence.chunks
             begin, size = self.chunk.begin, self.comm.size

@@ -1,5 +1,4 @@
-"""Attention of streaming heads in a prefill chunk: the definition of `razor_dist.heads.policy`, by
-segments.
+"""Attention of streaming heads in a prefill chunk: `razor_dist.heads.policy` by segments.
 
 A query attends to its window, to the sinks and to the compensation token, each by a call of its
 own; the partial results are merged. The queries of a *run* share where their window starts::
@@ -41,33 +40,20 @@ from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Interval
 
-# Queries in a batch of runs, at most: results before they are merged take memory, and more saves no
-# time.
+# Most queries in a batch of runs: unmerged results take memory, and more would save no time.
 _TOGETHER = 4096
 
 
 @dataclass(frozen=True)
 class SpanKeys:
-    """What the queries of a span may see.
+    """Keys and values that the queries of a span may see."""
 
-    Attributes
-    ----------
-    k, v : Tensor
-        ``[K, end - first, D]``: positions from ``first`` to the span's end.
-    first : int
-        ``max(N0, s(i))`` of the span's first query i: where its window begins.
-    sink_k, sink_v : Tensor
-        ``[K, N0, D]``; sinks at positions not yet reached may hold anything.
-    sums : Tensor
-        float32 ``[2, K, D]``: sums of keys and values over ``[N0, first)``.
-    """
-
-    k: Tensor
+    k: Tensor  # [K, end - first, D]: positions from ``first`` to the span's end
     v: Tensor
-    first: int
-    sink_k: Tensor
+    first: int  # max(N0, s(i)) of the span's first query i: where its window begins
+    sink_k: Tensor  # [K, N0, D]; sinks at positions not yet reached may hold anything
     sink_v: Tensor
-    sums: Tensor
+    sums: Tensor  # float32 [2, K, D]: sums of keys and values over [N0, first)
 
     def windowed(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values at ``[begin, end)``."""
@@ -83,14 +69,12 @@ class SpanKeys:
         return k, v
 
     def sinks(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Those of the sinks at ``[begin, end)``."""
+        """Keys and values of the sinks at ``[begin, end)``."""
         return self.sink_k[:, begin:end], self.sink_v[:, begin:end]
 
     def mean(self, sums: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        """The compensation token of ``count`` dropped tokens, float32.
-
-        It is rounded as the cache keeps it, so that prefill and decode see the same.
-        """
+        """The compensation token of ``count`` dropped tokens, float32."""
+        # Rounded as the cache keeps it, so that prefill and decode see the same.
         k, v = (sums / count).to(self.k.dtype).float()
         return k, v
 
@@ -103,7 +87,6 @@ class SpanQueries:
     begin: int
 
     def part(self, positions: range) -> Query:
-        """The queries at these positions."""
         return self.query.tokens(slice(positions.start - self.begin, positions.stop - self.begin))
 
     def see(
@@ -163,18 +146,7 @@ class SpanQueries:
 def window_attention(
     queries: SpanQueries, span: QuerySpan, keys: SpanKeys, policy: StreamingPolicy
 ) -> Tensor:
-    """Attention of streaming heads for the queries of a span.
-
-    Parameters
-    ----------
-    queries : SpanQueries
-        All of ``span.at``.
-
-    Returns
-    -------
-    Tensor
-        ``[K, G, T, D]`` float32.
-    """
+    """Attention of streaming heads for all queries of ``span.at``: float32 ``[K, G, T, D]``."""
     sinks, outs = policy.sinks, []
     inside = span.at & Interval(0, sinks)
     if len(inside):  # queries among the sinks themselves: plain causal attention
@@ -218,7 +190,7 @@ def window_attention(
 
 
 def _alike(runs: Sequence[WindowRun], sinks: int, most: int) -> Iterator[list[WindowRun]]:
-    """The runs in order, in groups whose windows begin after the sinks and move with them."""
+    """Group the runs, in order, whose windows begin after the sinks and move with them."""
     group: list[WindowRun] = []
     for run in runs:
         if group:
@@ -234,11 +206,9 @@ def _alike(runs: Sequence[WindowRun], sinks: int, most: int) -> Iterator[list[Wi
 
 
 def _in_order(out_KnGBD: Tensor, lse_KnGB: Tensor) -> Partial:
-    """Results by run as those of the queries in order."""
     out, lse = (x.transpose(1, 2).flatten(2, 3) for x in (out_KnGBD, lse_KnGB))
     return Partial(out, lse)
 
 
 def _range(runs: Sequence[WindowRun]) -> range:
-    """Positions of the queries of adjacent runs."""
     return range(runs[0].begin, runs[-1].end)

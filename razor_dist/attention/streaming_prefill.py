@@ -34,14 +34,8 @@ class StreamingChunk:
     They attend to sinks, window and compensation token. With exact prefill they see the whole
     context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
 
-    Parameters
-    ----------
-    slot : StreamingSlot
-        The sequence's, of ``cache``.
-    earlier : dict of list of KVPiece
-        By layer, what this rank holds of the window since the chunk before.
-    last : bool
-        Whether the prompt ends with this chunk.
+    ``slot`` is the sequence's in ``cache``; ``earlier`` has, by layer, what this rank holds of the
+    window since the chunk before; ``last`` says that the prompt ends with this chunk.
     """
 
     def __init__(
@@ -83,16 +77,10 @@ class StreamingChunk:
     def start(
         self, layer: int, rows: slice, stored: list[KVPiece], k: Tensor, v: Tensor
     ) -> StreamingTransfers:
-        """Post a layer's transfers.
+        """Post the transfers of a layer, whose heads are ``rows`` of the cache.
 
-        Parameters
-        ----------
-        rows : slice
-            Of the cache.
-        stored : list of KVPiece
-            What this rank holds of the prompt in the scratch pool (exact prefill).
-        k, v : Tensor
-            ``[K, T, D]`` of this rank's tokens of the chunk.
+        ``stored`` is what this rank holds of the prompt in the scratch pool (exact prefill); ``k``
+        and ``v`` are ``[K, T, D]`` of this rank's tokens of the chunk.
         """
         plan, cache = self.plan, self._cache
         assert plan is not None
@@ -118,27 +106,12 @@ class StreamingChunk:
         return StreamingTransfers(pieces, replicated, halo, sinks, sums)
 
     def finish(
-        self,
-        layer: int,
-        rows: slice,
-        query: Query,
-        transfers: StreamingTransfers,
+        self, layer: int, rows: slice, query: Query, transfers: StreamingTransfers
     ) -> Tensor | None:
         """Attention of a layer's queries, once its transfers have arrived; keeps what stays.
 
-        Parameters
-        ----------
-        rows : slice
-            Of the cache.
-        query : Query
-            ``[K, G, T, D]``.
-        transfers : StreamingTransfers
-            What `start` returned for the layer.
-
-        Returns
-        -------
-        Tensor or None
-            ``[K, G, T, D]`` float32; None if there is nothing to attend with.
+        ``rows`` and ``transfers`` are those of `start`. The result is float32 ``[K, G, T, D]``;
+        None if there is nothing to attend with.
         """
         plan, cache, slot = self.plan, self._cache, self._slot
         assert plan is not None
@@ -168,15 +141,10 @@ class StreamingChunk:
         return out
 
     def _attend_spans(
-        self,
-        rows: slice,
-        query: Query,
-        pieces: list[KVPiece],
-        at_edges: Tensor,
+        self, rows: slice, query: Query, pieces: list[KVPiece], at_edges: Tensor
     ) -> Tensor | None:
         plan, cache, slot = self.plan, self._cache, self._slot
         assert plan is not None
-        policy = cache.policy
         sink_k, sink_v = cache.sinks(rows, slot)
         outs = []
         for span in plan.spans:
@@ -185,11 +153,11 @@ class StreamingChunk:
             keys = SpanKeys(k, v, first, sink_k, sink_v, at_edges[span.edge])
             own = query.tokens(slice(span.offset, span.offset + len(span.at)))
             queries = SpanQueries(own, span.at.begin)
-            outs.append(window_attention(queries, span, keys, policy))
+            outs.append(window_attention(queries, span, keys, cache.policy))
         return torch.cat(outs, dim=2) if outs else None
 
     def close(self) -> dict[int, list[KVPiece]]:
-        """Account for the chunk, once; what the next chunk is to have for ``earlier``."""
+        """Account for the chunk, once; return ``earlier`` for the next one."""
         if self.plan is not None:
             self._slot.start = self.plan.keep
         return self._next

@@ -34,55 +34,31 @@ from razor_dist.parallel.zigzag import Chunk, Interval
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Adjacent queries of this rank.
-
-    Attributes
-    ----------
-    at : Interval
-        Their positions.
-    offset : int
-        Index of the first one among the rank's tokens of the chunk.
-    edge : int
-        Which edge of `WindowPlan.edges` is the window start of the first query.
-    runs : list of WindowRun
-        Those of them that are not sinks, by where their window starts.
-    """
+    """Adjacent queries of this rank."""
 
     at: Interval
-    offset: int
-    edge: int
-    runs: list[WindowRun]
+    offset: int  # index of the first one among the rank's tokens of the chunk
+    edge: int  # index in `WindowPlan.edges` of the first query's window start
+    runs: list[WindowRun]  # the queries that are not sinks, by where their window starts
 
 
 @dataclass
 class WindowPlan:
-    """What the streaming heads of one chunk exchange; the same for every layer.
+    """The exchanges of one chunk's streaming heads; the same for every layer."""
 
-    Attributes
-    ----------
-    edges : list of int
-        Ascending positions, none below N0; compensation sums are needed at each of them.
-    spans : list of QuerySpan
-        This rank's queries; empty where streaming heads attend in full (exact prefill).
-    new_sinks : Interval
-        Sinks among the chunk's tokens.
-    window : Interval or None
-        Positions to store in the replicated cache: set at the end of a prompt.
-    keep : int
-        Where the window of the next query begins; earlier tokens are in the sums.
-    """
-
+    # Ascending positions, none below N0; compensation sums are needed at each of them.
     edges: list[int]
+    # This rank's queries; empty where streaming heads attend in full (exact prefill).
     spans: list[QuerySpan]
     halo: Exchange
     sinks: Exchange
-    new_sinks: Interval
-    window: Interval | None
-    keep: int
+    new_sinks: Interval  # sinks among the chunk's tokens
+    window: Interval | None  # positions to store in the replicated cache at the prompt's end
+    keep: int  # where the window of the next query begins; earlier tokens are in the sums
 
     @property
     def changes_sums(self) -> bool:
-        """Whether any token moves into the compensation sums in this chunk."""
+        """True if any token moves into the compensation sums in this chunk."""
         return self.edges[-1] > self.edges[0]
 
 
@@ -95,16 +71,10 @@ def plan_window(
     held: Sequence[tuple[Interval, int]],
     last: bool,
 ) -> WindowPlan:
-    """Plan one chunk with local prefill.
+    """Plan one chunk with local prefill; ``last`` says that the prompt ends with it.
 
-    Parameters
-    ----------
-    base : int
-        The compensation sums cover ``[N0, base)`` when the chunk begins.
-    held : sequence of (Interval, rank)
-        Who holds which part of ``[base, chunk.begin)``; empty if every rank holds all of it.
-    last : bool
-        Whether the prompt ends with this chunk.
+    The compensation sums cover ``[N0, base)`` when the chunk begins. ``held`` names the ranks that
+    hold parts of ``[base, chunk.begin)``; it is empty if every rank holds all of it.
     """
     sinks = policy.sinks
     # Sinks are kept for good: a window, and what is dropped, begin after them.
@@ -148,13 +118,7 @@ def _span(policy: StreamingPolicy, at: Interval, offset: int, edge: int) -> Quer
 
 
 def plan_compression(policy: StreamingPolicy, done: Sequence[Chunk], rank: int) -> WindowPlan:
-    """Plan the end of an exact prefill: sinks, sums and window of the whole prompt.
-
-    Parameters
-    ----------
-    done : sequence of Chunk
-        All chunks of the prompt, in order.
-    """
+    """Plan the end of an exact prefill: sinks, sums and window of all chunks of the prompt."""
     world_size, end = done[-1].world_size, done[-1].end
     next_start = max(policy.sinks, policy.start(end))
     window = Interval(next_start, max(next_start, end))
@@ -182,13 +146,7 @@ def _plan_sinks(
 
 
 def edge_sums(edges: Sequence[int], pieces: Sequence[KVPiece]) -> Tensor:
-    """Sums of keys and values between consecutive edges, of what ``pieces`` hold.
-
-    Returns
-    -------
-    Tensor
-        float32 ``[len(edges) - 1, 2, K, D]``.
-    """
+    """Sums of what ``pieces`` hold between consecutive edges: float32 ``[edges - 1, 2, K, D]``."""
     like = pieces[0].k
     sums = torch.zeros(
         len(edges) - 1, 2, like.shape[0], like.shape[2], dtype=torch.float32, device=like.device
