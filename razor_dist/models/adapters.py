@@ -1,4 +1,4 @@
-"""Models that we serve by a class of our own: the adapters of those biased by distance (ALiBi)."""
+"""The adapters: classes of our own that serve models biased by distance (ALiBi)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def adapter(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def adapter_reason(config: PretrainedConfig) -> str | None:
-    """Why a model that has an adapter cannot be served all the same, as the end of a sentence."""
+    """Return why a model with an adapter cannot be served, as the end of a sentence."""
     reason: str | None = importlib.import_module(_ADAPTERS[config.model_type]).reason(config)
     return reason
 
 
 def is_alibi(config: PretrainedConfig) -> bool:
-    """Whether a model that can be served is biased by distance."""
+    """Tell if a model that can be served is biased by distance."""
     return config.model_type in _ADAPTERS
 
 

@@ -18,37 +18,24 @@ from razor_dist.models.bridge import AlibiContext
 
 
 class LayerWeights(NamedTuple):
-    """What a layer's scores are made of, as `razor_dist.heads.scope` needs it.
+    """The weights behind a layer's scores, as `razor_dist.heads.scope` needs them.
 
     With ``z`` the normalised hidden state, the attention's input is ``x = gain * z + shift``, and
     its scores are ``scale * (query x + query_bias) . (key x + ...) - slope * distance``; a bias of
     the keys adds the same to every score of a query.
-
-    Attributes
-    ----------
-    query : Tensor
-        ``[H, D, E]``.
-    query_bias : Tensor or None
-        ``[H, D]``.
-    key : Tensor
-        ``[K, D, E]``.
-    gain, shift : Tensor
-        ``[E]``, of the norm before; ``shift`` is 0 where it has none.
-    clip : float or None
-        Bound on the coordinates of queries and keys.
     """
 
-    query: Tensor
-    query_bias: Tensor | None
-    key: Tensor
-    gain: Tensor
-    shift: Tensor
+    query: Tensor  # [H, D, E]
+    query_bias: Tensor | None  # [H, D]
+    key: Tensor  # [K, D, E]
+    gain: Tensor  # [E], of the norm before, as is shift
+    shift: Tensor  # 0 where the norm has none
     scale: float
-    clip: float | None = None
+    clip: float | None = None  # bound on the coordinates of queries and keys
 
 
 class AlibiModel(Protocol):
-    """What a model with an adapter has beyond transformers' models."""
+    """Methods that a model with an adapter has beyond transformers' models."""
 
     config: Any
 
@@ -60,7 +47,7 @@ class AlibiModel(Protocol):
 
 
 class Biased(NamedTuple):
-    """What a model hands to its layers in place of the ALiBi tensor of transformers."""
+    """A model hands this to its layers in place of transformers' ALiBi tensor."""
 
     context: AlibiContext
     slopes: Tensor
@@ -98,23 +85,17 @@ class CausalLM:
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutput:
-        """Logits of one sequence's tokens.
+        """Logits of one sequence's tokens ``input_ids``, int64 ``[1, T]``.
 
-        Parameters
-        ----------
-        input_ids : Tensor
-            int64 ``[1, T]``.
-        attention_context : AlibiContext
-            Knows where the tokens stand; ``position_ids`` is taken, as every model takes it, and
-            not needed. There is no cache to use.
-        logits_to_keep : int or Tensor
-            Indices of the tokens whose logits are wanted, or how many at the end; 0 means all.
+        ``logits_to_keep`` has the indices of the tokens whose logits are wanted, or how many at the
+        end; 0 means all. The context knows where the tokens stand: ``position_ids`` is taken, as
+        every model takes it, and not needed. There is no cache to use.
         """
         hidden = self.base_model(
             input_ids=input_ids, biased=Biased(attention_context, self.slopes(input_ids.device))
         )
-        kept = logits_to_keep
-        rows = slice(-kept, None) if isinstance(kept, int) else kept
+        keep = logits_to_keep
+        rows = slice(-keep, None) if isinstance(keep, int) else keep
         return CausalLMOutput(logits=self.lm_head(hidden[:, rows]))
 
 

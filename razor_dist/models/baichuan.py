@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed, press_slopes
 
-# What tells the kinds of Baichuan apart: they share a model type, and no field says which it is.
+# These tell the kinds of Baichuan apart: they share a model type, and no field says which it is.
 _ROTARY_HIDDEN_SIZE = 4096
 _VOCAB_1, _VOCAB_2 = 64000, 125696
 
@@ -49,12 +49,12 @@ class BaichuanConfig(PretrainedConfig):
 
     @property
     def normalised_head(self) -> bool:
-        """Whether logits are against the directions of the output projection's rows."""
+        """True if logits are against the directions of the output projection's rows."""
         return self.z_loss_weight is not None or self.vocab_size == _VOCAB_2
 
 
 def reason(config: PretrainedConfig) -> str | None:
-    """Why a Baichuan cannot be served, as the end of a sentence."""
+    """Return why a Baichuan cannot be served, as the end of a sentence."""
     c: Any = config
     if c.hidden_size == _ROTARY_HIDDEN_SIZE:
         return "those of 7B have rotary embeddings in a layout of their own; only 13B's is known"
@@ -66,7 +66,7 @@ def reason(config: PretrainedConfig) -> str | None:
     if c.tie_word_embeddings:
         return "its embeddings are tied (tie_word_embeddings)"
     if c.hidden_size % c.num_attention_heads:
-        return f"hidden_size {c.hidden_size} is no multiple of {c.num_attention_heads} heads"
+        return f"hidden_size {c.hidden_size} is not a multiple of {c.num_attention_heads} heads"
     return None
 
 
@@ -175,7 +175,6 @@ class Model(CausalLM, _PreTrained):
 
     @staticmethod
     def slopes_of(config: PretrainedConfig) -> list[float]:
-        """Slopes by head."""
         return press_slopes(config.num_attention_heads)
 
     def layer_weights(self, layer: int) -> LayerWeights:

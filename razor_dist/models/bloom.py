@@ -19,7 +19,7 @@ from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, press_slopes
 
 
 def reason(config: PretrainedConfig) -> str | None:
-    """Why a BLOOM cannot be served, as the end of a sentence."""
+    """Return why a BLOOM cannot be served, as the end of a sentence."""
     c: Any = config
     if c.slow_but_exact and c.pretraining_tp > 1:
         return "slow_but_exact sums its projections in slices; set it to false in config.json"
@@ -27,7 +27,7 @@ def reason(config: PretrainedConfig) -> str | None:
 
 
 class _Attention(BloomAttention):
-    """A layer hands ``alibi`` on as it is: here it is no tensor, but what computes attention."""
+    """A layer hands ``alibi`` on as it is: not a tensor here, but what computes attention."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, residual: Tensor, alibi: Biased, **unused: Any
@@ -64,7 +64,6 @@ class Model(CausalLM, BloomForCausalLM):
 
     @staticmethod
     def slopes_of(config: BloomConfig) -> list[float]:
-        """Slopes by head."""
         return press_slopes(config.n_head)
 
     def layer_weights(self, layer: int) -> LayerWeights:
@@ -74,11 +73,5 @@ class Model(CausalLM, BloomForCausalLM):
         heads = attention.num_heads
         weight = attention.query_key_value.weight.unflatten(0, (heads, 3, -1))
         bias = attention.query_key_value.bias.unflatten(0, (heads, 3, -1))
-        return LayerWeights(
-            weight[:, 0],
-            bias[:, 0],
-            weight[:, 1],
-            norm.weight,
-            norm.bias,
-            attention.inv_norm_factor,
-        )
+        scale = attention.inv_norm_factor
+        return LayerWeights(weight[:, 0], bias[:, 0], weight[:, 1], norm.weight, norm.bias, scale)

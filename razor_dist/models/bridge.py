@@ -19,8 +19,8 @@ from razor_dist.models.longrope import position_mark
 
 NAME = "razor"
 
-# What models hand on to attention that does not change what it computes: the positions are in the
-# queries and keys already, and the rest is about what a model returns or how another library runs.
+# Arguments to attention that do not change what it computes: the positions are in the queries and
+# keys already, and the rest is about what a model returns or how another library runs.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -39,19 +39,17 @@ _HARMLESS = frozenset(
 
 
 class AttentionContext(Protocol):
-    """What one forward pass knows of its sequences."""
+    """Knowledge of one forward pass about its sequences."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one layer.
+        """Attention of one layer, by index, to the T tokens of this pass and those before.
 
         Parameters
         ----------
-        layer : int
-            Index of the layer.
         q : Tensor
-            ``[Hq, T, D]``, rotated queries of the T tokens of this pass.
+            ``[Hq, T, D]``, rotated queries.
         k, v : Tensor
-            ``[K, T, D]``, their rotated keys and their values.
+            ``[K, T, D]``, rotated keys, and values.
         scale : float
             Multiplies ``q . k``.
 
@@ -75,15 +73,7 @@ class AlibiContext(Protocol):
         scale: float,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer.
-
-        Parameters
-        ----------
-        layer, q, k, v, scale
-            As of `AttentionContext`.
-        bias : Tensor, optional
-            float32 ``[Hq]``, the heads' slopes: see `razor_dist.kernels.query.Query`.
-        """
+        """See `AttentionContext`; ``bias`` has the heads' slopes, float32 ``[Hq]``."""
         ...
 
 
@@ -118,9 +108,9 @@ def _problem(
     dropout: float,
     kwargs: Mapping[str, Any],
 ) -> str | None:
-    """What a layer asks for beyond causal attention over its tokens, as the end of a sentence.
+    """Name what a layer asks for beyond causal attention, as the end of a sentence.
 
-    Silence would be a wrong answer, so that whatever is not known to be harmless is refused.
+    Silence would be a wrong answer, so whatever is not known to be harmless is refused.
     """
     if attention_mask is not None:
         return "brings a mask of its own, which is not supported"
@@ -152,16 +142,9 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 @torch.inference_mode()
 def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContext) -> None:
-    """Run a prompt through a model for what its attention shows.
+    """Run a prompt, int64 ``[N]``, through a model for what its attention shows.
 
     The body alone: logits of a long prompt would outweigh everything else.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Loaded with our attention.
-    input_ids : Tensor
-        int64 ``[N]``.
     """
     ids = input_ids.to(model.device)
     body = model.base_model

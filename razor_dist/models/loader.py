@@ -25,19 +25,6 @@ from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
 from razor_dist.models.support import check_class, check_supported, without_idle_window
 
-__all__ = [
-    "check_supported",
-    "dtype_name",
-    "eos_token_ids",
-    "layer_classes",
-    "load_model",
-    "model_fingerprint",
-    "model_from_config",
-    "no_progress_bars",
-    "read_config",
-    "stored_dtype",
-]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,10 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration in a model folder, of a model that can be served.
 
-    Raises
-    ------
-    ModelError
-        If there is none, it cannot be understood, or `check_supported` refuses the model.
+    Raise `ModelError` if there is none, it cannot be understood, or `check_supported` refuses it.
     """
     register_configs()
     try:
@@ -80,10 +64,6 @@ def load_model(
 
     Parameters
     ----------
-    path : str or Path
-        A folder, e.g. from `razor_dist.models.registry.resolve_model`.
-    device : torch.device
-        Where the parameters go.
     dtype : torch.dtype
         float32, bfloat16 or float16.
     trust_remote_code : bool
@@ -142,15 +122,8 @@ def load_model(
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The dtype in which a model folder keeps its weights: in it, loading on CPU copies nothing.
 
-    Parameters
-    ----------
-    path : str or Path
-        A folder with ``*.safetensors`` files; the first weight of the first speaks for all.
-
-    Raises
-    ------
-    ModelError
-        If there are no weights, or their dtype is none that a model can be loaded in.
+    The first weight of the first ``*.safetensors`` file speaks for all. Raise `ModelError` if there
+    is none, or no model can be loaded in its dtype.
     """
     file = min(Path(path).glob("*.safetensors"), default=None)
     if file is None:
@@ -179,19 +152,9 @@ def model_from_config(
 ) -> PreTrainedModel:
     """A model of a configuration with our attention and no weights of its own.
 
-    They are drawn at random; on the meta device there are none, and it is made at once.
-
-    Parameters
-    ----------
-    config : PretrainedConfig
-        From `read_config`, which refuses models that cannot be served.
-    trust_remote_code : bool
-        Run Python code that the configuration names.
-
-    Raises
-    ------
-    ModelError
-        If the model's class, which may be of such code, does not use the attention interface.
+    They are drawn at random; on the meta device there are none, and it is made at once. ``config``
+    is from `read_config`, which refuses models that cannot be served. Raise `ModelError` if the
+    model's class, which may be of remote code, does not use the attention interface.
     """
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": RAZOR_ATTENTION}
     model_class: Any = adapter(config)
@@ -209,7 +172,6 @@ def model_from_config(
 
 
 def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as the engine runs it, wherever its weights are from."""
     mark_long_positions(model)
     use_fast_linear(model)
     model.config.use_cache = False
@@ -217,18 +179,9 @@ def _made_ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
-    """Token ids that end a text.
+    """Token ids that end a text, by a configuration or a model folder; empty if it names none.
 
-    Parameters
-    ----------
-    source : str, Path or PretrainedConfig
-        A model folder, where ``generation_config.json`` is asked before ``config.json``; or a
-        configuration.
-
-    Returns
-    -------
-    tuple of int
-        Empty if the model names none.
+    In a folder ``generation_config.json`` is asked before ``config.json``.
     """
     if isinstance(source, PretrainedConfig):
         return _as_ids(getattr(source, "eos_token_id", None))
@@ -248,16 +201,11 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def model_fingerprint(config: PretrainedConfig) -> str:
-    """Hash of the fields that decide which heads a model has and what they can attend to.
+    """Hash (``sha256:...``) of the fields that decide a model's heads and what they can attend to.
 
     Fine-tunes of one model share it; so do its copies saved by other releases of transformers,
     whose spelling of the rotary fields is brought to one form here. Fields that do not touch
     attention (dtype, names, cache switches, token ids) are left out.
-
-    Returns
-    -------
-    str
-        ``sha256:`` and 64 hexadecimal digits.
     """
     c: Any = config
     heads = c.num_attention_heads
@@ -293,7 +241,7 @@ def _rope_fields(config: Any) -> dict[str, Any]:
 
 
 def _alibi_fields(config: Any) -> dict[str, Any]:
-    """What changes the scores of a model that is biased by distance (MPT's settings)."""
+    """MPT's settings that change the scores."""
     attention = getattr(config, "attn_config", None)
     names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
     return {name: getattr(attention, name, None) for name in names}
@@ -323,13 +271,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> None:
-    """Write a model's configuration and weights, without a word.
-
-    Raises
-    ------
-    OSError
-        If they cannot be written.
-    """
+    """Write a model's configuration and weights, without a word."""
     # Where DeepSpeed is installed accelerate imports it now, and it would print its guess.
     from razor_dist.parallel.zero import name_accelerator
 

@@ -29,11 +29,8 @@ LONG = 1 << 40
 class LongRope(nn.Module):
     """A model's rotary embedding that tells short from long by each position's own mark.
 
-    Parameters
-    ----------
-    stock : nn.Module
-        transformers' embedding of ``rope_type`` longrope. It stays the one that computes: a copy
-        of it for each set of frequencies, with the choice between them switched off.
+    transformers' embedding of ``rope_type`` longrope, ``stock``, stays the one that computes: a
+    copy of it for each set of frequencies, with the choice between them switched off.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -46,19 +43,9 @@ class LongRope(nn.Module):
         self.long = _fixed(stock, init(stock.config, device, seq_len=self.limit + 1)[0])
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines.
+        """Cosines and sines, each ``[B, T, D]`` in the dtype of ``x``; D is a head's rotated part.
 
-        Parameters
-        ----------
-        x : Tensor
-            Gives the dtype.
-        position_ids : Tensor
-            int64 ``[B, T]``: positions, with bit `LONG` where the long frequencies are wanted.
-
-        Returns
-        -------
-        tuple of Tensor
-            Each ``[B, T, D]``, D being the rotated part of a head.
+        ``position_ids`` is int64 ``[B, T]``, with bit `LONG` where the long frequencies are wanted.
         """
         long = (position_ids & LONG).bool().unsqueeze(-1)
         positions = plain_positions(position_ids)
@@ -90,21 +77,12 @@ def mark_long_positions(model: PreTrainedModel) -> None:
 
 
 def position_mark(body: nn.Module, max_read: int) -> int:
-    """What to add to every position id of a sequence.
+    """The number to add to every position id of a sequence: 0, or `LONG` (LongRoPE only).
 
-    Parameters
-    ----------
-    body : nn.Module
-        ``base_model`` of a model that `mark_long_positions` has seen.
-    max_read : int
-        The most tokens of the sequence that the model may ever read. It decides alone: a prompt
-        is read with the long frequencies if its answer may outgrow the short ones, so that the
-        keys of both go together.
-
-    Returns
-    -------
-    int
-        0, or `LONG`; always 0 for a model without LongRoPE.
+    ``body`` is ``base_model`` of a model that `mark_long_positions` has seen. ``max_read``, the
+    most tokens of the sequence that the model may ever read, decides alone: a prompt is read with
+    the long frequencies if its answer may outgrow the short ones, so that the keys of both go
+    together.
     """
     rope = getattr(body, "rotary_emb", None)
     return LONG if isinstance(rope, LongRope) and max_read > rope.limit else 0

@@ -14,7 +14,7 @@ from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed
 
 
 def reason(config: PretrainedConfig) -> str | None:
-    """Why an MPT cannot be served, as the end of a sentence.
+    """Return why an MPT cannot be served, as the end of a sentence.
 
     transformers' class ignores all of this: it computes what such a model was not trained for.
     """
@@ -79,7 +79,7 @@ class Model(CausalLM, MptForCausalLM):
     def slopes_of(config: Any) -> list[float]:
         """Slopes by head, as MPT's own code has them.
 
-        Where the number of heads is no power of two they are those of the power above, every
+        Where the number of heads is not a power of two they are those of the power above, every
         second one first. ``alibi_bias_max`` counts, 16 in MPT-7B-StoryWriter, though transformers'
         class takes 8 whatever it is.
         """

@@ -15,7 +15,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
-    """Find a model, fetching or converting it if need be.
+    """Find a model's local folder, fetching or converting the model if need be.
 
     Parameters
     ----------
@@ -24,11 +24,6 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
         a hub id ``org/name``. A folder that exists is preferred to a hub id of the same name.
     trust_remote_code : bool
         Fetch the Python files of a hub repository too.
-
-    Returns
-    -------
-    Path
-        A local folder.
 
     Raises
     ------
@@ -48,14 +43,9 @@ def check_local_model(name: str) -> None:
 
 
 def config_folder(name: str) -> Path:
-    """Find a model's ``config.json``, by the rules of `resolve_model`, without its weights.
+    """Find a model's folder as `resolve_model` does, for its ``config.json`` alone.
 
     A folder needs no more than that file, and of a hub repository no other is fetched.
-
-    Raises
-    ------
-    ModelError
-        If there is no such model here or on the hub.
     """
     return _with_config(_local_folder(name) or _fetch(name, ["config.json"]))
 

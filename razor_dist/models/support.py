@@ -1,4 +1,4 @@
-"""Which models can be served: a refusal with its reason is better than a wrong answer."""
+"""Refuse models that cannot be served: a refusal with its reason is better than a wrong answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
 from razor_dist.config.errors import ModelError
 from razor_dist.models.adapters import adapter, adapter_reason, is_alibi
 
-# Whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`). PhiMoE's,
-# say, rescales the embedding by length as well.
+# Model types whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`).
+# PhiMoE's, say, rescales the embedding by length as well.
 _LONGROPE = ("phi3",)
 
 # Model types whose attention differs in ways that no configuration field tells.
@@ -33,18 +33,10 @@ _OTHER_ATTENTION = {
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Refuse a model whose attention razor_dist cannot honour.
+    """Refuse, by a `ModelError` with the reason, a model whose attention cannot be honoured.
 
-    Parameters
-    ----------
-    config : PretrainedConfig
-        The model's configuration. A model whose code comes with its weights (``auto_map``) is
-        judged by its configuration here, and by its class when `load_model` has it.
-
-    Raises
-    ------
-    ModelError
-        Names the model and the reason.
+    A model whose code comes with its weights (``auto_map``) is judged by its configuration here,
+    and by its class when `load_model` has it.
     """
     reason = (
         _kind_reason(config)
@@ -58,13 +50,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def check_class(model_class: Any) -> None:
-    """Refuse a model class that does not call transformers' attention interface.
-
-    Raises
-    ------
-    ModelError
-        Names the class.
-    """
+    """Raise `ModelError` for a model class that does not call transformers' attention interface."""
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
             f"{model_class.__name__} does not use transformers' attention interface, so its "
@@ -75,12 +61,8 @@ def check_class(model_class: Any) -> None:
 def without_idle_window(config: PretrainedConfig) -> PretrainedConfig:
     """``config`` itself, less a sliding window too long ever to hide a token.
 
-    The window would be passed on to attention at every call, though it never matters.
-
-    Raises
-    ------
-    ModelError
-        If the configuration's class does not allow for no window.
+    The window would be passed on to attention at every call, though it never matters. Raise
+    `ModelError` if the configuration's class insists on a window.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) is None or kinds == {"full_attention"}:
