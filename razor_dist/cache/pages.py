@@ -17,18 +17,10 @@ from razor_dist.config.errors import EngineError
 
 @dataclass
 class PageTable:
-    """One sequence's pages on this rank.
+    """One sequence's pages on this rank."""
 
-    Attributes
-    ----------
-    pages : list of int
-        Page indices in the order in which tokens fill them.
-    tokens : int
-        Tokens stored so far. Their order does not matter: keys are stored rotated.
-    """
-
-    pages: list[int] = field(default_factory=list)
-    tokens: int = 0
+    pages: list[int] = field(default_factory=list)  # in the order in which tokens fill them
+    tokens: int = 0  # stored so far; their order does not matter: keys are stored rotated
     _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -53,19 +45,12 @@ class PageTable:
 class PagePool:
     """Keys and values of the retrieval heads, in pages with reference counts.
 
-    Parameters
-    ----------
-    rows : int
-        Retrieval KV heads of all layers together; layer by layer.
-    num_pages, page_size : int
-        Size of the pool in pages, and of a page in tokens.
-    dtype, device
-        Of the stored keys and values.
-    clear : bool
-        Whether pages are zeroed when they are taken: a reader that hides what no token has filled
-        yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
-    track_positions : bool
-        Whether it is noted where the tokens stand, for heads that are biased by distance.
+    ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
+    ``num_pages`` pages of ``page_size`` tokens.
+
+    With ``clear``, pages are zeroed when they are taken: a reader that hides what no token has
+    filled yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
+    ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
 
     Attributes
     ----------
@@ -134,10 +119,7 @@ class PagePool:
     def allocate(self, tokens: int) -> PageTable:
         """Take pages for ``tokens`` tokens: the first free run that is long enough, or pieces.
 
-        Raises
-        ------
-        EngineError
-            If the pool is too small; the scheduler admits only what fits, so this is a bug.
+        `EngineError` if the pool is too small: a bug, for the scheduler admits only what fits.
         """
         return PageTable(self._take(self.pages_for(tokens)))
 
@@ -173,7 +155,7 @@ class PagePool:
         table.pages, table.tokens = [], 0
 
     def fork(self, table: PageTable, tokens: int) -> PageTable:
-        """A second table with the same content and room for ``tokens`` tokens in all.
+        """Return a second table with the same content and room for ``tokens`` tokens in all.
 
         Full pages are shared; the partly filled one is copied, for both sequences write to it.
         """

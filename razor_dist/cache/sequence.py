@@ -1,4 +1,4 @@
-"""What one rank keeps of one sequence."""
+"""One sequence's state on one rank, and the arithmetic of its shards."""
 
 from __future__ import annotations
 
@@ -13,49 +13,28 @@ from razor_dist.parallel.zigzag import Chunk
 
 @dataclass
 class Sequence:
-    """One sequence's state on this rank.
+    """One sequence's state on this rank."""
 
-    Attributes
-    ----------
-    total : int
-        Tokens, prompt and answer, that its caches were reserved for.
-    table : PageTable
-        This rank's shard of the retrieval heads' keys and values.
-    shard_tokens : list of int
-        Length of every rank's shard.
-    streaming : tuple of StreamingSlot
-        The streaming heads' caches, one for each window
-        (`razor_dist.heads.layout.HeadLayout.windows`),
-        the same on every rank once a prompt is prefilled.
-    scratch : PageTable or None
-        With exact prefill, the streaming heads' full keys and values until the prompt ends.
-    window : list of dict, or None
-        Between two chunks: for each cache of ``streaming``, by layer, this rank's own part of the
-        window. ``None`` when the window is replicated in ``streaming``.
-    done : list of Chunk
-        Chunks of the prompt that is being prefilled.
-    chunks : list of Chunk
-        All chunks, of a prompt that it was forked from as well. What lies between two of them, and
-        after the last, was decoded.
-    length : int
-        Tokens in the caches.
-    position_mark : int
-        Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
-    layout : tuple of int, or None
-        A number per rank for the slot and the pages that it keeps the sequence in, the same on
-        every rank; made when it is asked for (`razor_dist.engine.graph`).
-    """
-
-    total: int
-    table: PageTable
-    shard_tokens: list[int]
+    total: int  # tokens, prompt and answer, that its caches were reserved for
+    table: PageTable  # this rank's shard of the retrieval heads' keys and values
+    shard_tokens: list[int]  # length of every rank's shard
+    # The streaming heads' caches, one for each of `razor_dist.heads.layout.HeadLayout.windows`,
+    # the same on every rank once a prompt is prefilled.
     streaming: tuple[StreamingSlot, ...]
+    # With exact prefill, the streaming heads' full keys and values until the prompt ends.
     scratch: PageTable | None = None
+    # Between two chunks: for each cache of ``streaming``, by layer, this rank's own part of the
+    # window. None when the window is replicated in ``streaming``.
     window: list[dict[int, list[KVPiece]]] | None = None
-    done: list[Chunk] = field(default_factory=list)
+    done: list[Chunk] = field(default_factory=list)  # of the prompt that is being prefilled
+    # All chunks, of a prompt that it was forked from as well. What lies between two of them, and
+    # after the last, was decoded.
     chunks: list[Chunk] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # tokens in the caches
+    # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
     position_mark: int = 0
+    # A number per rank for the slot and the pages that it keeps the sequence in, the same on every
+    # rank; made when it is asked for (`razor_dist.engine.graph`).
     layout: tuple[int, ...] | None = None
 
 
@@ -65,14 +44,10 @@ def owner_of(position: int, world_size: int) -> int:
 
 
 def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
-    """Where the tokens of a rank's shard stand, in its order.
+    """Positions of the tokens of a rank's shard, in its order.
 
-    Parameters
-    ----------
-    done : sequence of Chunk
-        In order; tokens before the first are not in the shard, others between them were decoded.
-    end : int
-        Tokens ``[done[-1].end, end)`` were decoded as well.
+    ``done`` is in order: tokens before its first chunk are not in the shard, others between chunks
+    were decoded, and so were ``[done[-1].end, end)``.
     """
     found: list[range] = []
 

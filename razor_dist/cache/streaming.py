@@ -31,43 +31,21 @@ _ENTRIES_BF16 = 4
 
 @dataclass
 class StreamingSlot:
-    """One sequence's share of the streaming cache.
-
-    Attributes
-    ----------
-    index : int
-        Which slot.
-    capacity : int
-        Tokens that its ring holds; what the slot has beyond them is neither touched nor read.
-    start : int
-        s of the newest query seen: tokens in ``[N0, start)`` are in the compensation sums.
-    """
+    """One sequence's share of the streaming cache."""
 
     index: int
+    # Tokens that its ring holds; what the slot has beyond them is neither touched nor read.
     capacity: int
-    start: int = 0
+    start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
 
 
 class StreamingCache:
     """Slots for sinks, window and compensation sums of the streaming KV heads of one window.
 
-    Parameters
-    ----------
-    rows : int
-        These KV heads of all layers together; layer by layer.
-    slots : int
-        Sequences held at once.
-    max_tokens : int
-        Longest sequence, which sizes the slots.
-    dtype, device
-        Of keys and values; the sums are float32.
-    queries : torch.dtype, optional
-        Of the queries, to which their ops may round a bias; by default ``dtype``.
-
-    Attributes
-    ----------
-    entries : int
-        E, the places of the compensation token.
+    ``rows`` counts these KV heads of all layers together, layer by layer; ``slots`` the sequences
+    held at once, each sized for ``max_tokens``. Keys and values are of ``dtype``, the sums float32.
+    ``queries`` is the queries' dtype (by default ``dtype``), to which their ops may round a bias;
+    ``entries`` is E, the places of the compensation token.
     """
 
     def __init__(
@@ -93,18 +71,17 @@ class StreamingCache:
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[int, StreamingSlot] = {}
-        self.num_slots = slots
 
     def _width(self, capacity: int) -> int:
         return self._ring + capacity
 
     @property
     def _ring(self) -> int:
-        """Where the ring begins in a slot."""
+        """Index in a slot at which the ring begins."""
         return self.entries + self.policy.sinks
 
     def width(self, slot: StreamingSlot, tokens: int) -> int:
-        """How much of a slot ``tokens`` tokens can have touched: the ring's tail is not read."""
+        """Places of a slot that ``tokens`` tokens can have touched: the ring's tail is not read."""
         return self._width(min(slot.capacity, tokens))
 
     def _bytes(self, capacity: int) -> int:
@@ -142,12 +119,9 @@ class StreamingCache:
         self._free.append(slot.index)
 
     def fork(self, slot: StreamingSlot, length: int, total: int) -> StreamingSlot:
-        """A second slot with the state of one that has seen ``length`` tokens.
+        """Return a second slot, with the state of one that has seen ``length`` tokens.
 
-        Parameters
-        ----------
-        total : int
-            Up to how many tokens the copy will come to have.
+        The copy has room for ``total`` tokens.
         """
         copy = self.allocate(total)
         copy.start = slot.start
@@ -162,11 +136,11 @@ class StreamingCache:
         return copy
 
     def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
-        """Where a slot keeps positions ``[begin, end)``: int64 indices, on the cache's device."""
+        """Indices in a slot of positions ``[begin, end)``: int64, on the cache's device."""
         return self.places(slot, torch.arange(begin, end, device=self.device))
 
     def places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
-        """Where a slot keeps the given positions: int64 indices of the same shape."""
+        """Indices in a slot of the given positions: int64, of the same shape."""
         ring = self._ring + position % max(1, slot.capacity)
         return torch.where(position < self.policy.sinks, self.entries + position, ring)
 
@@ -208,14 +182,10 @@ class StreamingCache:
     ) -> Tensor:
         """Additive bias over the slot's first places for one query: float32 ``[width]``, finite.
 
-        Parameters
-        ----------
-        width : int
-            At least `width` of the tokens up to the query; what is beyond has never been written.
-        position, start : Tensor
-            int64 of no dimensions, on the cache's device: the query's position and its ``s``
-            (`StreamingPolicy.start`). They are never read on the host, so that a CUDA graph of this
-            gives the bias of whatever they hold when it is replayed.
+        ``width`` is at least `width` of the tokens up to the query; what is beyond has never been
+        written. ``position`` and ``start`` are int64 of no dimensions, on the cache's device: the
+        query's position and its ``s`` (`StreamingPolicy.start`). They are never read on the host,
+        so that a CUDA graph of this gives the bias of whatever they hold when it is replayed.
         """
         sinks, own, ring = self.policy.sinks, self.entries, self._ring
         first = start.clamp(min=sinks)
@@ -227,7 +197,7 @@ class StreamingCache:
         return bias
 
     def distance(self, slot: StreamingSlot, width: int, position: Tensor, start: Tensor) -> Tensor:
-        """How far the slot's first places are from one query: ``j - i``, float32 ``[width]``.
+        """Distance of the slot's first places from one query: ``j - i``, float32 ``[width]``.
 
         The compensation token stands where the dropped tokens do on average, as its key and value
         are theirs on average. The parameters are those of `visibility`, whose hidden places have
@@ -256,17 +226,8 @@ def _shares(count: Tensor, entries: int) -> Tensor:
 
     Several are numbers that bfloat16 holds: each but the last is the logarithm of what is left of
     the weight, rounded down, and the last is rounded to the nearest. For up to 2**24 tokens, four
-    have the weight right to 3e-5.
-
-    Parameters
-    ----------
-    count : Tensor
-        int64 of no dimensions; without tokens, every entry is hidden.
-
-    Returns
-    -------
-    Tensor
-        float32 ``[entries]``, finite.
+    have the weight right to 3e-5. The result is float32 ``[entries]``, finite; with a ``count``
+    (int64 of no dimensions) of 0, every entry is hidden.
     """
     if entries == 1:
         return torch.log(count).clamp(min=HIDDEN).view(1)

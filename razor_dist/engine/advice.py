@@ -12,14 +12,10 @@ _NEARLY_ALL = 0.85
 
 
 def about_heads(kv_fraction: float, selected_fraction: float | None) -> list[str]:
-    """Of a head map that keeps nearly every group.
+    """Warn of a head map that keeps nearly every group.
 
-    Parameters
-    ----------
-    kv_fraction : float
-        Fraction of KV heads that keep the whole context.
-    selected_fraction : float or None
-        Fraction of query heads that were chosen for their own scores, of a head map that says.
+    ``kv_fraction`` of the KV heads keep the whole context; ``selected_fraction`` of the query heads
+    were chosen for their own scores, if the head map tells.
     """
     if kv_fraction < _NEARLY_ALL:
         return []
@@ -32,7 +28,7 @@ def about_heads(kv_fraction: float, selected_fraction: float | None) -> list[str
 
 
 def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list[str]:
-    """Of a window that takes as much of a rank as a shard of the whole context would."""
+    """Warn of a window that takes as much of a rank as a shard of the whole context would."""
     window, shard = policy.window(context - 1), -(-context // world_size)
     if world_size == 1 or window < shard:
         return []
@@ -47,7 +43,7 @@ def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list
 
 
 def about_settings(config: EngineConfig, head_map: HeadMap, max_model_len: int) -> list[str]:
-    """All of the above, of an engine with contexts of up to ``max_model_len`` tokens."""
+    """All of the above, for an engine with contexts of up to ``max_model_len`` tokens."""
     if config.attention == "full":
         return []
     said = about_heads(

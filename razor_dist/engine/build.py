@@ -33,19 +33,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankEngine:
-    """One rank's engine.
-
-    Attributes
-    ----------
-    core : EngineCore
-        Of use on rank 0 only.
-    info : dict
-        The ``info`` of the protocol's ``ready`` message.
-    """
+    """One rank's engine."""
 
     runner: ModelRunner
-    core: EngineCore
-    info: dict[str, Any]
+    core: EngineCore  # of use on rank 0 only
+    info: dict[str, Any]  # of the protocol's ``ready`` message
 
 
 def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> RankEngine:
@@ -54,12 +46,9 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
 
 
 def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngine:
-    """One rank's engine; with sharded weights, all ranks start theirs together.
+    """Return one rank's engine; with sharded weights, all ranks start theirs together.
 
-    Raises
-    ------
-    ConfigError, ModelError
-        As `make_engine` and `check_model`.
+    Raises what `make_engine` and `check_model` do.
     """
     if loaded.shares is not None:
         loaded.shares.gather_when_run(partial(comm.note, "weights"))
@@ -82,27 +71,14 @@ class _NoAttention:
     """An `AttentionContext` that attends to nothing."""
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None
     ) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         return torch.zeros_like(q).transpose(0, 1)
 
 
 @torch.inference_mode()
 def check_model(model: PreTrainedModel, name: str) -> None:
-    """Run one token through a model, so that what cannot be honoured is refused at start.
-
-    Raises
-    ------
-    ModelError
-        If a layer asks of attention what we do not compute.
-    """
+    """Run one token through a model; `ModelError` if its attention is not one we compute."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
         model(
@@ -126,16 +102,10 @@ def make_engine(
     windows: Windows | None = None,
     ring: RingAttention | None = None,
 ) -> RankEngine:
-    """One rank's engine around a model that is loaded with our attention.
+    """Return one rank's engine around a model that is loaded with our attention.
 
-    Parameters
-    ----------
-    retrieval : sequence of sequence of bool
-        For every layer and KV head, whether it is a retrieval head.
-    windows : tuple of tuple of (int or None), optional
-        For every layer and KV head, a streaming head's own window.
-    ring : RingAttention, optional
-        In place of the one that the settings name.
+    For every layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows`` a
+    streaming head's own window. ``ring`` takes the place of the one that the settings name.
 
     Raises
     ------
@@ -193,7 +163,7 @@ def make_engine(
 
 
 def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) -> Recorder | None:
-    """What records decode steps, where that is possible."""
+    """Return a recorder of decode steps, or None where they cannot be recorded."""
     if not config.cuda_graphs:
         return None
     recorder = cuda_recorder(comm, device)

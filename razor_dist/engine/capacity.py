@@ -1,4 +1,4 @@
-"""How many tokens an engine has room for: in a sequence, in a chunk, and in a rank's caches."""
+"""Room for tokens in an engine: in a sequence, in a chunk, and in a rank's caches."""
 
 from __future__ import annotations
 
@@ -34,13 +34,9 @@ _UNEVEN = 4
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
-    """Tokens of prompt and answer together.
+    """Tokens of prompt and answer together; `ConfigError` if the model was made for fewer.
 
-    Raises
-    ------
-    ConfigError
-        If more are asked for than the model was made for. One that is biased by distance has no
-        last position: there it is a warning.
+    A model biased by distance has no last position: there it is a warning.
     """
     length = config.max_model_len or shape.max_positions
     if length > shape.max_positions and shape.alibi:
@@ -72,13 +68,7 @@ def chunk_length(
     world_size: int,
     device: torch.device,
 ) -> int:
-    """Tokens of a prompt that all ranks together prefill in one chunk.
-
-    Parameters
-    ----------
-    windows : sequence of (int or None)
-        The streaming heads' (`HeadLayout.windows`).
-    """
+    """Tokens of a prompt that all ranks prefill in one chunk, given `HeadLayout.windows`."""
     if config.chunked_prefill_size:
         return config.chunked_prefill_size
     if device.type == "cpu":
@@ -103,10 +93,7 @@ def cache_config(
     world_size: int,
     dtype: torch.dtype,
 ) -> CacheConfig:
-    """A rank's caches; by default ``max_num_seqs`` sequences of full length fit.
-
-    ``dtype`` is that of the keys and values (`torch_kv_dtype`).
-    """
+    """A rank's caches of ``dtype``; by default ``max_num_seqs`` sequences of full length fit."""
     longest = shard_sizes(0, max_model_len, max_model_len, chunked_prefill_size, world_size)
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))

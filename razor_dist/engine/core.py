@@ -25,18 +25,10 @@ _LOGPROB_CHUNK_TOKENS = 512
 
 
 class EngineCore:
-    """Turns requests into tokens, one step of all ranks at a time.
+    """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
-    Parameters
-    ----------
-    runner : ModelRunner
-        Rank 0's.
-    max_model_len : int
-        Tokens of prompt and answer together.
-    chunked_prefill_size : int
-        Tokens of a prompt that are prefilled together.
-    seed : int
-        Source of the seeds of requests that bring none.
+    ``max_model_len`` tokens are those of prompt and answer together. From ``seed`` come the seeds
+    of requests that bring none.
     """
 
     def __init__(
@@ -59,7 +51,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting, being prefilled or answering."""
+        """True if any request is waiting, being prefilled or answering."""
         return any(not (r.pinned and self._ready(r)) for r in self._requests.values())
 
     def _ready(self, request: Request) -> bool:
@@ -76,16 +68,9 @@ class EngineCore:
     ) -> None:
         """Queue a request.
 
-        Parameters
-        ----------
-        prompt : sequence of int, or Tokens
-            Token ids.
-        prefix_id : str, optional
-            A pinned request that ``prompt`` continues: its pages are shared, its streaming caches
-            copied.
-        pin : bool
-            Prefill only, and keep the caches for requests that name this one as their prefix,
-            until it is aborted.
+        With ``prefix_id``, ``prompt`` continues that pinned request: its pages are shared, its
+        streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
+        requests that continue it, until it is aborted.
 
         Raises
         ------
@@ -222,7 +207,7 @@ class EngineCore:
     def _advance(self, request: Request, logits: Tensor) -> Message:
         """Sample a request's next token; end the request if that was its last, or none.
 
-        What fails here has failed on rank 0 alone, after the step, and is this request's end only.
+        A failure here is rank 0's alone, after the step, and ends this request only.
         """
         try:
             sampled = sample(logits, request.params, request.generator)

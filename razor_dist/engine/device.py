@@ -1,4 +1,4 @@
-"""What a rank computes on, in and with: its device, its dtypes, its ring."""
+"""A rank's device, its dtypes and its ring attention."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
-    """The device of a rank.
-
-    Raises
-    ------
-    ConfigError
-        If CUDA is asked for and not there.
-    """
+    """The device of a rank; `ConfigError` if CUDA is asked for and not there."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,13 +30,7 @@ def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights, and in which the model computes.
-
-    Raises
-    ------
-    ConfigError
-        If it is bf16 on a GPU that has no kernels for it.
-    """
+    """The dtype of weights and computation; `ConfigError` for bf16 on a GPU without it."""
     if config.dtype == "auto":
         # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
         if device.type == "cpu":
@@ -64,7 +52,7 @@ def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _computes_bf16(device: torch.device) -> bool:
-    """Whether attention in bf16 has kernels there."""
+    """True if attention in bf16 has kernels there."""
     if device.type != "cuda" or device.index is None:  # one that is planned for, and not here
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -92,7 +80,7 @@ def warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.d
 def ring_of(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> RingAttention:
-    """The implementation of ring attention that the settings name.
+    """The ring attention that the settings name.
 
     Raises
     ------

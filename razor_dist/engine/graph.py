@@ -3,9 +3,8 @@
 A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
 CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
 of two parts (`razor_dist.attention.decode_inputs`): the memory that it touches, which a recording
-fixes, and
-the `StepInputs`, one tensor that is written before every replay. What grows with the sequence is
-read up to a padded length, with a bias over what is not there yet.
+fixes, and the `StepInputs`, one tensor that is written before every replay. What grows with the
+sequence is read up to a padded length, with a bias over what is not there yet.
 
 Whether a collective is captured must be the same on all ranks of a step (NCCL's rule: captured
 everywhere or nowhere, replayed by all from one common capture). So everything decided here follows
@@ -56,15 +55,13 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 class Recorder(Protocol):
-    """How a step is recorded; `CudaRecorder`, or the tests' stand-in for it."""
+    """Records steps; `CudaRecorder`, or the tests' stand-in for it."""
 
     def warm_up(self, step: Step) -> None:
         """Run the step as when it is recorded, but at once."""
-        ...
 
     def record(self, step: Step) -> Step:
-        """Record the step without running it; returns what replays it and gives its result."""
-        ...
+        """Record the step without running it; return what replays it and gives its result."""
 
 
 class CudaRecorder:
@@ -143,24 +140,11 @@ class DecodeGraphs:
     A key's first step runs eagerly; the second is recorded, checked against the eager step and
     replayed, as are those that follow. So a step that never comes again is not recorded.
 
-    Parameters
-    ----------
-    caches : Caches
-        The page pool must clear the pages that it lends.
-    forward : callable
-        Logits of one step, from its extents and inputs. It may run several times for a step: it
-        must not do more than compute, and write the new token's keys and values.
-    dtype : torch.dtype
-        In which the model computes.
-    pad : int
-        See `padded_length`.
-    most : int
-        Recordings kept; the one that was not used for longest goes first.
-
-    Attributes
-    ----------
-    enabled : bool
-        Whether steps are still recorded; the same on every rank.
+    ``forward`` gives a step's logits from its extents and inputs. It may run several times for a
+    step: it must not do more than compute, and write the new token's keys and values. The page pool
+    of ``caches`` must clear the pages that it lends. Lengths are padded to ``pad``
+    (`padded_length`); beyond ``most`` recordings, the one that was not used for longest goes. While
+    ``enabled``, which is the same on every rank, steps are still recorded.
     """
 
     def __init__(
@@ -191,13 +175,7 @@ class DecodeGraphs:
         self._recordings.clear()
 
     def run(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
-        """Logits of one step.
-
-        Parameters
-        ----------
-        inputs : Tensor
-            `razor_dist.attention.decode_inputs.step_inputs` of them.
-        """
+        """Logits of one step; ``inputs`` comes from `step_inputs` of the sequences."""
         if not self.enabled:
             return self._eager(sequences, inputs)
         key = self.key(sequences)
@@ -213,14 +191,14 @@ class DecodeGraphs:
         return self._replay(recording, inputs)
 
     def key(self, sequences: Seq[Sequence]) -> Key:
-        """What a recording for these sequences fixes; the same on every rank."""
+        """Everything that a recording for these sequences fixes; the same on every rank."""
         return tuple(
             (self._layout(s), self._widths(s), padded_length(self._stored(s), self._pad))
             for s in sequences
         )
 
     def _widths(self, sequence: Sequence) -> tuple[int, ...]:
-        """How much of the streaming slots a recording reads."""
+        """Places of the streaming slots that a recording reads."""
         tokens = padded_length(sequence.length + 1, self._pad)
         return streaming_widths(self._caches, sequence, tokens)
 
@@ -230,7 +208,7 @@ class DecodeGraphs:
         return max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
 
     def _layout(self, sequence: Sequence) -> tuple[int, ...]:
-        """Where every rank keeps the sequence, as one number per rank.
+        """One number per rank for where it keeps the sequence.
 
         The ranks tell each other once per sequence: their page tables differ.
         """
@@ -306,14 +284,14 @@ class DecodeGraphs:
         return None
 
     def _try(self, attempt: Callable[..., str | None], *args: object) -> str | None:
-        """What is wrong, or None."""
+        """Return a sentence about what is wrong, or None."""
         try:
             return attempt(*args)
         except Exception as error:  # whatever a driver or a kernel raises: eager still works
             return f"{type(error).__name__}: {error}"
 
     def _all_well(self, problem: str | None) -> bool:
-        """Whether no rank has a problem."""
+        """True if no rank has a problem."""
         count = torch.tensor([problem is not None], dtype=torch.int64)
         pending = self._comm.all_reduce(count.to(self._caches.pages.k.device), "control")
         return pending.wait()[0].item() == 0

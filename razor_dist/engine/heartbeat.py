@@ -1,8 +1,8 @@
 """Signs of life, which rank 0 sends from a thread of its own.
 
-A chunk may keep rank 0's main thread busy for minutes, so that silence between its messages means
-nothing. A thread beside it shows that the process runs. That the main thread gets on it does not
-show: a rank that waits for another in vain is found by the collectives' time-out.
+A chunk may keep rank 0's main thread busy for minutes, so silence between its messages means
+nothing. A thread beside it shows that the process runs, though not that the main thread gets on: a
+rank that waits for another in vain is found by the collectives' time-out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from razor_dist.engine.messages import Message
@@ -25,15 +24,10 @@ def interval(timeout: float) -> float:
 
 
 class Heartbeat:
-    """Sends ``alive`` messages from a thread while the ``with`` block lasts.
+    """Sends ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
 
-    Parameters
-    ----------
-    send : callable
-        Sends a message; may be called from any thread. The first `OSError` ends the heartbeat:
-        the main thread finds out by itself that the frontend has gone.
-    seconds : float
-        Between two messages.
+    ``send`` may be called from any thread. Its first `OSError` ends the heartbeat: the main thread
+    finds out by itself that the frontend has gone.
     """
 
     def __init__(self, send: Callable[[Message], None], seconds: float) -> None:
@@ -55,10 +49,5 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()

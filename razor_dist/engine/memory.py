@@ -1,4 +1,4 @@
-"""How much memory this process occupies."""
+"""The memory that this process occupies."""
 
 from __future__ import annotations
 

@@ -101,16 +101,10 @@ def exception_of(message: Message) -> RequestError | EngineError:
 def as_tokens(
     ids: Sequence[int] | npt.NDArray[np.integer], vocab_size: int, param: str = "prompt"
 ) -> Tokens:
-    """Token ids as an array, none of them outside the vocabulary.
+    """Token ids as an int32 array ``[n]``, none of them outside ``[0, vocab_size)``.
 
-    Parameters
-    ----------
-    ids : sequence of int, or integer array, ``[n]``
-        Of any size, such as a user's JSON may hold.
-    vocab_size : int
-        Ids are in ``[0, vocab_size)``.
-    param : str
-        The request's field that they came from.
+    Integers of any size are taken, such as a user's JSON may hold; ``param`` is the field of the
+    request that they came from.
 
     Raises
     ------
@@ -119,8 +113,7 @@ def as_tokens(
     """
     found = np.asarray(ids)
     if found.dtype.kind not in "iu":
-        # Some integer is too large for int64. Python's own compare as they should; numpy would make
-        # floats of some.
+        # Some integer is too large for int64: numpy would make floats of some.
         found = np.asarray(ids, object)
     if not found.size:
         return np.empty(0, np.int32)

@@ -14,50 +14,23 @@ from razor_dist.parallel.zigzag import Chunk
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to an answer, or to being pinned for others to continue.
+    """One prompt on its way to an answer, or to being pinned for others to continue."""
 
-    Attributes
-    ----------
-    id : str
-        The frontend's name for it.
-    key : int
-        The ranks' name for its sequence.
-    prompt : Tokens
-        ``[n]``, those of ``prefix`` not included.
-    max_tokens : int
-        Tokens to generate at most; 0 if the prompt is only pinned.
-    chunked_prefill_size : int
-        Tokens of the prompt that are prefilled together.
-    generator : torch.Generator
-        Where its random draws come from.
-    prefix : Request or None
-        A pinned prefix that this one continues.
-    chunks : deque of Chunk
-        Chunks of the prompt still to be prefilled.
-    generated : list of int
-        Tokens sampled so far.
-    began : float
-        When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
-        admitted or not: prompts are read one after the other.
-    continued_by : int
-        Requests, waiting or running, that name this one as their prefix.
-    released : bool
-        The frontend needs this pinned prefix no longer.
-    """
-
-    id: str
-    key: int
-    prompt: Tokens
+    id: str  # the frontend's name for it
+    key: int  # the ranks' name for its sequence
+    prompt: Tokens  # [n], those of ``prefix`` not included
     params: SamplingParams
-    max_tokens: int
-    chunked_prefill_size: int
-    generator: torch.Generator
-    prefix: Request | None = None
-    chunks: deque[Chunk] = field(default_factory=deque)
+    max_tokens: int  # to generate at most; 0 if the prompt is only pinned
+    chunked_prefill_size: int  # tokens of the prompt that are prefilled together
+    generator: torch.Generator  # of its random draws
+    prefix: Request | None = None  # a pinned prefix that this one continues
+    chunks: deque[Chunk] = field(default_factory=deque)  # still to be prefilled
     generated: list[int] = field(default_factory=list)
+    # When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
+    # admitted or not: prompts are read one after the other.
     began: float = 0.0
-    continued_by: int = 0
-    released: bool = False
+    continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
+    released: bool = False  # the frontend needs this pinned prefix no longer
 
     @property
     def begin(self) -> int:
@@ -76,10 +49,10 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """Whether the whole prompt is in the caches; meaningful once admitted."""
+        """True once the whole prompt is in the caches; meaningful once admitted."""
         return not self.chunks
 
     @property
     def pinned(self) -> bool:
-        """Whether the prompt is prefilled for others to continue."""
+        """True if the prompt is prefilled for others to continue."""
         return self.max_tokens == 0

@@ -41,60 +41,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Sizes of one rank's caches.
-
-    Attributes
-    ----------
-    max_sequences : int
-        Slots of the streaming cache.
-    max_tokens : int
-        Longest sequence.
-    num_pages, page_size : int
-        The page pool, in pages and tokens per page.
-    scratch_pages : int
-        Pages for exact prefill; 0 with local prefill.
-    dtype : torch.dtype
-        Of keys and values, in the caches and between ranks.
-    """
+    """Sizes of one rank's caches."""
 
     policy: StreamingPolicy
-    max_sequences: int
-    max_tokens: int
+    max_sequences: int  # slots of the streaming cache
+    max_tokens: int  # of the longest sequence
     num_pages: int
-    page_size: int
-    scratch_pages: int
-    dtype: torch.dtype
+    page_size: int  # tokens
+    scratch_pages: int  # for exact prefill; 0 with local prefill
+    dtype: torch.dtype  # of keys and values, in the caches and between ranks
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens, in the order of positions.
+    """Log-probabilities of prompt tokens, in the order of positions."""
 
-    Attributes
-    ----------
-    logprob, rank : Tensor
-        ``[n]``: log-probability of each next token, and its place (1 is the likeliest).
-    top_ids, top_logprobs : Tensor
-        ``[n, k]``.
-    """
-
-    logprob: Tensor
-    rank: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    logprob: Tensor  # [n], of each next token
+    rank: Tensor  # [n], that token's place; 1 is the likeliest
+    top_ids: Tensor  # [n, k]
+    top_logprobs: Tensor  # [n, k]
 
 
 class ModelRunner:
     """Runs the model over this rank's tokens and keeps its caches.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Loaded with our attention implementation.
-    ring : RingAttention
-        Which implementation of ring attention prefill uses.
-    recorder : Recorder, optional
-        Records decode steps for replay; without it they run one operation at a time.
+    ``model`` is loaded with our attention implementation. ``recorder`` records decode steps for
+    replay; without it they run one operation at a time.
     """
 
     def __init__(
@@ -160,11 +132,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.
 
-        Returns
-        -------
-        Tensor or None
-            On rank 0: float32 logits ``[1, V]`` after a prompt's last chunk, ``[n, V]`` after a
-            decode step of n sequences; the gathered counters after STATS. Otherwise None.
+        Return, on rank 0, float32 logits ``[1, V]`` after a prompt's last chunk and ``[n, V]``
+        after a decode step of n sequences, or the gathered counters after STATS. Otherwise None.
         """
         match plan.op:
             case Op.OPEN:

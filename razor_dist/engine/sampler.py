@@ -17,33 +17,18 @@ _COLDEST = 1e-5
 
 @dataclass(frozen=True)
 class Sampled:
-    """A chosen token.
-
-    Attributes
-    ----------
-    logprob : float or None
-        Its log-probability under the model (temperature 1), if asked for.
-    top : list of (int, float)
-        The likeliest tokens and their log-probabilities, if asked for.
-    """
+    """A chosen token."""
 
     token: int
-    logprob: float | None
-    top: list[tuple[int, float]]
+    logprob: float | None  # under the model (temperature 1), if asked for
+    top: list[tuple[int, float]]  # likeliest tokens and their log-probabilities, if asked for
 
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Sampled:
-    """Choose one token.
+    """Choose one token from ``logits``, float32 ``[V]``, by the request's own CPU ``generator``.
 
-    Parameters
-    ----------
-    logits : Tensor
-        ``[V]`` float32.
-    params : SamplingParams
-        Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest
-        token, the one of lowest index among equals.
-    generator : torch.Generator
-        The request's own source of randomness, on CPU.
+    Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest token, the
+    one of lowest index among equals.
 
     Raises
     ------

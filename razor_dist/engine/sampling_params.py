@@ -22,28 +22,16 @@ _INT64 = 2**63
 class SamplingParams:
     """Sampling settings of one request, with the names vLLM's users know.
 
-    Parameters
-    ----------
-    max_tokens : int or None
-        Tokens to generate at most; ``None`` means as many as the context holds.
-    temperature : float
-        0 is greedy, and so is what lies below 1e-5.
-    top_p : float
-        Nucleus mass in (0, 1].
-    top_k : int
-        Keep the ``top_k`` likeliest tokens; 0 or -1 keeps all.
-    seed : int or None
-        Makes the request's draws repeatable.
-    stop : tuple of str
-        Strings that end the text; they are not part of it.
-    stop_token_ids : tuple of int
-        Tokens that end the request, besides the model's end-of-sequence tokens.
-    ignore_eos : bool
-        Go on after an end-of-sequence token.
-    logprobs : int or None
-        Return the chosen token's log-probability and those of this many likeliest tokens.
-    prompt_logprobs : int or None
-        The same for every prompt token but the first.
+    ``max_tokens``       tokens to generate at most; None means as many as the context holds
+    ``temperature``      0 is greedy, and so is what lies below 1e-5
+    ``top_p``            nucleus mass in (0, 1]
+    ``top_k``            keep the ``top_k`` likeliest tokens; 0 or -1 keeps all
+    ``seed``             makes the request's draws repeatable
+    ``stop``             strings that end the text; they are not part of it
+    ``stop_token_ids``   tokens that end the request, besides the model's end-of-sequence tokens
+    ``ignore_eos``       go on after an end-of-sequence token
+    ``logprobs``         return the chosen token's log-probability and those of this many likeliest
+    ``prompt_logprobs``  the same for every prompt token but the first
 
     Raises
     ------
@@ -112,14 +100,7 @@ def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
     """Read the sampling defaults that a model recommends in its ``generation_config.json``.
 
     As in vLLM, ``do_sample`` is not looked at: a request without a temperature samples with the
-    file's, or with 1.
-
-    Parameters
-    ----------
-    folder : Path
-        The model's.
-    generation_config : "auto" or "none"
-        The setting; "none" reads nothing.
+    file's, or with 1. With ``generation_config`` "none", not "auto", nothing is read.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the ranks do next: admission, then prefill chunks and decode steps in turn."""
+"""The ranks' next steps: admission, then prefill chunks and decode steps in turn."""
 
 from __future__ import annotations
 
@@ -34,16 +34,9 @@ class Scheduler:
     A prompt's chunks alternate with decode steps of the requests that are already answering, so
     that a long prompt delays them by one chunk at a time.
 
-    Parameters
-    ----------
-    cache : CacheConfig
-        Every rank's pools have these sizes; how much of them is free differs by rank, and is
-        known here by the same arithmetic that the ranks allocate with.
-
-    Attributes
-    ----------
-    running : dict of int to Request
-        Admitted requests by key, pinned prefixes included.
+    Every rank's pools have the sizes of ``cache``; how much of them is free differs by rank, and is
+    known here by the same arithmetic that the ranks allocate with. ``running`` has the admitted
+    requests by key, pinned prefixes included.
     """
 
     def __init__(self, cache: CacheConfig, world_size: int) -> None:
@@ -147,10 +140,10 @@ class Scheduler:
         )
 
     def _held(self) -> list[Request]:
-        """What only an abort will free: pinned prefixes, and the prompts that these continue.
+        """Requests that only an abort frees: pinned prefixes, and the prompts that these continue.
 
-        Waiting ones count as well. A released prompt does not count if only requests that will
-        end by themselves continue it: all of them were queued before whatever is queued next.
+        Waiting ones count as well. A released prompt does not count if only requests that will end
+        by themselves continue it: all of them were queued before whatever is queued next.
         """
         pinned = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
         held = {r.key: r for k in pinned for r in [k, *_prefixes(k)]}
@@ -237,7 +230,7 @@ class Scheduler:
             self._take(self._free_scratch, self._need(request).scratch, -1)
 
     def remove(self, request: Request) -> list[StepPlan]:
-        """Forget a request; the plans that free its caches, if it has any.
+        """Forget a request; return the plans that free its caches, if it has any.
 
         A pinned prefix stays until the requests that continue it have ended.
         """

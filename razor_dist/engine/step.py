@@ -1,4 +1,4 @@
-"""What all ranks do in one step: a fixed-layout tensor of integers, never a pickle.
+"""One step of all ranks: a fixed-layout tensor of integers, never a pickle.
 
 Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `FRAME` numbers,
 ``HEADER`` of them fields; a payload that does not fit follows in a second tensor.
@@ -19,8 +19,6 @@ HEADER = 16
 
 
 class Op(IntEnum):
-    """Kinds of step."""
-
     OPEN = 1
     PREFILL = 2
     DECODE = 3
@@ -32,44 +30,23 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step.
-
-    Attributes
-    ----------
-    sequence : int
-        Key of the sequence that OPEN, PREFILL, CLOSE and FORK are about.
-    begin, end : int
-        PREFILL: the chunk's positions. OPEN and FORK: ``end`` is the position after the prompt's
-        last token, counted from the beginning of what FORK copies.
-    total : int
-        OPEN and FORK: tokens to reserve, prompt and answer.
-    chunked_prefill_size : int
-        OPEN and FORK: the length in tokens of the prompt's chunks.
-    last : bool
-        PREFILL: whether the prompt ends with this chunk.
-    prompt_logprobs : int
-        PREFILL: -1, or how many likeliest tokens to report at every position.
-    source : int
-        FORK: key of the sequence to copy.
-    max_read : int
-        OPEN: the most tokens that the model may ever read of the sequence, or of one that FORK
-        makes of it.
-    payload : Tensor
-        int64 ``[n]``; made of any integers that are given. PREFILL: the chunk's token ids, and the
-        next one if log-probabilities are asked for and there is one. DECODE: pairs (sequence,
-        token id).
-    """
+    """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0
+    sequence: int = 0  # OPEN, PREFILL, CLOSE, FORK: its key
+    # PREFILL: the chunk's positions. OPEN and FORK: ``end`` is the position after the prompt's
+    # last token, counted from the beginning of what FORK copies.
     begin: int = 0
     end: int = 0
-    total: int = 0
-    chunked_prefill_size: int = 0
-    last: bool = False
-    prompt_logprobs: int = -1
-    source: int = 0
+    total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
+    chunked_prefill_size: int = 0  # OPEN and FORK: tokens in each of the prompt's chunks
+    last: bool = False  # PREFILL: the prompt ends with this chunk
+    prompt_logprobs: int = -1  # PREFILL: -1, or how many likeliest tokens to report per position
+    source: int = 0  # FORK: key of the sequence to copy
+    # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
+    # int64 [n], made of any integers. PREFILL: the chunk's token ids, and the next one if
+    # log-probabilities are asked for and there is one. DECODE: pairs (sequence, token id).
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What one rank loads: the model, its weights or a share of them, its head map."""
+"""Loading on one rank: the model, its weights or a share of them, its head map."""
 
 from __future__ import annotations
 
@@ -31,21 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one rank needs for its engine.
+    """A loaded model, ready to become one rank's engine."""
 
-    Attributes
-    ----------
-    model : PreTrainedModel
-        With our attention.
-    head_map : HeadMap
-        Of its heads.
-    shares : ShardedWeights or None
-        This rank's part of the weights, if they are sharded: the model cannot run yet.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # with our attention
     head_map: HeadMap
     eos_token_ids: tuple[int, ...]
+    # This rank's part of the weights, if they are sharded: the model cannot run yet.
     shares: ShardedWeights | None
 
 
@@ -102,13 +93,7 @@ def head_map_of(config: EngineConfig, shape: ModelShape, fingerprint: str) -> He
 
 
 def _check_weights(config: EngineConfig, comm: Communicator, device: torch.device) -> None:
-    """Refuse sharded weights where they cannot be.
-
-    Raises
-    ------
-    ConfigError
-        If DeepSpeed is missing, or there is nothing to shard over.
-    """
+    """Raise `ConfigError` if weights are to be sharded without DeepSpeed, or over one rank."""
     if config.weights == "replicated":
         return
     if config.weights == "zero3" and comm.size == 1:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long the ranks wait for each other while one fetches and loads the model: no such wait shows
+# The ranks wait so long for each other while one fetches and loads the model: no such wait shows
 # that anything is wrong. A rank that dies meanwhile is noticed by whoever started it.
 _LOADING = timedelta(days=1)
 # Seconds that the frontend gets to read why rank 0 ends, before rank 0 ends.
@@ -58,10 +58,7 @@ class FrontendClosedError(OSError):
 class Link:
     """Rank 0's end of the frontend's Unix-domain socket; any thread may send, one receives.
 
-    Raises
-    ------
-    FrontendUnreachableError
-        If the frontend does not listen.
+    Raises `FrontendUnreachableError` if the frontend does not listen.
     """
 
     def __init__(self, path: str) -> None:
@@ -87,11 +84,8 @@ class Link:
     def send_failure(self, error: RazorError) -> None:
         """Tell the frontend why the ranks cannot start; the frontend tells the user.
 
-        Raises
-        ------
-        FrontendUnreachableError
-            If the frontend has gone without a word; it holds what the frontend was to tell. One
-            that said ``shutdown`` has its own reason, often the same, and tells that.
+        If it has gone without a word, `FrontendUnreachableError` holds what it was to tell. A
+        frontend that said ``shutdown`` has its own reason, often the same, and tells that.
         """
         try:
             self.send(error_message("", error))
@@ -107,10 +101,7 @@ class Link:
     def receive(self, timeout: float) -> list[Message]:
         """Return the messages that have come, after at most ``timeout`` seconds without a byte.
 
-        Raises
-        ------
-        FrontendClosedError
-            If the frontend has closed the connection.
+        Raises `FrontendClosedError` if the frontend has closed the connection.
         """
         while select.select([self._socket], [], [], timeout)[0]:
             try:
@@ -145,11 +136,9 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
 
     ``idle_seconds`` is the time that the ranks may go without hearing from each other.
 
-    Raises
-    ------
-    FrontendUnreachableError
-        If the frontend goes without saying ``shutdown``. The other ranks are not told to stop:
-        they must fail as this one does, so that torchrun on every node starts all of them again.
+    Raises `FrontendUnreachableError` if the frontend goes without saying ``shutdown``. The other
+    ranks are not told to stop: they must fail as this one does, so that torchrun on every node
+    starts all of them again.
     """
     core = engine.core
     try:
@@ -212,12 +201,8 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
 
     The nodes of a job have their own disks: a model may be missing on one, which only the ranks
     there can know, and only rank 0 can tell the frontend. One may also have to fetch what others
-    have, so the ranks wait here without the time-out that their collectives have.
-
-    Raises
-    ------
-    RazorError
-        The error of the lowest rank that met one.
+    have, so the ranks wait here without the time-out that their collectives have. The `RazorError`
+    raised is that of the lowest rank that met one.
     """
     # Made before the wait: a rank that is not there yet must not fail those that are.
     patient = dist.new_group(timeout=_LOADING) if comm.size > 1 else None
@@ -241,7 +226,7 @@ def agree(comm: Communicator, build: Callable[[], T]) -> T:
 def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     """Be one rank until the frontend says shutdown or goes away.
 
-    ``socket_path`` is the frontend's socket on rank 0, ``None`` on the others.
+    ``socket_path`` is the frontend's socket on rank 0, None on the others.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Where each KV head's keys and values live, from a head map's decision."""
+"""The place of each KV head's keys and values, from a head map's decision."""
 
 from __future__ import annotations
 
@@ -14,48 +14,23 @@ from razor_dist.kernels.query import Query
 
 @dataclass(frozen=True)
 class StreamingGroup:
-    """Streaming heads of one layer that share a window, and so a cache.
+    """Streaming heads of one layer that share a window, and so a cache."""
 
-    Attributes
-    ----------
-    index : int
-        Which of `HeadLayout.windows`.
-    part : slice
-        Which of `LayerHeads.streaming`.
-    rows : slice
-        Their rows in that window's cache.
-    """
-
-    index: int
-    part: slice
-    rows: slice
+    index: int  # in `HeadLayout.windows`
+    part: slice  # of `LayerHeads.streaming`
+    rows: slice  # in that window's cache
 
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The split of one layer's KV heads.
+    """The split of one layer's KV heads; index tensors are int64."""
 
-    Attributes
-    ----------
-    retrieval, streaming : Tensor
-        int64 indices of the layer's KV heads of each kind: ascending; streaming ones group by
-        group.
-    groups : tuple of StreamingGroup
-        The streaming heads, by window.
-    inverse : Tensor
-        int64; the model's order of what is computed in the order ``[*retrieval, *streaming]``.
-    retrieval_rows : slice
-        Rows in the page pool.
-    streaming_rows : slice
-        The streaming heads' rows among those of all layers and windows (the scratch pool's).
-    """
-
-    retrieval: Tensor
-    streaming: Tensor
-    groups: tuple[StreamingGroup, ...]
-    inverse: Tensor
-    retrieval_rows: slice
-    streaming_rows: slice
+    retrieval: Tensor  # the layer's retrieval heads, ascending
+    streaming: Tensor  # its streaming heads, group by group
+    groups: tuple[StreamingGroup, ...]  # by window
+    inverse: Tensor  # the model's order of what is computed in [*retrieval, *streaming]
+    retrieval_rows: slice  # in the page pool
+    streaming_rows: slice  # among those of all layers and windows (the scratch pool's)
 
     @property
     def num_retrieval(self) -> int:
@@ -87,20 +62,12 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The split of every layer's KV heads, and the row counts of the caches.
-
-    Attributes
-    ----------
-    windows : tuple of (int or None)
-        The streaming heads' windows, each once, ascending; None, the last, is what the settings
-        say.
-    rows : tuple of int
-        For each of them, its heads in all layers together.
-    """
+    """The split of every layer's KV heads, and the row counts of the caches."""
 
     layers: tuple[LayerHeads, ...]
+    # The streaming heads' windows, each once, ascending; None, the last, is what the settings say.
     windows: tuple[int | None, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # for each of them, its heads in all layers together
 
     @property
     def retrieval_rows(self) -> int:
@@ -119,17 +86,10 @@ class HeadLayout:
         device: torch.device,
         windows: Windows | None = None,
     ) -> HeadLayout:
-        """Build the layout.
+        """Build the layout, with index tensors on ``device``.
 
-        Parameters
-        ----------
-        retrieval : sequence of sequence of bool
-            For each layer and KV head, whether it is a retrieval head.
-        device : torch.device
-            Where the index tensors live.
-        windows : tuple of tuple of (int or None), optional
-            For each layer and KV head, a window of its own; without one, or where it is None, a
-            streaming head has the window of the settings.
+        For each layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows``
+        gives a streaming head's own window; without one, or with None, it has that of the settings.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)

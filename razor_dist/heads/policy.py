@@ -1,4 +1,4 @@
-"""What a streaming head sees: the single definition, used by prefill, decode, cache and planner.
+"""The view of a streaming head: the single definition, used by prefill, decode, cache and planner.
 
 For a query at position ``i`` (0-based)::
 
@@ -37,20 +37,12 @@ class WindowRun(NamedTuple):
 class StreamingPolicy:
     """Settings of the streaming heads' cache.
 
-    Parameters
-    ----------
-    window_min : int
-        S0, the least number of recent tokens kept.
-    window_ratio : int or None
-        C: the window is at least 1/C of the context. ``None`` gives a constant window.
-    window_max : int or None
-        W_max, a cap on the window; without it a window of N/C outgrows a shard of N/P.
-    sinks : int
-        N0, how many first tokens are kept.
-    block : int
-        B: the window starts at a multiple of B, so it holds L to L+B-1 tokens.
-    compensation : bool
-        Whether the dropped tokens are represented by their mean key and value.
+    ``window_min``    S0, the least number of recent tokens kept
+    ``window_ratio``  C: the window is at least 1/C of the context; None gives a constant window
+    ``window_max``    W_max, a cap on the window; without it a window of N/C outgrows a shard of N/P
+    ``sinks``         N0, the number of first tokens kept
+    ``block``         B: the window starts at a multiple of B, so it holds L to L+B-1 tokens
+    ``compensation``  represent the dropped tokens by their mean key and value
     """
 
     window_min: int = _SETTINGS["window_min"].default
@@ -80,26 +72,17 @@ class StreamingPolicy:
         )
 
     def with_window(self, tokens: int | None) -> StreamingPolicy:
-        """What a head with a window of its own sees.
+        """The policy of a head with a window of its own; ``tokens`` None gives this policy itself.
 
-        Such a window comes from the head's scope (`razor_dist.heads.scope`), beyond which no key
-        has a weight of note: neither the first tokens nor the mean of the dropped ones are missed,
-        so it has no sinks and no compensation token. ``block`` is the settings'.
-
-        Parameters
-        ----------
-        tokens : int or None
-            The window, whatever the length of the context; None gives this policy itself.
+        Such a window, whatever the length of the context, comes from the head's scope
+        (`razor_dist.heads.scope`), beyond which no key has a weight of note: neither the first
+        tokens nor the mean of the dropped ones are missed, so it has no sinks and no compensation
+        token. ``block`` is the settings'.
         """
         if tokens is None:
             return self
         return replace(
-            self,
-            window_min=tokens,
-            window_ratio=None,
-            window_max=None,
-            sinks=0,
-            compensation=False,
+            self, window_min=tokens, window_ratio=None, window_max=None, sinks=0, compensation=False
         )
 
     def window(self, position: int) -> int:

@@ -43,17 +43,10 @@ class Pending:
 class Communicator:
     """Collectives over one process group, with byte counters.
 
-    Parameters
-    ----------
-    group : ProcessGroup or None
-        ``None`` makes a communicator of one rank that needs no process group.
-
-    Attributes
-    ----------
-    bytes_sent : Counter
-        Bytes this rank has sent, by purpose. A collective is counted as what its data must
-        cross the links for: all-gather ``(P-1) * n``, all-reduce ``2 * (P-1)/P * n``, broadcast
-        ``(P-1) * n`` at its source.
+    ``group`` None makes a communicator of one rank that needs no process group. ``bytes_sent``
+    counts what this rank has sent, by purpose. A collective is counted as what its data must cross
+    the links for: all-gather ``(P-1) * n``, all-reduce ``2 * (P-1)/P * n``, broadcast ``(P-1) * n``
+    at its source.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -72,15 +65,10 @@ class Communicator:
         receives: Sequence[tuple[int, Tensor]],
         purpose: Purpose,
     ) -> Pending:
-        """Start point-to-point transfers.
+        """Start point-to-point transfers of contiguous tensors.
 
-        Parameters
-        ----------
-        sends : sequence of (rank, Tensor)
-            Contiguous tensors and where they go.
-        receives : sequence of (rank, Tensor)
-            Contiguous buffers to fill and where their content comes from. Between two ranks,
-            messages match in the order in which they are posted.
+        ``sends`` are pairs (destination, tensor), ``receives`` pairs (source, buffer to fill).
+        Between two ranks, messages match in the order in which they are posted.
         """
         ops = []
         for peer, tensor in sends:

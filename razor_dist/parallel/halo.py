@@ -74,14 +74,8 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 class Exchange:
     """A plan of who sends which positions to whom, the same for every layer.
 
-    Parameters
-    ----------
-    holdings : sequence of (Interval, rank)
-        Disjoint intervals and the rank that holds each.
-    wants : sequence of sequence of Interval
-        For each rank, the positions it needs; what it holds itself is not sent.
-    rank : int
-        This rank.
+    ``holdings`` are disjoint intervals, each with the rank that holds it. ``wants`` are, for each
+    rank, the positions it needs; what it holds itself is not sent. ``rank`` is this rank.
     """
 
     def __init__(
@@ -112,13 +106,7 @@ class Exchange:
         return sum(len(interval) for sent in self._sends.values() for interval in sent)
 
     def start(self, comm: Communicator, pieces: Sequence[KVPiece], purpose: Purpose) -> Arriving:
-        """Post one layer's transfers.
-
-        Parameters
-        ----------
-        pieces : sequence of KVPiece
-            What this rank holds of the layer; at least one piece, perhaps empty.
-        """
+        """Post one layer's transfers; ``pieces`` (one at least, perhaps empty) is this rank's."""
         sends = []
         for receiver, intervals in self._sends.items():
             pairs = [assemble(pieces, i) for i in intervals]

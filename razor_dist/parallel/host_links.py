@@ -1,7 +1,7 @@
 """Links between ranks that share a GPU: by way of the host's memory and gloo.
 
-NCCL refuses two ranks on one device, and gloo sends from the host's memory only. This is how
-several ranks are tried on one GPU; it is no way to be fast.
+NCCL refuses two ranks on one device, and gloo sends from the host's memory only. So several ranks
+can be tried on one GPU, slowly.
 """
 
 from __future__ import annotations

@@ -27,12 +27,8 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
 
     ``RAZOR_RENDEZVOUS`` names a file store for ranks of one host; without it torchrun's
     ``MASTER_ADDR`` and ``MASTER_PORT`` are used. The group of all ranks is gloo's, by which they
-    agree on the one that carries tensors.
-
-    Raises
-    ------
-    ConfigError
-        On every rank, if the ranks' devices do not go together.
+    agree on the one that carries tensors. `ConfigError` is raised on every rank if the ranks'
+    devices do not go together.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
@@ -74,12 +70,7 @@ def store_of_this_start(
     have died: a new rank would try to connect to them. ``TORCHELASTIC_RESTART_COUNT`` cannot tell
     the starts apart, since each node's agent counts its own restarts. So every rank writes a name
     of its own and the names that it has read, until all ranks have read the same names: a rank of
-    an earlier start has never seen the new ones.
-
-    Raises
-    ------
-    TimeoutError
-        If the ranks do not find each other in time.
+    an earlier start has never seen the new ones. `TimeoutError` if that takes too long.
     """
     names = [f"razor/name/{r}" for r in range(size)]
     views = [f"razor/view/{r}" for r in range(size)]
@@ -95,17 +86,10 @@ def store_of_this_start(
 
 
 def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
-    """What carries tensors between these devices; every rank knows all, so all decide alike.
+    """The backend for tensors between these devices; every rank knows all, so all decide alike.
 
-    Parameters
-    ----------
-    devices : sequence of str
-        By rank: "cpu", or what tells the rank's GPU from all others on any host.
-
-    Raises
-    ------
-    ConfigError
-        If some ranks compute on a GPU and others do not.
+    ``devices`` are, by rank, "cpu" or what tells the rank's GPU from all others on any host.
+    `ConfigError` if some ranks compute on a GPU and others do not.
     """
     kinds = {name == "cpu" for name in devices}
     if kinds == {True, False}:

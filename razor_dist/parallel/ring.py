@@ -9,8 +9,8 @@ With three ranks, where rank r holds shards r and 5 - r::
     rank 1            E           L             own      from 0   from 2
     rank 2                E   L                 own      from 1   from 0
 
-Which queries see which part of a block follows from the picture: no mask is needed but the causal
-one of a rank's own block.
+The picture shows what part of a block each query sees: no mask is needed but the causal one of a
+rank's own block.
 
 * own block: causal, for its two shards are in order;
 * a lower rank's: its early shard (E) precedes all our queries, its late shard (L) follows them;
@@ -44,20 +44,11 @@ RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, "Earlier"]
 
 @dataclass(frozen=True)
 class Earlier:
-    """Keys of earlier chunks.
+    """Keys of earlier chunks."""
 
-    Attributes
-    ----------
-    segments : sequence of (k, v)
-        This rank's shard, each ``[K, n, D]``.
-    tokens : sequence of int
-        Length of every rank's shard.
-    positions : sequence of Tensor
-        int64, positions of every rank's shard in its order; empty where nothing depends on them.
-    """
-
-    segments: Segments
-    tokens: Sequence[int]
+    segments: Segments  # (k, v) of this rank's shard, each [K, n, D]
+    tokens: Sequence[int]  # length of every rank's shard
+    # int64, of every rank's shard in its order; empty where nothing depends on them.
     positions: Sequence[Tensor] = ()
 
     @property
@@ -75,7 +66,7 @@ def queries_travel(
     itemsize: int,
     kv_itemsize: int,
 ) -> bool:
-    """Whether pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
+    """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
 
     pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the chunk
     the same way and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is the
@@ -91,17 +82,9 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention of a chunk's queries to the chunk's keys and to all earlier ones.
 
-    Parameters
-    ----------
-    query : Query
-        Of this rank's tokens ``[K, G, T, D]``, early shard then late shard.
-    k, v : Tensor
-        ``[K, T, D]``: the same tokens' keys and values, perhaps of another dtype.
-
-    Returns
-    -------
-    Tensor
-        ``[K, G, T, D]`` float32.
+    ``query`` (``[K, G, T, D]``) is that of this rank's tokens, early shard then late shard; ``k``
+    and ``v`` (``[K, T, D]``) are the same tokens', perhaps of another dtype. The result is float32
+    and has the queries' shape.
     """
     kv_heads, group, _, dim = query.q.shape
     if comm.size == 1:
@@ -119,7 +102,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where queries and keys of every rank stand, for queries that score by distance."""
+    """Positions of every rank's queries and keys, for queries that score by distance."""
 
     chunk: Chunk
     earlier: Earlier

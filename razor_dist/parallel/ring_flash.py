@@ -28,13 +28,8 @@ _NAME = "razor_dist._ring_flash_attn"
 def load_zigzag() -> ModuleType:
     """The package's zigzag module, without running the package's ``__init__``.
 
-    That ``__init__`` imports an adapter that asks transformers for a name which releases after
-    5.2 do not have.
-
-    Raises
-    ------
-    ConfigError
-        If ring-flash-attn or flash-attn is not installed.
+    That ``__init__`` imports an adapter that asks transformers for a name which releases after 5.2
+    do not have. `ConfigError` if ring-flash-attn or flash-attn is not installed.
     """
     spec = importlib.util.find_spec("ring_flash_attn")
     if spec is None or importlib.util.find_spec("flash_attn") is None:
@@ -50,7 +45,7 @@ def load_zigzag() -> ModuleType:
 
 
 def serves(comm: Communicator, chunk: Chunk, earlier: Earlier, dim: int) -> bool:
-    """Whether the package can compute this chunk, for heads of ``dim`` dimensions.
+    """True if the package can compute this chunk, for heads of ``dim`` dimensions.
 
     It calls flash-attn's kernels without the padding that flash-attn's own functions do.
     """

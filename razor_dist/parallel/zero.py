@@ -47,19 +47,10 @@ def import_deepspeed(
     use: str = "training on several ranks or with --zero-stage 3 needs",
     extra: str = "train",
 ) -> Any:
-    """The module ``deepspeed``.
+    """The module ``deepspeed``, told on which ``device`` it is to run.
 
-    Parameters
-    ----------
-    device : torch.device, optional
-        Where it is to run, which it wants to know when it is first imported.
-    use, extra : str
-        For the message: what it is for, and the extra that brings it.
-
-    Raises
-    ------
-    ConfigError
-        If it is not installed; the message names the extra.
+    ``use`` and ``extra`` are for the message: the purpose, and the extra that brings the package.
+    `ConfigError` if it is not installed.
     """
     name_accelerator(device)
     # Read when it makes an engine: for it, the index of the rank's GPU among those it sees, which
@@ -84,12 +75,7 @@ def import_deepspeed(
 def join_ranks(device: torch.device, timeout: float = 600.0) -> dist.ProcessGroup:
     """The group of all ranks: torchrun's, the one there is already, or this process alone.
 
-    Parameters
-    ----------
-    device : torch.device
-        NCCL on CUDA, else gloo.
-    timeout : float
-        Seconds after which a collective gives up.
+    It is NCCL's on CUDA, else gloo's; a collective gives up after ``timeout`` seconds.
     """
     deepspeed = import_deepspeed(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -118,20 +104,11 @@ class ShardedWeights:
     the dtype changes: then one weight at a time is read whole. `gather_when_run` makes the module
     work again.
 
-    Parameters
-    ----------
-    body : Module
-        Its weights lie on the CPU, the same on every rank; at best they are views of mapped files.
-    device : torch.device
-        Where weights are gathered, and where this rank's shares, and what is no weight, go.
-    dtype : torch.dtype, optional
-        Of the shares; by default that of the weights.
-    offload : bool
-        Keep the shares in CPU memory instead.
-    group : ProcessGroup, optional
-        Of the ranks that share the weights out; by default the one of all.
-    together : collection of type
-        Modules that are gathered as one, not part by part: decoder layers.
+    The weights of ``body`` lie on the CPU, the same on every rank; at best they are views of mapped
+    files. They are gathered on ``device``, where this rank's shares and all that is not a weight go
+    too; ``offload`` keeps the shares in CPU memory instead. Shares are of ``dtype``, by default the
+    weights'. The ranks of ``group``, by default all, share the weights out. Modules of a type in
+    ``together``, the decoder layers, are gathered as one, not part by part.
     """
 
     def __init__(
@@ -173,12 +150,8 @@ class ShardedWeights:
     def gather_when_run(self, note: Callable[[int], None] | None = None) -> None:
         """Have each layer's weights gathered when it runs, and freed when it has run.
 
-        All ranks call this together, and then run the module equally often.
-
-        Parameters
-        ----------
-        note : callable, optional
-            Told how many bytes this rank sends at each gathering: an all-gather's.
+        All ranks call this together, and then run the module equally often. At each gathering, an
+        all-gather, ``note`` is told how many bytes this rank sends.
         """
         deepspeed = import_deepspeed(self._device)
         if self._together:
@@ -203,7 +176,6 @@ class ShardedWeights:
         return max(sizes, default=50_000_000)  # DeepSpeed's own default
 
     def _config(self, prefetch: int) -> dict[str, Any]:
-        """DeepSpeed's configuration."""
         zero: dict[str, Any] = {
             "stage": 3,
             # Norms and biases stay whole: gathering each would cost more than it saves.
@@ -223,7 +195,7 @@ class ShardedWeights:
 
 
 def _numbers(param: Any) -> int:
-    """How many numbers a whole weight has."""
+    """Count of the numbers in a whole weight."""
     return int(param.ds_numel)
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which positions of a chunk, by arithmetic alone.
+"""The positions of a chunk that each rank holds, by arithmetic alone.
 
 A chunk ``[begin, end)`` is cut into 2P shards; rank r holds shards r and 2P-1-r. Early shards see
 few keys and late ones many, so every rank gets the same causal work. The last token is always in
@@ -56,7 +56,7 @@ class Chunk:
         return self.shards[early], self.shards[late]
 
     def tokens(self, rank: int) -> int:
-        """How many tokens of the chunk ``rank`` holds."""
+        """Tokens of the chunk that ``rank`` holds."""
         return sum(len(shard) for shard in self.owned(rank))
 
 
@@ -69,7 +69,7 @@ def chunks(begin: int, end: int, chunked_prefill_size: int, world_size: int) -> 
 
 
 def holdings(done: Sequence[Chunk], retained: Interval) -> list[tuple[Interval, int]]:
-    """Which rank holds which part of ``retained`` after the chunks ``done``, which are in order."""
+    """Parts of ``retained`` and their ranks, after the chunks ``done``, which are in order."""
     # From the newest chunk back to where it begins: not all chunks of a long prompt.
     recent = itertools.takewhile(lambda chunk: chunk.end > retained.begin, reversed(done))
     return [
