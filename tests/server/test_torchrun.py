@@ -94,8 +94,11 @@ def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
 def test_what_the_front_cannot_know_is_raised_on_rank_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torchrun, "ensure_frontend", lambda *_, **__: tmp_path)
+    folder = tmp_path / "private"
+    folder.mkdir()
+    monkeypatch.setattr(torchrun, "ensure_frontend", lambda *_, **__: folder / "engine")
     first = Torchrun(rank=0, local_rank=0, world_size=2)
     with pytest.raises(FrontendUnreachableError):
         serve_as_rank(CONFIG, first, fail_with(FrontendUnreachableError("no socket")))
+    assert not folder.exists()  # what a killed frontend has left
     assert serve_as_rank(CONFIG, first, fail_with(ModelError("no such folder"))) == 2
