@@ -103,7 +103,7 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(victim: int) -> None:
         rank = {int(p.environ()["RANK"]): p for p in ranks}
         killed = time.monotonic()
         rank[victim].kill()
-        assert wait_until(lambda: health(url)[0] == 503, 2)
+        assert wait_until(lambda: health(url)[0] == 503, 20)
         assert time.monotonic() - killed < 2
         assert complete(url, [5]).status_code == 503
         reader.join(5)
@@ -123,7 +123,7 @@ def test_a_stopped_rank_0_fails_requests_and_serving_resumes() -> None:
         failed: list[httpx.Response] = []
         request = threading.Thread(target=lambda: failed.append(complete(url, [fake_engine.HANG])))
         request.start()
-        assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 1, 5)
+        assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 1, 20)
         os.kill(first, signal.SIGSTOP)
         assert wait_until(lambda: health(url)[0] == 503, 10)
         request.join(10)
@@ -161,7 +161,7 @@ def test_a_killed_front_takes_its_ranks_along() -> None:
         server.url()
         family = server.family()
         server.process.kill()
-        assert wait_until(lambda: not alive(family), 2)
+        assert wait_until(lambda: not alive(family), 20)
 
 
 def test_the_folder_of_a_killed_front_is_removed_by_the_next_start(
@@ -259,7 +259,7 @@ def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
         assert not any(name.startswith(("TORCHELASTIC", "MASTER", "GROUP")) for name in env)
         family = server.family()
         server.process.kill()  # not even a killed agent leaves anything behind
-        assert wait_until(lambda: not alive(family), 6)
+        assert wait_until(lambda: not alive(family), 20)
 
 
 def test_torchruns_processes_are_the_ranks_and_the_front_outlives_them() -> None:
@@ -270,13 +270,13 @@ def test_torchruns_processes_are_the_ranks_and_the_front_outlives_them() -> None
         assert first["world_size"] == 2
         assert complete(url, [5, 6], max_tokens=1).status_code == 200
         psutil.Process(first["pid"]).kill()
-        assert wait_until(lambda: health(url)[0] == 503, 2)
+        assert wait_until(lambda: health(url)[0] == 503, 20)
         assert wait_until(lambda: health(url) == (200, "ready"), 30), server.log
         assert httpx.get(f"{url}/stats").json()["pid"] != first["pid"]
         assert complete(url, [5, 6], max_tokens=1).status_code == 200
         server.process.terminate()
         server.process.wait(20)
-        assert wait_until(lambda: not answers(url), 5)
+        assert wait_until(lambda: not answers(url), 20)
 
 
 def test_torchrun_restarts_a_rank_0_that_was_stopped() -> None:
