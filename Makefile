@@ -53,7 +53,7 @@ lint: .venv/installed-dev
 docs: .venv/installed-dev
 	$(BIN)/mkdocs build --strict
 
-gpu: install
+gpu: .venv/installed-dev
 	$(BIN)/razor-dist bench gpu --out docs/benchmarks/gpu
 
 # kvpress asks for an older transformers than ours, with which it works: see docs/needle.md.
