@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -127,7 +128,8 @@ def main() -> None:
     """Read the document on standard input as the argument says; print its text or its problem."""
     kind, gz, encoding, bounds = json.loads(sys.argv[1])
     limits = ReadLimits(**bounds)
-    resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory, most))
     resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -141,8 +143,10 @@ def main() -> None:
         answer, code = str(error), _REFUSED
     except Exception as error:  # the libraries raise whatever the broken file leads them to
         answer, code = f"cannot be read as {kind}: {error or type(error).__name__}", _REFUSED
-        # lxml calls a lack of memory an unknown error.
-        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))  # room to say what is wrong
+        # lxml calls a lack of memory an unknown error. Of getrusage the peak would be our parent's.
+        [peak] = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        used = 1024 * int(peak)
         if isinstance(error, MemoryError) or used > limits.memory // 2:
             answer = f"needs more than {limits.memory:,} bytes of memory to read; split it"
     sys.stdout.buffer.write(answer.encode())

@@ -172,9 +172,14 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
 
 async def _process_end(pid: int) -> None:
-    """Return once the process ``pid`` is gone."""
+    """Return once the process ``pid`` has ended.
+
+    A zombie, which its parent has not waited for, has ended too; `psutil.Process.wait` would stay.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
-        await in_daemon_thread(psutil.Process(pid).wait)
+        process = psutil.Process(pid)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.25)
 
 
 async def _unless(ends: list[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> bool:

@@ -148,7 +148,7 @@ def test_the_settings_serve_it_and_every_end_token_ends(
     assert serve == ["serve", "--config", SETTINGS]
     config = load_config(ServerConfig, env={}, yaml_path=ROOT / SETTINGS)
     assert (config.world_size, config.max_model_len, config.max_num_seqs) == (8, LENGTH, 1)
-    assert identify[:2] == ["identify", config.model]
+    assert identify[:3] == ["identify", "razor", config.model]
     # On one rank, with the tiny folder in place of the model; everything else as it stands.
     here: Any = {"model": str(folder), "world_size": 1, "device": "cpu", "max_model_len": 400}
     config = config.model_copy(update=here)
@@ -156,7 +156,7 @@ def test_the_settings_serve_it_and_every_end_token_ends(
     with pytest.raises(HeadMapError, match=f"cannot read the head map {config.head_map}: No such"):
         weights.load(config, Communicator(None), CPU)
     Path("configs/head_maps").mkdir(parents=True)
-    replaced = {identify[1]: str(folder), "cuda": "cpu"}
+    replaced = {identify[2]: str(folder), "cuda": "cpu"}
     assert main([*(replaced.get(word, word) for word in identify), "--tokens", "50"]) == 0
     found = json.loads(Path(config.head_map or "").read_text())
     assert found["settings"]["induction_percent"] == 28.0

@@ -130,7 +130,7 @@ def test_short_and_long_requests_share_decode_steps(phi3: Path) -> None:
 def test_a_kept_prompt_is_read_for_what_may_continue_it(phi3: Path, stock: Any) -> None:
     document, question = prompt(50, 1), prompt(7, 2)
     core = make_core(phi3, attention="full", max_num_seqs=2)
-    core.add("document", document, SamplingParams(), keep=True)
+    core.add("document", document, SamplingParams(), pin=True)
     run(core)
     core.add("q", question, SamplingParams(temperature=0.0, max_tokens=1), prefix_id="document")
     beyond = prompt(60, 5)
