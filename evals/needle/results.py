@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def place(self) -> tuple[int, float, int, int]:
-        """What the same cell of another method shares with it."""
+        """Return the key that this cell shares with the same cell of other methods."""
         return self.length, self.depth, self.repeat, self.needle
 
 

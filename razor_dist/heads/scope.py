@@ -1,4 +1,4 @@
-"""How far each head of an ALiBi model can see, from its weights (RazorAttention, section 3.1).
+"""The reach of each head of an ALiBi model, from its weights (RazorAttention, section 3.1).
 
 A key's score falls by the head's slope l with every token of distance, while queries and keys are
 bounded by the norm before the layer. So beyond some distance, the head's *scope* L, no weight

@@ -214,6 +214,7 @@ def test_prompt_logprobs_need_no_larger_caches(
     for answer in (1, 2, 3, 700, 60_000):
         wanted = SamplingParams(max_tokens=answer, prompt_logprobs=0)
         core.add(str(answer), [5] * (length - answer), wanted)
+        assert core.has_work  # it was not refused
         core.abort(str(answer))
 
 
