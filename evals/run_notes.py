@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
-from razor_dist.jobs.config import JobConfig
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 

@@ -18,7 +18,7 @@ from razor_dist.commands.heads import heads
 from razor_dist.commands.plan import plan
 from razor_dist.commands.serve import serve
 from razor_dist.commands.summarize import summarize
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import JobConfig
 
 SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --cuda-graphs --device --dtype

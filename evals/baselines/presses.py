@@ -12,7 +12,7 @@ from pydantic import Field
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import JobConfig
-from razor_dist.jobs.config import ExternalEngineConfig
+from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.baselines.client import PressLLM

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.validation import check_least
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.needle.config import STREAMING_SETTINGS
@@ -210,7 +210,7 @@ class GridTask:
         ConfigError
             If the folder holds other results, or a question could not be asked.
         """
-        summary = run_task(self, folder, host_pool(self), retry_failed=True)
+        summary = run_task(self, folder, host_pool(self), JobConfig(retry_failed=True))
         found = {record["id"]: record for record in read_job(summary.folder).records}
         records = [found[item.id] for item in self.items()]
         for record in records:

@@ -32,7 +32,7 @@ from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.results import FULL
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import Flags, Windows
-from razor_dist.jobs.config import ExternalEngineConfig
+from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, eos_token_ids, load_model, model_fingerprint
 from razor_dist.models.longrope import plain_positions

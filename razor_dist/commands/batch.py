@@ -10,9 +10,9 @@ import typer
 
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import JobConfig
 from razor_dist.config.sources import load_config
 from razor_dist.files import replacing
-from razor_dist.jobs.config import JobConfig
 
 
 @with_config_flags(JobConfig)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from razor_dist.commands.options import with_config_flags
+from razor_dist.config.schema import JobConfig
 from razor_dist.config.sources import load_config, read_text
-from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.style import Style
 
 

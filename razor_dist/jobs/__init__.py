@@ -15,5 +15,5 @@ what it holds, and has `pool.run_items` hand the rest to engines, the longest fi
 fails costs its item an attempt; one that is lost is opened anew; after ``attempts`` the item is
 recorded as failed. `progress` logs a line for each. `ray_engine` makes engines of Ray actors,
 `host_engine` of processes; a model that another library runs is an engine whose settings are a
-`config.ExternalEngineConfig`, which opens it.
+`task.ExternalEngineConfig`, which opens it.
 """

@@ -17,8 +17,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import ClusterError, ConfigError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 
 log = logging.getLogger(__name__)
 

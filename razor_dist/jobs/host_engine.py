@@ -9,9 +9,8 @@ from typing import Any
 
 from razor_dist.config.errors import EngineError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.config import ExternalEngineConfig
 from razor_dist.jobs.pool import EngineLostError, EnginePool
-from razor_dist.jobs.task import Item, Task, Work, work_of
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Work, work_of
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, ItemUpdate, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
@@ -58,25 +58,15 @@ def run_job(
         from razor_dist.jobs.host_engine import host_pool
 
         pool = host_pool(task, config.engines or 1)
-    return run_task(
-        task,
-        folder,
-        pool,
-        attempts=config.attempts,
-        new_folder=config.new_folder,
-        retry_failed=config.retry_failed,
-        on_open=on_open,
-    )
+    return run_task(task, folder, pool, config, on_open=on_open)
 
 
 def run_task(
     task: Task,
     folder: str | Path,
     pool: AbstractContextManager[EnginePool],
+    config: JobConfig | None = None,
     *,
-    attempts: int = 3,
-    new_folder: bool = False,
-    retry_failed: bool = False,
     on_open: Callable[[Path], None] | None = None,
 ) -> JobSummary:
     """Compute the results of a task that its folder does not hold yet, on any engines.
@@ -93,11 +83,12 @@ def run_task(
     RazorError
         If no engine can be opened any more. The results so far are kept.
     """
+    config = config or JobConfig()
     items = _checked(task)
-    with ResultStore.open(folder, job_settings(task), new_folder=new_folder) as store:
+    with ResultStore.open(folder, job_settings(task), new_folder=config.new_folder) as store:
         if on_open is not None:
             on_open(store.folder)
-        if retry_failed and (dropped := store.drop_failed()):
+        if config.retry_failed and (dropped := store.drop_failed()):
             log.info("%d failed items are tried again", dropped)
         parts = store.parts()
         missing = [
@@ -109,8 +100,7 @@ def run_task(
         try:
             if missing:
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
-                    news = run_items(missing, open_engine, engines=engines, attempts=attempts)
-                    for event in news:
+                    for event in run_items(missing, open_engine, engines, config.attempts):
                         _store(event, store, progress)
         except KeyboardInterrupt:
             log.warning(

@@ -77,7 +77,7 @@ class _ThreadEnd(NamedTuple):
 
 
 def run_items(
-    items: Iterable[Item], open_engine: OpenEngine, *, engines: int, attempts: int = 3
+    items: Iterable[Item], open_engine: OpenEngine, engines: int, attempts: int = 3
 ) -> Generator[Outcome | ItemUpdate, None, None]:
     """Run items on at most ``engines`` engines at once, the longest first.
 

@@ -27,14 +27,20 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import EngineError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.managed_engine import ManagedEngine
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, connected, reserve
-from razor_dist.jobs.config import ExternalEngineConfig, JobConfig
 from razor_dist.jobs.host_engine import HostEngine, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
-from razor_dist.jobs.task import Item, ItemSize, PartResult, Task, Update, Work
+from razor_dist.jobs.task import (
+    ExternalEngineConfig,
+    Item,
+    ItemSize,
+    PartResult,
+    Task,
+    Update,
+    Work,
+)
 from razor_dist.llm.llm import LLM
 from razor_dist.server.logs import set_up_logging
 
@@ -54,11 +60,6 @@ class RayLLM(LLM):
     ) -> None:
         self._start_ranks = partial(ActorRanks.start, group, bundle)
         super().__init__(**settings_of(config))
-
-    async def _start(self) -> ManagedEngine:
-        engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
-        await engine.start()
-        return engine
 
 
 class EngineActor:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.messages import EXIT_USER_ERROR, FrontendUnreachableError
-from razor_dist.frontend.ranks import RankExit
+from razor_dist.frontend.ranks import RankExit, Ranks
 from razor_dist.server.logs import set_up_logging
 
 # Seconds that killed actors are waited for. Their successors wait for their room in any case.
@@ -71,14 +71,17 @@ def make_actor(
     return make.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote()
 
 
-class ActorRanks:
+class ActorRanks(Ranks):
     """One generation of ranks, each an actor in a bundle of its own. Build it with `start`."""
 
     def __init__(self, actors: list[Any], pids: list[int], ends: list[Any], store: Any) -> None:
-        self._actors = actors
-        self.pids = pids  # by rank, each on its node; empty if they did not all start
-        self._waits = [asyncio.create_task(_end(rank, ref)) for rank, ref in enumerate(ends)]
+        super().__init__(_end(rank, ref) for rank, ref in enumerate(ends))
+        self._actors, self._pids = actors, pids
         self._store = store  # lives as long as the ranks may look into it
+
+    @property
+    def pids(self) -> list[int]:
+        return self._pids
 
     @classmethod
     async def start(
@@ -113,28 +116,14 @@ class ActorRanks:
             raise
         return cls(actors, [place.pid for place in places], ends, store)
 
-    async def first_exit(self) -> RankExit:
-        """Wait until a rank ends; of several, the one of the lowest rank."""
-        await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
-        return self._exits()[0]
-
-    async def wait(self, timeout: float) -> list[RankExit]:
-        """Wait until all ranks have ended, at most ``timeout`` seconds; return those that did."""
-        await asyncio.wait(self._waits, timeout=timeout)
-        return self._exits()
-
     async def stop(self, patience: float = 2.0) -> None:
-        """End the actors. Ray knows no milder way that a rank in a collective would obey."""
+        # Ray knows no milder way that a rank in a collective would obey.
         self.kill()
         await self.wait(_KILLED)
 
     def kill(self) -> None:
-        """End the actors, without waiting."""
         for actor in self._actors:
             ray.kill(actor)
-
-    def _exits(self) -> list[RankExit]:
-        return [wait.result() for wait in self._waits if wait.done()]
 
 
 async def _end(rank: int, ref: Any) -> RankExit:

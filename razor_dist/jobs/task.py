@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.head_map import default_head_map
-from razor_dist.jobs.config import ExternalEngineConfig
 
 if TYPE_CHECKING:
     from razor_dist.llm.llm import LLM
 
 # Engine settings that answers do not depend on: how many ranks share the work and how
 # (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on with
-# others than it was begun with.
+# others than it was begun with. Not among them are seed and generation_config: from them a request
+# gets the draws, the temperature, ... that it does not bring, and a task may leave these out.
 _INDIFFERENT = {
     "world_size",
     "max_num_seqs",
@@ -31,6 +32,21 @@ _INDIFFERENT = {
     "collective_timeout",
     "heartbeat_timeout",
 }
+
+
+class ExternalEngineConfig(EngineConfig):
+    """Settings of a model that another library runs, in an engine's place in a task; frozen.
+
+    Its fields beside the engine's decide the results, too.
+    """
+
+    @abstractmethod
+    def open(self) -> Any:
+        """Return what items get as their ``llm``, ready for use, in a process of its own.
+
+        It has the methods of `razor_dist.LLM` that the task calls, ``failed``, ``close()`` and
+        ``pids``, its processes.
+        """
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import yaml
 
 import razor_dist
 from razor_dist.config.errors import RazorError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.job import run_job
 from razor_dist.server.logs import set_up_logging
 from tests.jobs.tasks import Completions

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError, HeadMapError
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
-from razor_dist.jobs.config import JobConfig
 from razor_dist.jobs.host_engine import HostEngine, host_pool
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.pool import EnginePool
@@ -103,7 +102,7 @@ def test_failures_are_recorded_and_tried_again_when_asked(tmp_path: Path) -> Non
     assert all(records[id]["result"] is None for id in harm)
     healthy = Completions({"full": FULL})
     assert run_task(healthy, tmp_path, no_pool()).failed == 3
-    summary = run_task(healthy, tmp_path, pool(healthy), retry_failed=True)
+    summary = run_task(healthy, tmp_path, pool(healthy), JobConfig(retry_failed=True))
     assert summary == JobSummary(tmp_path, 6, 0, 3)
 
 
@@ -113,7 +112,7 @@ def test_other_settings_are_another_job(tmp_path: Path) -> None:
     other = Completions({"full": FULL}, max_tokens=5)
     with pytest.raises(ConfigError, match=r"task\.max_tokens is 4 there and 5 here"):
         run_task(other, tmp_path / "a", no_pool())
-    summary = run_task(other, tmp_path / "a", pool(other), new_folder=True)
+    summary = run_task(other, tmp_path / "a", pool(other), JobConfig(new_folder=True))
     assert summary == JobSummary(tmp_path / "a-2", 6, 0, 0)
 
 
@@ -124,7 +123,9 @@ def test_which_settings_decide(tmp_path: Path) -> None:
 
     assert name() == name(world_size=8, chunked_prefill_size=100, threads=3, max_num_seqs=9)
     different = [name(), name(attention="full"), name(window_min=5), name(prefill="exact")]
-    assert len(set(different)) == 4
+    # A request that brings no seed, or no temperature, gets the engine's.
+    different += [name(seed=0), name(seed=1), name(generation_config="none")]
+    assert len(set(different)) == 7
     shipped = Path("razor_dist/configs/head_maps")
     copy = tmp_path / "copy.json"
     copy.write_bytes((shipped / "smollm2.json").read_bytes())

@@ -10,8 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from razor_dist.config.errors import ClusterError, ConfigError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.job import run_job
 from tests.jobs.tasks import Completions
 

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.jobs.config import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import JobSummary, run_job, run_task
 from razor_dist.jobs.results import RESULTS, read_job
