@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from razor_dist import LLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.engine.messages import as_tokens
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.ranks import RankGroup
 from razor_dist.frontend.request_stream import RequestStream
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
@@ -29,7 +31,7 @@ EOS = fake_engine.EOS
 
 
 class FakeLLM(LLM):
-    _worker = "tests.fake_engine"
+    _start_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +137,7 @@ def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
         return encoder.chat_text([{"role": "user", "content": content}], **how)
 
     document = "One sentence. Another, of 1234 words."
-    head = text(
-        document, add_generation_prompt=False, template_kwargs={"continue_final_message": True}
-    )
+    head = text(document, add_generation_prompt=False, continue_final_message=True)
     whole = text(f"{document}\n\nWhat?")
     assert head.endswith(document)
     before, after = (

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from razor_dist import LLM, RequestOutput, SamplingParams
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.ranks import RankGroup
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.llm.prefix import Prefix
 from razor_dist.models.loader import model_fingerprint, read_config
@@ -291,7 +293,7 @@ def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:
 class FailingLLM(LLM):
     """One whose last rank raises in the middle of its first prompt, once."""
 
-    _worker = "tests.engine.failing_rank"
+    _start_ranks = partial(RankGroup.start, module="tests.engine.failing_rank")
 
 
 def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(

@@ -77,7 +77,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.received = 0  # messages of all rank 0s so far
         self.rank0_pid: int | None = None  # the connected one's; its heartbeat brings it
-        self._status = Status("loading", "the model is being loaded")
+        self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -85,11 +85,6 @@ class EngineClient:
         self._being_read = 0
         self._stats: dict[int, asyncio.Future[Message]] = {}
         self._tags = itertools.count(1)
-
-    @property
-    def status(self) -> Status:
-        """The engine's state now."""
-        return self._status
 
     @property
     def connected(self) -> bool:
@@ -105,37 +100,37 @@ class EngineClient:
         """Wait until the state changes and return the new one."""
         changed = self._changed
         await changed.wait()
-        return self._status
+        return self.status
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is ready; `EngineError` if it failed for good or was closed."""
-        while self._status.state in ("loading", "restarting"):
+        while self.status.state in ("loading", "restarting"):
             await self.wait_change()
         return self.require_ready()
 
     def require_ready(self) -> EngineInfo:
         """Return the engine's description; `EngineError` unless it is ready now."""
-        if self._status.state != "ready" or self.info is None:
-            verb = "failed" if self._status.state == "failed" else f"is {self._status.state}"
-            raise EngineError(f"the engine {verb}: {self._status.reason}")
+        if self.status.state != "ready" or self.info is None:
+            verb = "failed" if self.status.state == "failed" else f"is {self.status.state}"
+            raise EngineError(f"the engine {verb}: {self.status.reason}")
         return self.info
 
     def loading(self) -> None:
         """Note that the ranks are being started (again)."""
         self.info = None
-        if self._status.state != "loading":
+        if self.status.state != "loading":
             self._set(Status("loading", "the ranks were restarted and load the model"))
 
     def lost(self, reason: str) -> None:
         """Note that the engine died: every unfinished request fails at once."""
         self._disconnect(EngineError(f"the engine failed: {reason}"))
-        if self._status.state not in ("failed", "closed"):
+        if self.status.state not in ("failed", "closed"):
             self._set(Status("restarting", reason))
 
     def failed(self, reason: str) -> None:
         """Note that the engine died and will not come back by itself."""
         self._disconnect(EngineError(f"the engine failed: {reason}"))
-        if self._status.state != "closed":
+        if self.status.state != "closed":
             self._set(Status("failed", reason))
 
     def generate(
@@ -149,29 +144,13 @@ class EngineClient:
     ) -> RequestStream:
         """Submit a request; it is on its way when this returns.
 
-        Parameters
-        ----------
-        request_id : str
-            Unique among unfinished requests.
-        prompt_ids : sequence of int, or Tokens
-            Of the vocabulary (`check_prompt` sees to it).
-        pin : bool
-            Only prefill the prompt and keep its caches until the stream is closed.
-        prefix : RequestStream, optional
-            A pinned prefix's, which ``prompt_ids`` continues.
+        Its id is unique among unfinished requests, and `check_prompt` has seen its prompt. With
+        ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
+        ``prefix`` is the stream of such a request, which the prompt continues. The stream returned
+        has ``progress``, ``prompt`` and ``token`` messages (`engine.messages`).
 
-        Returns
-        -------
-        RequestStream
-            Iterates over ``progress``, ``prompt`` and ``token`` messages (`engine.messages`).
-
-        Raises
-        ------
-        RequestError
-            Code ``queue_full``, if ``max_queue`` requests are unfinished; or if ``prefix`` was
-            closed.
-        EngineError
-            If the engine is not ready, or the one that held ``prefix`` has died.
+        Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
+        `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
         """
         self.require_ready()
         if prefix is not None and prefix.closed:
@@ -245,7 +224,7 @@ class EngineClient:
 
     def shutdown(self, reason: str = "the engine was closed") -> None:
         """Tell the ranks to end; every unfinished request fails at once."""
-        if self._status.state == "closed":
+        if self.status.state == "closed":
             return
         self._send({"t": "shutdown"})
         self._set(Status("closed", reason))
@@ -254,7 +233,7 @@ class EngineClient:
     async def close(self) -> None:
         """End the ranks as `shutdown` does, and stop listening."""
         self.shutdown()
-        self._disconnect(EngineError(self._status.reason))
+        self._disconnect(EngineError(self.status.reason))
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -262,7 +241,7 @@ class EngineClient:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection of rank 0 until it ends."""
-        if self._status.state == "closed":
+        if self.status.state == "closed":
             writer.write(encode({"t": "shutdown"}))
             writer.close()
             return
@@ -347,6 +326,6 @@ class EngineClient:
             log.info("engine ready")
         elif status.state not in ("failed", "closed"):
             log.info("engine %s: %s", status.state, status.reason)
-        self._status = status
+        self.status = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -10,14 +10,13 @@ import os
 import shutil
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.heartbeat import interval
 from razor_dist.engine.messages import EXIT_USER_ERROR
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.ranks import WORKER, RankExit, RankGroup, Ranks, StartRanks
+from razor_dist.frontend.ranks import RankExit, RankGroup, Ranks, StartRanks
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,7 @@ _ABANDONED = 60.0
 class ManagedEngine:
     """Ranks started by this process, and the client that talks to them and knows their state.
 
-    The ranks are processes that run the module ``worker``, unless ``start_ranks`` starts them in
-    another way; rank 0 must run on this host.
+    Rank 0 must run on this host, wherever ``start_ranks`` starts the others.
     """
 
     def __init__(
@@ -43,8 +41,7 @@ class ManagedEngine:
         config: EngineConfig,
         *,
         max_queue: int | None = None,
-        worker: str = WORKER,
-        start_ranks: StartRanks | None = None,
+        start_ranks: StartRanks = RankGroup.start,
     ) -> None:
         remove_abandoned_folders()
         # mkdtemp makes the folder for the user alone (0700), which is what guards the socket.
@@ -52,7 +49,7 @@ class ManagedEngine:
         self._lock = lock_folder(self._folder)
         self.client = EngineClient(self._folder / "engine", max_queue=max_queue)
         self._config = config
-        self._start_ranks = start_ranks or partial(RankGroup.start, module=worker)
+        self._start_ranks = start_ranks
         self._ranks: Ranks | None = None
         self._task: asyncio.Task[None] | None = None
 

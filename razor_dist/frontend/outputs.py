@@ -40,65 +40,30 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One generated answer.
+    """One generated answer; what was not asked for is ``None``."""
 
-    Attributes
-    ----------
-    index : int
-        Always 0: one answer per request.
-    text : str
-        Without the stop string, end-of-sequence or stop token that ended it; empty for a model
-        without a tokenizer.
-    token_ids : list of int
-        All generated tokens, the one that ended the answer included.
-    cumulative_logprob : float or None
-        Sum over ``token_ids``; ``None`` unless ``logprobs`` was asked for.
-    logprobs : list or None
-        One entry per token of ``token_ids``; ``None`` unless asked for.
-    finish_reason : str or None
-        "stop" or "length".
-    stop_reason : str or int or None
-        The stop string or stop token that ended the answer; ``None`` at an end-of-sequence token.
-    """
-
-    index: int = 0
+    index: int = 0  # always: one answer per request
+    # Without the stop string, end-of-sequence or stop token that ended it; empty for a model
+    # without a tokenizer.
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)  # with the one that ended the answer
+    cumulative_logprob: float | None = None  # sum over token_ids
+    logprobs: list[TokenLogprobs] | None = None  # one entry per token of token_ids
+    finish_reason: str | None = None  # "stop" or "length"
+    # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and what was generated for it.
+    """A prompt and what was generated for it."""
 
-    Attributes
-    ----------
-    request_id : str
-        Unique in the process.
-    prompt : str or None
-        The text, if the prompt was text.
-    prompt_token_ids : list of int
-        As the engine got them; without those of a prefix.
-    prompt_logprobs : list or None
-        One entry per token of ``prompt_token_ids``, the first ``None``; ``None`` unless asked for.
-    outputs : list of CompletionOutput
-        One.
-    finished : bool
-        True once ``generate`` returned it.
-    metrics : RequestMetrics
-        Times.
-    num_cached_tokens : int
-        Tokens before the prompt that were not prefilled for it: those of its prefix.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
+    request_id: str  # unique in the process
+    prompt: str | None  # the text, if the prompt was text
+    prompt_token_ids: list[int]  # as the engine got them, without those of a prefix
+    # One entry per token of the prompt, the first None; None unless asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = False
+    outputs: list[CompletionOutput] = field(default_factory=list)  # one
+    finished: bool = False  # True once `LLM.generate` returned it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # before the prompt and not read for it: those of its prefix

@@ -76,46 +76,23 @@ class PromptEncoder:
                 return both[len(alone) :]
         return self.text(text, special_tokens=False)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the tokens of a conversation, by the model's chat template.
+    def chat(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
+        """Return the tokens of a conversation, by the model's chat template and arguments for it.
 
         Raises `RequestError` without messages or a template, and if the template refuses them.
         """
         # In one call: tokenising the template's text would put a second beginning of sequence
         # before the one that the template writes.
-        encoded = self._apply_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=add_generation_prompt,
-            **(template_kwargs or {}),
-        )
+        encoded = self._apply_template(messages, tokenize=True, return_dict=True, **template)
         ids: list[int] = encoded["input_ids"]
         return ids
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> str:
         """Return the text that `chat` tokenises, without adding special tokens."""
-        text: str = self._apply_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(template_kwargs or {}),
-        )
+        text: str = self._apply_template(messages, tokenize=False, **template)
         return text
 
-    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> Any:
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
         tokenizer = self._need("chat messages", "messages")
@@ -125,9 +102,8 @@ class PromptEncoder:
                 param="messages",
             )
         try:
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in messages], **arguments
-            )
+            arguments = {"add_generation_prompt": True, **arguments}
+            return tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
         except Exception as error:  # templates are programs: they may raise anything
             raise RequestError(
                 # Not all of it: transformers may put the whole conversation into its message.

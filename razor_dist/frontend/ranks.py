@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from razor_dist.config.schema import EngineConfig
 
-WORKER = "razor_dist.engine.worker"
 # What torchrun sets in its children; our own ranks must not read it as theirs.
 _TORCHRUN = re.compile(
     r"TORCHELASTIC_.*|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -46,34 +46,57 @@ class RankExit(NamedTuple):
         return f"rank {self.rank} was killed by {name}"
 
 
-class Ranks(Protocol):
-    """One generation of ranks, however they were started; see `RankGroup` for the methods."""
+class Ranks(ABC):
+    """One generation of ranks, however they were started; ``ends`` waits for the end of each."""
+
+    def __init__(self, ends: Iterable[Coroutine[Any, Any, RankExit]]) -> None:
+        self._ends = [asyncio.create_task(end) for end in ends]
 
     @property
-    def pids(self) -> list[int]: ...
-    async def first_exit(self) -> RankExit: ...
-    async def wait(self, timeout: float) -> list[RankExit]: ...
-    async def stop(self, patience: float = 2.0) -> None: ...
-    def kill(self) -> None: ...
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its host; empty if they did not all start."""
+
+    @abstractmethod
+    async def stop(self, patience: float = 2.0) -> None:
+        """End the ranks that still run: gently, and after ``patience`` seconds by `kill`."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the ranks that still run, without waiting."""
+
+    async def first_exit(self) -> RankExit:
+        """Wait until a rank ends; of several, the one of the lowest rank."""
+        await asyncio.wait(self._ends, return_when=asyncio.FIRST_COMPLETED)
+        return next(end.result() for end in self._ends if end.done())
+
+    async def wait(self, timeout: float) -> list[RankExit]:
+        """Wait until all ranks have ended, at most ``timeout`` seconds; return those that did."""
+        await asyncio.wait(self._ends, timeout=timeout)
+        return [end.result() for end in self._ends if end.done()]
 
 
 # From the settings, a private empty folder and the frontend's socket, to ranks that are starting.
 StartRanks = Callable[[EngineConfig, Path, Path], Awaitable[Ranks]]
 
 
-class RankGroup:
+class RankGroup(Ranks):
     """The processes of all ranks, built by `start`.
 
     Each has a session of its own, so that a terminal's Ctrl-C is the frontend's to handle.
     """
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        super().__init__(_end(rank, process) for rank, process in enumerate(processes))
         self._processes = processes
-        self._waits = [asyncio.create_task(process.wait()) for process in processes]
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, folder: Path, socket_path: Path, module: str = WORKER
+        cls,
+        config: EngineConfig,
+        folder: Path,
+        socket_path: Path,
+        module: str = "razor_dist.engine.worker",
     ) -> RankGroup:
         """Start ``config.world_size`` ranks.
 
@@ -117,35 +140,23 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [process.pid for process in self._processes]
 
-    async def first_exit(self) -> RankExit:
-        """Wait until a rank ends; of several, the one of the lowest rank."""
-        await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
-        return next(exit for exit in self._exits())
-
-    async def wait(self, timeout: float) -> list[RankExit]:
-        """Wait until all ranks have ended, at most ``timeout`` seconds; returns those that did."""
-        await asyncio.wait(self._waits, timeout=timeout)
-        return self._exits()
-
     async def stop(self, patience: float = 2.0) -> None:
-        """End the ranks that still run: by SIGTERM, and after ``patience`` seconds by SIGKILL."""
         self._signal(signal.SIGTERM)
         if len(await self.wait(patience)) < len(self._processes):
-            self._signal(signal.SIGKILL)
-            await asyncio.wait(self._waits)
+            self.kill()
+            await asyncio.wait(self._ends)
 
     def kill(self) -> None:
-        """Kill the ranks that still run, without waiting."""
         self._signal(signal.SIGKILL)
-
-    def _exits(self) -> list[RankExit]:
-        return [RankExit(r, w.result()) for r, w in enumerate(self._waits) if w.done()]
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
+
+
+async def _end(rank: int, process: asyncio.subprocess.Process) -> RankExit:
+    return RankExit(rank, await process.wait())

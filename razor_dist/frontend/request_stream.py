@@ -21,24 +21,14 @@ class RequestStream(AsyncIterator[Message]):
         self.request_id = request_id
         self._abort = abort
         self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self._done = False
-        self._closed = False
-
-    @property
-    def ended(self) -> bool:
-        """True once the engine holds nothing of the request: it finished, failed or was aborted."""
-        return self._done
-
-    @property
-    def closed(self) -> bool:
-        """True if `close` ended the request, and not its last token or a failure."""
-        return self._closed
+        self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
+        self.closed = False  # it was `close` that ended it, not its last token or a failure
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> Message:
-        if self._done and self._queue.empty():
+        if self.ended and self._queue.empty():
             raise StopAsyncIteration
         try:
             item = await self._queue.get()
@@ -51,8 +41,8 @@ class RequestStream(AsyncIterator[Message]):
 
     def close(self) -> None:
         """Abort the request, unless it has ended. Never waits."""
-        if not self._done:
-            self._done = self._closed = True
+        if not self.ended:
+            self.ended = self.closed = True
             self._abort(self.request_id)
 
     def __enter__(self) -> RequestStream:
@@ -64,4 +54,4 @@ class RequestStream(AsyncIterator[Message]):
     def put(self, item: Message | Exception, *, last: bool) -> None:
         """Hand on a message or an error (the client does); ``last`` if it ends the request."""
         self._queue.put_nowait(item)
-        self._done = self._done or last
+        self.ended = self.ended or last

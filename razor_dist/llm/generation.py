@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,12 +19,8 @@ from razor_dist.llm.inputs import Encoded
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import PromptBar, UseTqdm
 
-
-class CheckedPrompt(NamedTuple):
-    """A prompt as the caller gave it, and as the engine gets it."""
-
-    given: Encoded
-    checked: Checked
+# A prompt as the caller gave it, and as the engine gets it.
+CheckedPrompt = tuple[Encoded, Checked]
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class GenerationCall:
     async def run(self, prompts: Sequence[CheckedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Return the answers in the order of the prompts; the first failure aborts the others."""
         room = asyncio.Semaphore(self.together)
-        bar = PromptBar(use_tqdm, [len(prompt.checked.tokens) for prompt in prompts])
+        bar = PromptBar(use_tqdm, [len(checked.tokens) for _, checked in prompts])
 
         async def answer(prompt: CheckedPrompt) -> RequestOutput:
             async with room:

@@ -78,22 +78,13 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
 
 
 def encode_chat(
-    encoder: PromptEncoder,
-    messages: Conversation,
-    prefix: Prefix | None,
-    *,
-    add_generation_prompt: bool,
-    template_kwargs: Mapping[str, Any] | None,
+    encoder: PromptEncoder, messages: Conversation, prefix: Prefix | None, /, **template: Any
 ) -> Encoded:
     """Return a conversation as token ids; with a prefix, of what is beyond it.
 
     Raises `RequestError` if the chat template refuses it, or it does not begin as the prefix does.
     """
-    how: Any = {
-        "add_generation_prompt": add_generation_prompt,
-        "template_kwargs": template_kwargs,
-    }
     if prefix is None:
-        return Encoded(None, encoder.chat(messages, **how))
-    rest = prefix.rest_of(encoder.chat_text(messages, **how))
+        return Encoded(None, encoder.chat(messages, **template))
+    rest = prefix.rest_of(encoder.chat_text(messages, **template))
     return Encoded(None, encoder.continuation(prefix.border, rest))

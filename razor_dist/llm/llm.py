@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,8 +18,8 @@ from razor_dist.frontend.client import EngineClient, EngineInfo
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
-from razor_dist.frontend.ranks import WORKER
-from razor_dist.llm.generation import CheckedPrompt, GenerationCall
+from razor_dist.frontend.ranks import RankGroup, StartRanks
+from razor_dist.llm.generation import GenerationCall
 from razor_dist.llm.inputs import (
     Conversation,
     Encoded,
@@ -71,7 +71,7 @@ class LLM:
     ...     print(output.outputs[0].text)
     """
 
-    _worker: ClassVar[str] = WORKER
+    _start_ranks: StartRanks = RankGroup.start
 
     def __init__(
         self,
@@ -91,9 +91,10 @@ class LLM:
         self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
         self._loop = LoopThread()
-        self._engine = self._loop.run(self._start())
+        self._engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
         self._close = weakref.finalize(self, _close, self._loop, self._engine)
         try:
+            self._loop.run(self._engine.start())
             # The ranks load the model meanwhile.
             tokenizer = load_tokenizer(folder, trust_remote_code=trust)
             self._encoder = PromptEncoder(tokenizer)
@@ -101,11 +102,6 @@ class LLM:
         except BaseException:
             self.close()
             raise
-
-    async def _start(self) -> ManagedEngine:
-        engine = ManagedEngine(self.config, worker=self._worker)
-        await engine.start()
-        return engine
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that brings none: those that the model recommends."""
@@ -163,24 +159,8 @@ class LLM:
         ``kv_tokens`` until it is released. What continues it is always read with local prefill,
         whatever ``prefill`` was set to.
 
-        Parameters
-        ----------
-        prompt : str, list of int, or mapping
-            One prompt, as `generate` takes it.
-        use_tqdm : bool or callable
-            As in `generate`.
-
-        Returns
-        -------
-        Prefix
-            A handle, to be released.
-
-        Raises
-        ------
-        RequestError
-            If the prompt cannot be served, or leaves no room to continue it.
-        EngineError
-            If the engine dies meanwhile.
+        Takes one prompt, and ``use_tqdm``, as `generate` does. Raises `RequestError` if the prompt
+        cannot be served, or leaves no room to continue it, and `EngineError` if the engine dies.
         """
         return self._keep(encode(self._encoder, prompt).ids, use_tqdm)
 
@@ -196,24 +176,7 @@ class LLM:
         follow in the same message. What follows is tokenised by itself, so let it begin as a new
         paragraph does.
 
-        Parameters
-        ----------
-        messages : list of ``{"role": ..., "content": ...}``
-            Such as one of the user's that holds a document.
-        chat_template_kwargs : mapping, optional
-            Passed to the model's chat template.
-        use_tqdm : bool or callable
-            As in `generate`.
-
-        Returns
-        -------
-        Prefix
-            A handle, to be released: see `prefill`.
-
-        Raises
-        ------
-        RequestError, EngineError
-            As `prefill` and `chat` do.
+        Arguments are as in `chat`, errors as in `prefill` and `chat`; see `prefill` for releasing.
 
         Examples
         --------
@@ -221,11 +184,8 @@ class LLM:
         ...     asked = [{"role": "user", "content": f"{document}\\n\\n{question}"}]
         ...     outputs = llm.chat(asked, prefix=prefix)
         """
-        text = self._encoder.chat_text(
-            messages,
-            add_generation_prompt=False,
-            template_kwargs={**(chat_template_kwargs or {}), "continue_final_message": True},
-        )
+        template = {**(chat_template_kwargs or {}), "continue_final_message": True}
+        text = self._encoder.chat_text(messages, add_generation_prompt=False, **template)
         return self._keep(self._encoder.text(text, special_tokens=False), use_tqdm, text)
 
     def chat(
@@ -253,11 +213,6 @@ class LLM:
             What `prefill_chat` returned. Every conversation begins with its messages, as texts;
             what is beyond them is read, and told as `generate` tells it.
 
-        Returns
-        -------
-        list of RequestOutput
-            One per conversation.
-
         Raises
         ------
         RequestError, EngineError
@@ -267,11 +222,9 @@ class LLM:
             prefix.stream_for(self._client)  # refused before anything is tokenised
         encoded = [
             encode_chat(
-                self._encoder,
-                conversation,
-                prefix,
+                *(self._encoder, conversation, prefix),
                 add_generation_prompt=add_generation_prompt,
-                template_kwargs=chat_template_kwargs,
+                **(chat_template_kwargs or {}),
             )
             for conversation in conversations_of(messages)
         ]
@@ -285,10 +238,7 @@ class LLM:
     def info(self) -> EngineInfo:
         """The engine's ``max_model_len`` and ``vocab_size``, and all that it says of itself.
 
-        Raises
-        ------
-        EngineError
-            If it cannot be started again after a failure.
+        `EngineError` if it cannot be started again after a failure.
         """
         return self._loop.run(self._client.ready())
 
@@ -350,7 +300,7 @@ class LLM:
             prefix,
             together=2 * self.config.max_num_seqs,  # as many as keep it busy, and no more
         )
-        ready = [CheckedPrompt(*both) for both in zip(prompts, checked, strict=True)]
+        ready = list(zip(prompts, checked, strict=True))
         return self._loop.run(call.run(ready, self._bar(use_tqdm)))
 
     def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:

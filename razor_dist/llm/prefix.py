@@ -26,18 +26,9 @@ class Prefix:
     Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
     until then. Closing the `LLM` and garbage collection release it as well.
 
-    Parameters
-    ----------
-    stream : RequestStream
-        The pinned request's.
-    client : EngineClient
-        The engine that holds it.
-    tokens : Tokens
-        The prompt.
-    loop : asyncio.AbstractEventLoop
-        The client's, where the stream may be closed.
-    chat_text : str, optional
-        Of a conversation's beginning: as the model reads it, up to the end of the last content.
+    ``stream`` is the pinned request's, ``client`` that of the engine that holds it, ``loop`` the
+    client's, where the stream may be closed, and ``chat_text`` the beginning of a conversation as
+    the model reads it, up to the end of the last content.
 
     Examples
     --------
@@ -74,13 +65,7 @@ class Prefix:
         self._release()
 
     def stream_for(self, client: EngineClient) -> RequestStream:
-        """The pinned request's stream, for the engine that holds it.
-
-        Raises
-        ------
-        RequestError
-            If another engine holds it, or it was released.
-        """
+        """The pinned request's stream; `RequestError` if it is released or another engine's."""
         if client is not self._client:
             raise RequestError("the prefix belongs to another LLM", param="prefix")
         if self.released:
@@ -88,17 +73,9 @@ class Prefix:
         return self._stream
 
     def rest_of(self, chat_text: str) -> str:
-        """Return the part of a conversation that is beyond this prefix.
+        """Return the part of a conversation's `PromptEncoder.chat_text` beyond this prefix.
 
-        Parameters
-        ----------
-        chat_text : str
-            `PromptEncoder.chat_text` of the whole conversation.
-
-        Raises
-        ------
-        RequestError
-            If the prefix is of no conversation, or this one begins otherwise.
+        Raises `RequestError` if the prefix is not a conversation's, or this one begins otherwise.
         """
         if self._chat_text is None:
             raise RequestError(

@@ -24,7 +24,7 @@ from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
-from razor_dist.frontend.ranks import WORKER
+from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.models.registry import check_local_model, resolve_model
 from razor_dist.server.app import build_app
 from razor_dist.server.logs import set_up_logging
@@ -39,18 +39,18 @@ T = TypeVar("T")
 _GRACE = 2
 
 
-def serve(config: ServerConfig, *, worker: str = WORKER) -> int:
+def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
     """Serve a model on ranks that this process starts, until SIGINT or SIGTERM; returns 0.
 
-    ``worker`` is the ranks' module. Raises `ConfigError` if the address is taken, `ModelError` if
-    the model cannot be found, and `EngineError` if the ranks cannot be started.
+    Raises `ConfigError` if the address is taken, `ModelError` if the model cannot be found, and
+    `EngineError` if the ranks cannot be started.
     """
     # Under torchrun the agent is our parent; a killed agent must not leave a server behind.
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     set_up_logging(config.log_level)
 
     async def main(listener: socket.socket) -> int:
-        engine = ManagedEngine(config, max_queue=config.max_queue, worker=worker)
+        engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start_ranks)
         frontend = Frontend(config, engine.client, listener, start=engine.start, agent=agent)
         try:
             return await frontend.run()

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend import managed_engine
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
+from razor_dist.frontend.ranks import RankGroup
 from tests import fake_engine
+
+fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
 MANY = SamplingParams(max_tokens=100)
 
@@ -33,7 +37,7 @@ async def running(
     heartbeat_timeout: float = 30.0,
 ) -> AsyncIterator[ManagedEngine]:
     config = EngineConfig(model=model, world_size=world_size, heartbeat_timeout=heartbeat_timeout)
-    engine = ManagedEngine(config, max_queue=max_queue, worker="tests.fake_engine")
+    engine = ManagedEngine(config, max_queue=max_queue, start_ranks=fake_ranks)
     await engine.start()
     try:
         yield engine

@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.ranks import RankGroup
 from razor_dist.models.registry import resolve_model
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server.app import build_app
@@ -34,6 +36,8 @@ from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import fake_server
 from tests.tokenizer import smollm2_tokenizer
+
+fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
 MILLION = 2**20
 LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE, {})
@@ -183,7 +187,7 @@ async def frontend(
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     """The server in this process, on ranks that compute nothing."""
     config = ServerConfig(max_model_len=2 * MILLION, max_queue=max_queue)
-    engine = ManagedEngine(config, max_queue=max_queue, worker="tests.fake_engine")
+    engine = ManagedEngine(config, max_queue=max_queue, start_ranks=fake_ranks)
     await engine.start()
     service = Service(config, engine.client, heartbeat=heartbeat)
     process = ParsingProcess(resolve_model("smollm2"), trust_remote_code=False)
@@ -277,7 +281,7 @@ def test_a_full_collection_of_garbage_does_not_hold_up_the_loop() -> None:
 
     async def main() -> tuple[int, int]:
         config = ServerConfig(port=0)
-        engine = ManagedEngine(config, worker="tests.fake_engine")
+        engine = ManagedEngine(config, start_ranks=fake_ranks)
         with bind(config) as listener:
             frontend = Frontend(config, engine.client, listener, start=engine.start)
             try:
