@@ -7,30 +7,21 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.engine.messages import Message
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
 
 
-class PromptProgress(NamedTuple):
-    """Tokens of a prompt that have been read, and those that were in the caches before."""
-
-    processed: int
-    total: int
-    cached: int
-    seconds: float
-
-
 @dataclass(frozen=True)
 class ChoiceEvent:
-    """Something that happened to the choice ``index``."""
+    """A piece of the choice ``index``, or the engine's ``progress`` message about its prompt."""
 
     index: int
-    what: TextPiece | PromptProgress
+    what: TextPiece | Message
 
 
 @dataclass
@@ -44,11 +35,6 @@ class ServedChoice:
     def text(self) -> str:
         """The text that is certain."""
         return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens."""
-        return [piece.token for piece in self.pieces]
 
     @property
     def finish_reason(self) -> str | None:
@@ -77,7 +63,7 @@ class ServedChoices:
 class LiveChoices(ServedChoices):
     """Choices that are being generated; construction submits their requests.
 
-    With ``report_progress``, `events` yields `PromptProgress` too. Raises `RequestError`
+    With ``report_progress``, `events` yields ``progress`` messages too. Raises `RequestError`
     (``queue_full``), with nothing submitted, and `EngineError` if the engine is not ready.
     """
 
@@ -130,9 +116,7 @@ class LiveChoices(ServedChoices):
                 async for message in stream:
                     if message["t"] == "progress":
                         if self._report_progress:
-                            fields = (message[name] for name in PromptProgress._fields)
-                            progress = PromptProgress(*fields)
-                            self._events.put_nowait(ChoiceEvent(index, progress))
+                            self._events.put_nowait(ChoiceEvent(index, message))
                     elif message["t"] == "token":
                         piece = assembler.push(message)
                         self.choices[index].pieces.append(piece)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.engine.messages import Message
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.answers import PromptProgress, ServedChoice, ServedChoices
+from razor_dist.server.answers import ServedChoice, ServedChoices
 from razor_dist.server.logprobs import chat_logprobs, legacy_logprobs
 
 Json = dict[str, Any]
@@ -48,17 +49,15 @@ class Format(ABC):
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
 
-    def progress(self, index: int, progress: PromptProgress) -> Json:
-        """A chunk with llama.cpp's ``prompt_progress``; times are in milliseconds."""
-        return self._chunk(
-            [self._empty(index)],
-            prompt_progress={
-                "total": progress.total,
-                "cache": progress.cached,
-                "processed": progress.processed,
-                "time_ms": round(progress.seconds * 1000),
-            },
-        )
+    def progress(self, index: int, message: Message) -> Json:
+        """A chunk with llama.cpp's ``prompt_progress`` for the engine's ``progress`` message."""
+        progress = {
+            "total": message["total"],
+            "cache": message["cached"],
+            "processed": message["processed"],
+            "time_ms": round(message["seconds"] * 1000),
+        }
+        return self._chunk([self._empty(index)], prompt_progress=progress)
 
     def usage(self) -> Json:
         """The chunk that ends a stream with ``include_usage``."""
@@ -97,7 +96,7 @@ class ChatFormat(Format):
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
         chunks = []
-        logprobs = self._logprobs([piece])
+        logprobs = chat_logprobs(self._tokenizer, [piece])
         if piece.text or logprobs:
             delta = {"content": piece.text}
             choice = {**self._empty(index), "delta": delta, "logprobs": logprobs}
@@ -111,15 +110,12 @@ class ChatFormat(Format):
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text},
-            "logprobs": self._logprobs(answer.pieces),
+            "logprobs": chat_logprobs(self._tokenizer, answer.pieces),
             "finish_reason": answer.finish_reason,
         }
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-
-    def _logprobs(self, pieces: Sequence[TextPiece]) -> Json | None:
-        return chat_logprobs(self._tokenizer, pieces)
 
 
 class CompletionFormat(Format):

@@ -1,28 +1,37 @@
-"""The frontend's process: HTTP on one side, the engine on the other, until a signal."""
+"""The frontend's process: HTTP on one side, the engine on the other, until a signal.
+
+``python -m razor_dist.server.main --config-json FILE --socket PATH --agent PID`` is the frontend of
+ranks that torchrun starts: see `razor_dist.server.torchrun`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import uvicorn
 
-from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.frontend.client import EngineClient
-from razor_dist.frontend.managed_engine import ManagedEngine
+from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.models.registry import check_local_model, resolve_model
@@ -49,89 +58,82 @@ def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) ->
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     set_up_logging(config.log_level)
 
-    async def main(listener: socket.socket) -> int:
+    async def run(listener: socket.socket) -> int:
         engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start_ranks)
-        frontend = Frontend(config, engine.client, listener, start=engine.start, agent=agent)
         try:
-            return await frontend.run()
+            return await Frontend(config, engine.client, listener, engine.start, agent).run()
         finally:
             await engine.close()
 
+    return _listening(config, run)
+
+
+def _listening(
+    config: ServerConfig, run: Callable[[socket.socket], Coroutine[Any, Any, int]]
+) -> int:
+    """Run a frontend on the configured address, unless the model is missing or the port taken."""
     check_local_model(config.model)
     with bind(config) as listener:
-        return asyncio.run(main(listener))
+        return asyncio.run(run(listener))
 
 
+@dataclass
 class Frontend:
-    """The HTTP server and what it waits for.
+    """The HTTP server and what it waits for."""
 
-    ``listener`` is bound already, so that an address in use is found before anything is started.
-    ``start``, which starts the engine, is awaited once the model is known to exist. The end of the
-    process ``agent`` is the frontend's end.
-    """
+    config: ServerConfig
+    client: EngineClient
+    # Bound already, so that an address in use is found before anything is started.
+    listener: socket.socket
+    # Starts the engine; called once the model is known to exist. None: another process does.
+    start: Callable[[], Awaitable[None]] | None = None
+    agent: int | None = None  # the process whose end is the frontend's
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        client: EngineClient,
-        listener: socket.socket,
-        *,
-        start: Callable[[], Awaitable[None]],
-        agent: int | None = None,
-    ) -> None:
-        self._config = config
-        self._client = client
-        self._listener = listener
-        self._start = start
-        self._agent = agent
-        self._service = Service(config, client)
-        self._http = _Uvicorn(
-            uvicorn.Config(
-                build_app(self._service),
-                log_config=None,
-                lifespan="off",
-                timeout_graceful_shutdown=_GRACE,
-            )
-        )
+    def __post_init__(self) -> None:
+        self._service = Service(self.config, self.client)
 
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
+        app = build_app(self._service)
+        limits: Any = {"lifespan": "off", "timeout_graceful_shutdown": _GRACE}
+        server = _Uvicorn(uvicorn.Config(app, log_config=None, **limits))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        http = asyncio.create_task(server.serve(sockets=[self.listener]))
         ends = [asyncio.create_task(stop.wait()), http]
-        if self._agent is not None:
-            ends.append(asyncio.create_task(_process_end(self._agent)))
-        log.info("listening on %s, loading %s", self._url, self._config.name)
+        if self.agent is not None:
+            ends.append(asyncio.create_task(_process_end(self.agent)))
+        log.info("listening on %s, loading %s", self._url, self.config.name)
         try:
             if await _unless(ends, self._load()):
-                print(f"Serving {self._config.name} on {self._url}", flush=True)
+                print(f"Serving {self.config.name} on {self._url}", flush=True)
                 teller = asyncio.create_task(self._tell_failure())
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 teller.cancel()
             return 0
         finally:
             log.info("ending")
-            self._client.shutdown("the server is shutting down")
+            self.client.shutdown("the server is shutting down")
             if self._service.reader is not None:
                 await self._service.reader.process.aclose()
-            self._http.should_exit = True
+            server.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()
             await http
 
     async def _load(self) -> None:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
-        trust = self._config.trust_remote_code
+        trust = self.config.trust_remote_code
         folder = await in_daemon_thread(
-            partial(resolve_model, self._config.model, trust_remote_code=trust)
+            partial(resolve_model, self.config.model, trust_remote_code=trust)
         )
-        defaults = sampling_defaults(folder, self._config.generation_config)
+        defaults = sampling_defaults(folder, self.config.generation_config)
         if defaults:
             log.info("sampling defaults of the model: %s", dict(defaults))
-        await self._start()
+        if self.start is not None:
+            await self.start()
         tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
         # What has been loaded stays: a full collection would look at all of it again, for a
         # quarter of a second in which nobody is answered.
@@ -139,17 +141,17 @@ class Frontend:
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
         self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
-        await self._client.ready()
+        await self.client.ready()
 
     async def _tell_failure(self) -> None:
         """Log it when the engine fails for good; the frontend stays, and /health says why."""
-        while self._client.status.state != "failed":
-            await self._client.wait_change()
-        log.error("the engine failed: %s", self._client.status.reason)
+        while self.client.status.state != "failed":
+            await self.client.wait_change()
+        log.error("the engine failed: %s", self.client.status.reason)
 
     @property
     def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -224,3 +226,54 @@ def bind(config: ServerConfig) -> socket.socket:
             "choose another --port, or 0 for a free one"
         ) from None
     return listener
+
+
+async def _serve_torchrun(
+    config: ServerConfig, socket_path: Path, agent: int, listener: socket.socket
+) -> int:
+    client = EngineClient(socket_path, max_queue=config.max_queue)
+    # At once, not when the model is found: rank 0 waits for the socket.
+    await client.start()
+    watch = asyncio.create_task(_kill_when_silent(client, config.heartbeat_timeout))
+    try:
+        return await Frontend(config, client, listener, agent=agent).run()
+    finally:
+        watch.cancel()
+        await client.close()
+
+
+async def _kill_when_silent(client: EngineClient, timeout: float) -> None:
+    """Kill a rank 0 that is stuck; torchrun sees its death and does the rest.
+
+    One that has not connected is left alone: torchrun may still wait for other nodes, and /health
+    says so.
+    """
+    while True:
+        reason = await silence(client, timeout)
+        stuck = client.rank0_pid
+        client.lost(reason)
+        if stuck is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stuck, signal.SIGKILL)
+
+
+def main() -> int:
+    """Be the frontend of torchrun's ranks; return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-json", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    given = parser.parse_args()
+    config = ServerConfig.from_json(given.config_json.read_text())
+    set_up_logging(config.log_level)
+    try:
+        return _listening(config, partial(_serve_torchrun, config, given.socket, given.agent))
+    except RazorError as error:
+        print(f"razor-dist: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(given.socket.parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -223,7 +223,11 @@ class ChatBody(GenerateBody):
                 raise RequestError(
                     "top_logprobs is only allowed with logprobs: true", param="top_logprobs"
                 )
-            _check_logprobs(self.top_logprobs, "top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}",
+                    param="top_logprobs",
+                )
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, as many tokens as the context holds."""
@@ -243,12 +247,6 @@ class CompletionBody(GenerateBody):
     # As a list: one prompt or several, each answered by a choice of its own.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Int | None = None
-
-    def check(self) -> None:
-        """As `GenerateBody.check`."""
-        super().check()
-        if self.logprobs is not None:
-            _check_logprobs(self.logprobs, "logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit 16 tokens, OpenAI's default here."""
@@ -283,11 +281,6 @@ def _is_neutral(name: str, value: object) -> bool:
     return any(
         value == v and isinstance(value, bool) == isinstance(v, bool) for v in _NEUTRAL[name]
     )
-
-
-def _check_logprobs(value: int, name: str) -> None:
-    if not 0 <= value <= MAX_LOGPROBS:
-        raise RequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
 
 
 def _request_error(error: ValidationError) -> RequestError:

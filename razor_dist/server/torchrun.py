@@ -29,7 +29,7 @@ from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
-FRONTEND = "razor_dist.server.torchrun_frontend"
+FRONTEND = "razor_dist.server.main"
 # Seconds that the frontend may take to import its libraries and listen.
 _PATIENCE = 60.0
 # Seconds that the other ranks leave rank 0 to tell of an error that all of them have met: torchrun
