@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -103,23 +103,6 @@ class RunOptions(PasskeyOptions):
     ] = None
 
 
-def _options_of(*classes: type) -> Any:
-    """Make one dataclass of typer's annotations from the fields of several."""
-    fields: dict[str, tuple[str, Any, Any]] = {}
-    for cls in classes:
-        hints = get_type_hints(cls, include_extras=True)
-        for field in dataclasses.fields(cls):
-            kind, *notes = get_args(hints[field.name])
-            flag = [_FLAGS[field.name]] if field.name in _FLAGS else []
-            notes = [
-                typer.Option(*flag, help=note.documentation) if isinstance(note, Doc) else note
-                for note in notes
-            ]
-            default = dataclasses.field(default=field.default, kw_only=True)
-            fields[field.name] = field.name, Annotated[(kind, *notes)], default
-    return dataclasses.make_dataclass("IdentifyOptions", fields.values(), frozen=True)
-
-
 class MethodGroup(TyperGroup):
     """The methods, and the older form of the command, ``identify MODEL --method METHOD``."""
 
@@ -165,44 +148,6 @@ identify = typer.Typer(
 )
 
 
-def _method(name: str, help: str, *classes: type) -> None:
-    """Add a method as a command, with the options that the classes have for fields."""
-
-    @identify.command(name, help=help)
-    @with_options(_options_of(CommonOptions, *classes))
-    def command(options: Any) -> None:
-        _check(name, options)
-        # Imported here, so that --help does not wait for torch.
-        from razor_dist.commands.identify_run import run
-
-        run(name, options)
-
-
-_method(
-    "razor",
-    "RazorAttention's induction and echo scores, in one pass.",
-    RazorSettings,
-    WindowOptions,
-)
-_method(
-    "duo",
-    "DuoAttention's gates, trained; ranks of torchrun may share the work.",
-    DuoSettings,
-    RunOptions,
-)
-_method(
-    "onthefly",
-    "The loss of each KV head if it alone is cut, in a few passes.",
-    OnTheFlySettings,
-    PasskeyOptions,
-)
-_method(
-    "alibi",
-    "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
-    ScopeSettings,
-)
-
-
 def _check(method: str, options: Any) -> None:
     """Raise `ConfigError` for what can be seen to be wrong without a look at the model."""
     check_writable(options.out, options.plot)
@@ -212,3 +157,39 @@ def _check(method: str, options: Any) -> None:
     for name in ("verify_tokens", "verify_window", *(() if hides_passkeys else ("haystack",))):
         if not options.verify and getattr(options, name, None) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --verify")
+
+
+_METHODS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "razor": (
+        "RazorAttention's induction and echo scores, in one pass.",
+        (RazorSettings, WindowOptions),
+    ),
+    "duo": (
+        "DuoAttention's gates, trained; ranks of torchrun may share the work.",
+        (DuoSettings, RunOptions),
+    ),
+    "onthefly": (
+        "The loss of each KV head if it alone is cut, in a few passes.",
+        (OnTheFlySettings, PasskeyOptions),
+    ),
+    "alibi": (
+        "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
+        (ScopeSettings,),
+    ),
+}
+
+
+def _run(method: str) -> Callable[[SimpleNamespace], None]:
+    def run(options: SimpleNamespace) -> None:
+        _check(method, options)
+        # Imported here, so that --help does not wait for torch.
+        from razor_dist.commands import identify_run
+
+        identify_run.run(method, options)
+
+    return run
+
+
+for _name, (_summary, _classes) in _METHODS.items():
+    _options = with_options(SimpleNamespace, CommonOptions, *_classes, flags=_FLAGS)
+    identify.command(_name, help=_summary)(_options(_run(_name)))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typing_extensions import Doc
 
 from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
@@ -53,26 +54,33 @@ def with_config_flags(
 
 
 def with_options(
-    cls: type[Options],
+    make: Callable[..., Options], *classes: Any, flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Give a typer command, which takes an object of ``cls``, one parameter for each of its fields.
+    """Give a typer command, which takes what ``make`` returns, a parameter for each of its fields.
 
-    ``cls`` is a dataclass, whose fields are ``Annotated`` with ``typer.Option`` or
-    ``typer.Argument``.
+    The fields are those of the dataclasses ``classes``, or of ``make`` itself, ``Annotated`` with
+    ``typer.Option``, ``typer.Argument``, or a `Doc` to be a flag's help; ``flags`` has the names of
+    those flags that are not their fields'.
     """
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
-        hints = get_type_hints(cls, include_extras=True)
-        missing, required = dataclasses.MISSING, inspect.Parameter.empty
-        parameters = [
-            _parameter(f.name, hints[f.name], required if f.default is missing else f.default)
-            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        ]
+        parameters: dict[str, inspect.Parameter] = {}
+        for cls in classes or (make,):
+            hints = get_type_hints(cls, include_extras=True)
+            for field in dataclasses.fields(cls):
+                name, (kind, *notes) = field.name, get_args(hints[field.name])
+                flag = [flags[name]] if flags and name in flags else []
+                for place, note in enumerate(notes):
+                    if isinstance(note, Doc):
+                        notes[place] = typer.Option(*flag, help=note.documentation)
+                required = field.default is dataclasses.MISSING
+                default = inspect.Parameter.empty if required else field.default
+                parameters[name] = _parameter(name, Annotated[(kind, *notes)], default)
 
         def run(**fields: Any) -> None:
-            command(cls(**fields))
+            command(make(**fields))
 
-        return _signed(run, command, parameters)
+        return _signed(run, command, list(parameters.values()))
 
     return decorate
 
