@@ -19,9 +19,9 @@ import razor_dist
 from razor_dist import LLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.engine.messages import as_tokens
+from razor_dist.frontend.client import RequestStream
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
-from razor_dist.frontend.request_stream import RequestStream
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
 from tests import fake_engine

@@ -11,7 +11,7 @@ import typer
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.config.sources import load_config
+from razor_dist.config.sources import Setting, load_config
 from razor_dist.server.torchrun import HOLD_BACK, Torchrun, serve_as_rank
 
 
@@ -44,7 +44,8 @@ def serve(
 
 def _serve_under(torchrun: Torchrun, config_file: str | None, flags: dict[str, Any]) -> int:
     try:
-        config = load_config(ServerConfig, flags, os.environ, config_file, implied=torchrun.implied)
+        implied = {"world_size": Setting(torchrun.world_size, "torchrun")}
+        config = load_config(ServerConfig, flags, os.environ, config_file, implied=implied)
         torchrun.check(config)
         from razor_dist.engine.worker import run_rank
 

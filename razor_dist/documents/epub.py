@@ -10,7 +10,7 @@ import posixpath
 import re
 import zipfile
 from collections.abc import Iterator
-from html.entities import name2codepoint
+from html.entities import name2codepoint as known
 from urllib.parse import unquote, urldefrag
 
 from bs4 import BeautifulSoup
@@ -65,7 +65,9 @@ class _Book:
 
     def page(self, name: str) -> str:
         """Return the text of a page."""
-        page = _ENTITY.sub(_as_character, decoded(self._bytes(name)))
+        page = decoded(self._bytes(name))
+        # Named characters of HTML, which XML does not know.
+        page = _ENTITY.sub(lambda e: chr(known[e[1]]) if e[1] in known else e[0], page)
         return text_of(BeautifulSoup(page, "xml"))  # <title/> would swallow the page in HTML
 
     def _xml(self, name: str) -> etree._Element:
@@ -81,9 +83,3 @@ class _Book:
         if info.file_size > _LARGEST:
             raise DocumentError(f"holds {name} of {info.file_size} bytes, more than {_LARGEST}")
         return self._archive.read(name)
-
-
-def _as_character(entity: re.Match[str]) -> str:
-    """Replace a named character of HTML, which XML does not know."""
-    code = name2codepoint.get(entity[1])
-    return entity[0] if code is None else chr(code)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,6 @@ from razor_dist.engine.messages import (
     pack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.request_stream import RequestStream
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,55 @@ class EngineInfo:
 
 class EngineBusyError(EngineError):
     """The engine lives and is too busy to answer now: rank 0 hears nothing during a chunk."""
+
+
+class RequestStream(AsyncIterator[Message]):
+    """The messages of one request, up to the token that finishes it.
+
+    Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
+    pinned prefix ends in no other way: stop reading when ``progress`` says that it is read.
+
+    Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
+        self.closed = False  # it was `close` that ended it, not its last token or a failure
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Message:
+        if self.ended and self._queue.empty():
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Abort the request, unless it has ended. Never waits."""
+        if not self.ended:
+            self.ended = self.closed = True
+            self._abort(self.request_id)
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def put(self, item: Message | Exception, *, last: bool) -> None:
+        """Hand on a message or an error (the client does); ``last`` if it ends the request."""
+        self._queue.put_nowait(item)
+        self.ended = self.ended or last
 
 
 class EngineClient:
@@ -256,15 +304,15 @@ class EngineClient:
                 if self._writer is not writer:
                     return  # a rank that was given up already
                 self._handle(message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if self._writer is writer:
-                self.lost("rank 0 closed its connection")
         except asyncio.CancelledError:
             pass  # the loop is ending
-        except Exception:
-            log.exception("rank 0 sent a message that cannot be handled")
+        except Exception as error:
+            reason = "rank 0 closed its connection"
+            if not isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                reason = "rank 0 sent a message that cannot be handled"
+                log.exception(reason)
             if self._writer is writer:
-                self.lost("rank 0 sent a message that cannot be handled")
+                self.lost(reason)
         finally:
             writer.close()
 
@@ -284,20 +332,17 @@ class EngineClient:
         elif kind == "error" and message["id"] == "":
             self.failed(message["message"])
         else:
-            self._deliver(kind, message)
+            self._deliver(message)
 
-    def _deliver(self, kind: str, message: Message) -> None:
+    def _deliver(self, message: Message) -> None:
         stream = self._streams.get(message["id"])
         if stream is None:
             return  # aborted; the engine had not heard of it yet
-        item: Message | Exception = message
-        last = kind == "token" and message["finish"] is not None
-        if kind == "error":
-            last = True
-            item = exception_of(message)
+        failed = message["t"] == "error"
+        last = failed or (message["t"] == "token" and message["finish"] is not None)
         if last:
             del self._streams[message["id"]]
-        stream.put(item, last=last)
+        stream.put(exception_of(message) if failed else message, last=last)
 
     def _send(self, message: Message) -> None:
         # A connection that is gone loses nothing here: its requests fail when that is noticed.

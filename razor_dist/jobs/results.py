@@ -103,12 +103,13 @@ class _RecordFile:
             self.records = replaced
 
 
-class ResultStore:
+class ResultStore(contextlib.ExitStack):
     """The results of one job, open for writing; a context manager. Build it with `open`."""
 
     def __init__(self, folder: Path, settings_hash: str, lock: FileLock) -> None:
+        super().__init__()
+        self.callback(lock.release)
         self.folder, self.settings_hash = folder, settings_hash
-        self._lock = lock
         self._results = _RecordFile(folder / RESULTS, settings_hash)
         self._parts = _RecordFile(folder / PARTS, settings_hash)
         self._results.path.touch()
@@ -199,16 +200,6 @@ class ResultStore:
         self._parts.rewrite(p for p in self._parts.records.values() if p["id"] in unfinished)
         if not self._parts.records:
             self._parts.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Let others write."""
-        self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

@@ -9,9 +9,8 @@ from typing import Self
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import Tokens
-from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
-from razor_dist.frontend.request_stream import RequestStream
 from razor_dist.llm.progress import PromptBar, UseTqdm
 
 # Tokens at a prefix's end that decide how the text after them is tokenised.

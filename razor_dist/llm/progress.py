@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -20,23 +21,15 @@ UseTqdm = bool | Callable[..., Any]
 class PromptBar:
     """Counts the tokens of prompts that have been read, chunk by chunk, and the answers.
 
-    Close it, or use it as a context manager.
-
-    Parameters
-    ----------
-    use_tqdm : bool or callable
-        A callable gets ``total``, ``desc`` and ``unit``, and what it returns is given ``update``,
-        ``set_description`` and ``close``, as tqdm's bars have them.
-    prompt_tokens : sequence of int
-        The prompts' lengths, without what a prefix holds of them.
+    A context manager. A callable ``use_tqdm`` gets ``total``, ``desc`` and ``unit``, and what it
+    returns is given ``update``, ``set_description`` and ``close``, as tqdm's bars have them.
+    ``prompt_tokens`` are the prompts' lengths, without what a prefix holds of them.
     """
 
     def __init__(self, use_tqdm: UseTqdm, prompt_tokens: Sequence[int]) -> None:
         self._prompts, self._answered = len(prompt_tokens), 0
-        self._bar: Any = None
-        if use_tqdm:
-            make = use_tqdm if callable(use_tqdm) else tqdm
-            self._bar = make(total=sum(prompt_tokens), desc=self._description, unit="tok")
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        self._bar: Any = make(total=sum(prompt_tokens), desc=self._description, unit="tok")
         self._read: dict[str, int] = {}
 
     @property
@@ -48,21 +41,18 @@ class PromptBar:
         read = message["processed"] - message["cached"]
         before = self._read.get(message["id"], 0)
         self._read[message["id"]] = read
-        if self._bar is not None:
-            self._bar.update(read - before)
+        self._bar.update(read - before)
 
     def answered(self) -> None:
         """Take note of an answer that is finished."""
         self._answered += 1
-        if self._bar is not None:
-            self._bar.set_description(self._description)
+        self._bar.set_description(self._description)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 class ReadingLog:

@@ -22,7 +22,6 @@ import psutil
 
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.schema import EngineConfig, ServerConfig
-from razor_dist.config.sources import Setting
 from razor_dist.engine.messages import FrontendUnreachableError
 from razor_dist.frontend.managed_engine import lock_folder
 from razor_dist.frontend.ranks import without_torchrun
@@ -61,11 +60,6 @@ class Torchrun(NamedTuple):
         if "TORCHELASTIC_RUN_ID" not in env or int(env["WORLD_SIZE"]) == 1:
             return None
         return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]))
-
-    @property
-    def implied(self) -> dict[str, Setting]:
-        """The settings that follow from it."""
-        return {"world_size": Setting(self.world_size, "torchrun")}
 
     def check(self, config: EngineConfig) -> None:
         """Raise `ConfigError` if the configured world size differs."""

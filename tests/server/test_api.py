@@ -164,7 +164,7 @@ def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenA
 
 def test_the_bytes_of_every_token_join_to_the_text() -> None:
     from razor_dist.frontend.assembler import decode_one
-    from razor_dist.server.logprobs import token_bytes
+    from razor_dist.server.formats import token_bytes
 
     text = "naïve 😀 世界 \n\t done"
     ids = TOKENIZER.encode(text, add_special_tokens=False)
