@@ -31,27 +31,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders in which a frontend was started; it only listens."""
-    fronts: list[Path] = []
+    folders: list[Path] = []
 
     class Frontend:
         def __init__(self, command: list[str], **_: Any) -> None:
             socket_path = Path(command[command.index("--socket") + 1])
             socket_path.touch()
-            fronts.append(socket_path.parent)
+            folders.append(socket_path.parent)
 
         def poll(self) -> None:
             return None
 
     monkeypatch.setattr(subprocess, "Popen", Frontend)
-    return fronts
+    return folders
 
 
-def test_the_first_rank_0_starts_the_front(folder: Path, started: list[Path]) -> None:
+def test_the_first_rank_0_starts_the_frontend(folder: Path, started: list[Path]) -> None:
     assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
     assert started == [folder]
 
 
-def test_a_new_rank_0_waits_until_its_predecessors_front_listens(
+def test_a_new_rank_0_waits_until_its_predecessors_frontend_listens(
     folder: Path, started: list[Path]
 ) -> None:
     with (folder / "lock").open("w") as lock:
@@ -64,7 +64,7 @@ def test_a_new_rank_0_waits_until_its_predecessors_front_listens(
     assert started == []
 
 
-def test_a_new_rank_0_starts_a_front_when_its_predecessors_ends_instead(
+def test_a_new_rank_0_starts_a_frontend_when_its_predecessors_ends_instead(
     folder: Path, started: list[Path]
 ) -> None:
     lock = (folder / "lock").open("w")
@@ -76,7 +76,9 @@ def test_a_new_rank_0_starts_a_front_when_its_predecessors_ends_instead(
     assert started == [folder]
 
 
-def test_a_front_that_never_listens_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frontend_that_never_listens_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torchrun, "_PATIENCE", 0.1)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -91,7 +93,7 @@ def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
     return run_rank
 
 
-def test_what_the_front_cannot_know_is_raised_on_rank_0(
+def test_what_the_frontend_cannot_know_is_raised_on_rank_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "private"
