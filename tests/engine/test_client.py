@@ -243,7 +243,7 @@ def test_failing_starts_are_bounded() -> None:
     asyncio.run(main())
 
 
-def test_a_malformed_message_costs_the_engine_not_the_front(tmp_path: Path) -> None:
+def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -> None:
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")
         await client.start()

@@ -78,7 +78,7 @@ def no_actors_left() -> bool:
     return False
 
 
-def test_a_killed_rank_and_a_killed_front(
+def test_a_killed_rank_and_a_killed_frontend(
     cluster: Cluster, engine: EngineConfig, undisturbed: Path, tmp_path: Path
 ) -> None:
     harm = {"full-2": f"rank:{tmp_path / 'rank'}", "full-4": f"frontend:{tmp_path / 'frontend'}"}

@@ -156,7 +156,7 @@ def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None
         assert alive(family) == []
 
 
-def test_a_killed_front_takes_its_ranks_along() -> None:
+def test_a_killed_frontend_takes_its_ranks_along() -> None:
     with fake_server() as server:
         server.url()
         family = server.family()
@@ -164,7 +164,7 @@ def test_a_killed_front_takes_its_ranks_along() -> None:
         assert wait_until(lambda: not alive(family), 20)
 
 
-def test_the_folder_of_a_killed_front_is_removed_by_the_next_start(
+def test_the_folder_of_a_killed_frontend_is_removed_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -262,7 +262,7 @@ def test_a_single_torchrun_process_starts_the_ranks_itself() -> None:
         assert wait_until(lambda: not alive(family), 20)
 
 
-def test_torchruns_processes_are_the_ranks_and_the_front_outlives_them() -> None:
+def test_torchruns_processes_are_the_ranks_and_the_frontend_outlives_them() -> None:
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
     with ServerProcess(*TORCHRUN, *options, RANKS, "--world-size", "2") as server:
         url = server.url()

@@ -131,7 +131,7 @@ def test_a_node_may_take_longer_to_load_than_a_collective_may(
     assert ranks(2).run(load_slowly) == ["{'rank': 0}", "{'rank': 1}"]
 
 
-def test_a_rank_0_that_finds_no_front_says_so(tmp_path: Path) -> None:
+def test_a_rank_0_that_finds_no_frontend_says_so(tmp_path: Path) -> None:
     settings = tmp_path / "config.json"
     settings.write_text(EngineConfig().engine_json())
     socket_path = tmp_path / "engine"
