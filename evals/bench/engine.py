@@ -24,10 +24,16 @@ from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.messages import exception_of
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.bench.measure import synchronize
+from razor_dist.evals.bench.measure import (
+    Generate,
+    TimedRun,
+    Timing,
+    random_tokens,
+    synchronize,
+    take_turns,
+)
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import EngineBenchSettings
-from razor_dist.evals.bench.timing import Generate, TimedRun, Timing, random_tokens, take_turns
 from razor_dist.evals.stock import load_stock
 from razor_dist.llm.llm import LLM
 from razor_dist.parallel.comm import Communicator
@@ -55,11 +61,15 @@ def run(settings: EngineBenchSettings) -> BenchRecord:
         "ranks": [timing.as_json() for timing in parallel.values()],
         "ratios": [{**vars(ratio), "met": ratio.met} for ratio in compared],
     }
-    tables = [
-        _times([*single.values(), *parallel.values()]),
-        _bytes(list(parallel.values()), settings.prompt_tokens),
-        _comparison(compared),
-    ]
+    times = [["", "prefill, s", "decode, ms/token"]]
+    for timing in [*single.values(), *parallel.values()]:
+        times.append([timing.name, f"{timing.prefill:.2f}", f"{1000 * timing.decode:.1f}"])
+    bars, verdict = [["", "ratio", "bar", ""]], {None: "", True: "met", False: "missed"}
+    for r in compared:
+        bar = "" if r.bar is None else f"≤ {r.bar:g}"
+        bars.append([r.name, f"{r.value:.2f}", bar, verdict[r.met]])
+    sent = _bytes(list(parallel.values()), settings.prompt_tokens)
+    tables = [Table("", times), sent, Table("Ratios of medians:", bars)]
     tokens = "the same tokens as" if same else "other tokens than"
     note = f"Full attention generates {tokens} transformers."
     return BenchRecord("engine", settings, figures, tables, [note])
@@ -75,31 +85,21 @@ def stock_engine(settings: EngineBenchSettings) -> Generate:
     model.generation_config.pad_token_id = 0
 
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
-        ids, clock = torch.tensor([prompt], device=device), _Clock()
-        mask, begin = torch.ones_like(ids), time.perf_counter()
+        ids, stamps = torch.tensor([prompt], device=device), []
+
+        def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            """Be asked after each token whether the text ends: never."""
+            synchronize(device)
+            stamps.append(time.perf_counter())
+            return torch.zeros(1, dtype=torch.bool, device=device)
+
         length = {"max_new_tokens": new_tokens, "do_sample": False}
-        model.generate(ids, attention_mask=mask, streamer=clock, **length)
-        (_, *stamps), (_, *tokens) = clock.stamps, clock.tokens  # the prompt comes first
+        mask, begin = torch.ones_like(ids), time.perf_counter()
+        [text] = model.generate(ids, attention_mask=mask, stopping_criteria=[note], **length)
         assert len(stamps) == new_tokens
-        return TimedRun.from_stamps(begin, stamps, tokens)
+        return TimedRun.from_stamps(begin, stamps, text[len(prompt) :].tolist())
 
     return generate
-
-
-class _Clock:
-    """A streamer for ``generate`` that notes when the prompt and each token come."""
-
-    def __init__(self) -> None:
-        self.stamps: list[float] = []
-        self.tokens: list[int] = []
-
-    def put(self, value: Tensor) -> None:
-        """Note the last token of what came."""
-        self.tokens.append(int(value.flatten()[-1]))
-        self.stamps.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing."""
 
 
 class OwnEngine:
@@ -117,22 +117,16 @@ class OwnEngine:
 
     def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
         """Time one run."""
-        stamps: list[float] = []
-        tokens: list[int] = []
         synchronize(self.runner.device)
         begin = time.perf_counter()
-        for token in self.stream(prompt, new_tokens):
-            stamps.append(time.perf_counter())
-            tokens.append(token)
+        timed = [(token, time.perf_counter()) for token in self.stream(prompt, new_tokens)]
+        tokens, stamps = zip(*timed, strict=True)
         return TimedRun.from_stamps(begin, stamps, tokens, steady=self._steady)
 
     def stream(self, prompt: list[int], new_tokens: int) -> Iterator[int]:
         """Yield each token once the device has computed it: one step of the engine for each.
 
-        Raises
-        ------
-        EngineError
-            If the model computes no numbers.
+        Raises `EngineError` if the model computes no numbers.
         """
         self._core.add("bench", prompt, greedy(new_tokens))
         while self._core.has_work:
@@ -244,34 +238,22 @@ class Ratio:
 def ratios(
     single: Mapping[str, Timing], parallel: Mapping[str, Timing], world_sizes: Sequence[int]
 ) -> list[Ratio]:
-    """Return the comparisons that matter, with their bars."""
-    stock = single[STOCK]
-    found = []
-    for attention, name in OWN.items():
-        bars = (0.75, 0.6) if attention == "razor" else (None, None)
-        found += _compared(f"{attention} / transformers", single[name], stock, *bars)
+    """Return the comparisons that matter, with their bars: prefill's and decode's."""
+    bars: dict[Any, tuple[float | None, float | None]] = {"razor": (0.75, 0.6), (1, 8): (1.5, None)}
+    pairs: list[tuple[str, Timing, Timing, Any]] = [
+        (f"{attention} / transformers", single[name], single[STOCK], attention)
+        for attention, name in OWN.items()
+    ]
     first, *others = world_sizes
     one = parallel[rank_name("razor", first)]
     for size in others:
         many = parallel[rank_name("razor", size)]
-        bar = 1.5 if (first, size) == (1, 8) else None
-        found += _compared(f"razor, P={size} / P={first}", many, one, bar)
-    return found
-
-
-def _compared(
-    name: str, a: Timing, b: Timing, prefill: float | None, decode: float | None = None
-) -> list[Ratio]:
-    """Return both ratios; ``prefill`` and ``decode`` are their bars."""
+        pairs.append((f"razor, P={size} / P={first}", many, one, (first, size)))
     return [
-        Ratio(f"prefill, {name}", a.prefill / b.prefill, prefill),
-        Ratio(f"decode, {name}", a.decode / b.decode, decode),
+        Ratio(f"{phase}, {name}", getattr(a, phase) / getattr(b, phase), bar)
+        for name, a, b, key in pairs
+        for phase, bar in zip(("prefill", "decode"), bars.get(key, (None, None)), strict=True)
     ]
-
-
-def _times(timings: Sequence[Timing]) -> Table:
-    rows = [[t.name, f"{t.prefill:.2f}", f"{1000 * t.decode:.1f}"] for t in timings]
-    return Table("", [["", "prefill, s", "decode, ms/token"], *rows])
 
 
 def _bytes(timings: Sequence[Timing], tokens: int) -> Table:
@@ -282,12 +264,3 @@ def _bytes(timings: Sequence[Timing], tokens: int) -> Table:
             sent = [f"{t.stats[f'{phase}_bytes'][purpose] / per:,.0f}" for t in timings]
             rows.append([f"{phase}: {purpose}, B/token", *sent])
     return Table("Bytes, measured; sent by all ranks together:", rows)
-
-
-def _comparison(ratios: Sequence[Ratio]) -> Table:
-    verdict = {None: "", True: "met", False: "missed"}
-    rows = [
-        [r.name, f"{r.value:.2f}", "" if r.bar is None else f"≤ {r.bar:g}", verdict[r.met]]
-        for r in ratios
-    ]
-    return Table("Ratios of medians:", [["", "ratio", "bar", ""], *rows])

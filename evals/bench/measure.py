@@ -1,4 +1,4 @@
-"""Seconds, memory, and what a device can do at most: bytes read per second, matrix products.
+"""Seconds, memory, timed runs of engines, and what a device can do at most.
 
 Peaks of data sheets belong to other clocks, dtypes and numbers of threads. The ceilings are
 measured in this process, in the dtype and with the threads of the runs that are held against them.
@@ -6,20 +6,24 @@ measured in this process, in the dtype and with the threads of the runs that are
 
 from __future__ import annotations
 
-import math
+import itertools
+import logging
+import statistics
 import time
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.engine.memory import resident_bytes
 from razor_dist.kernels.linear import linear
+
+log = logging.getLogger(__name__)
 
 # Linux's way to begin a new peak of resident memory (proc_pid_clear_refs(5)).
 _NEW_PEAK = Path("/proc/self/clear_refs")
@@ -44,12 +48,8 @@ class Cost:
 def cost_on(device: torch.device) -> Iterator[Cost]:
     """Measure a ``with`` block; the figures are there once it has ended.
 
-    Memory is torch's allocations on CUDA, and the process's resident memory on CPU.
-
-    Raises
-    ------
-    ConfigError
-        Where a CPU's peak cannot be measured.
+    Memory is torch's allocations on CUDA, and the process's resident memory on CPU; raises
+    `ConfigError` where a CPU's peak cannot be measured.
     """
     cost, cuda = Cost(), device.type == "cuda"
     if cuda:
@@ -82,9 +82,6 @@ class CeilingSizes(NamedTuple):
 # than 2 GiB in 16 bits would be more numbers than kernels index in 32 bits.
 SIZES = {"cuda": CeilingSizes(2 << 30, 8192), "cpu": CeilingSizes(1 << 30, 2048)}
 _WIDTH = 4096
-# Calls are timed so many seconds at a time: launching one takes microseconds.
-_BATCH = 0.02
-_LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -133,9 +130,87 @@ def fastest(operation: Callable[[], object], device: torch.device, seconds: floa
         synchronize(device)
         return time.perf_counter()
 
-    operation()
-    timer = timeit.Timer(operation, timer=clock)
-    once = timer.timeit(1)
-    calls = max(1, int(_BATCH / once))
-    rounds = max(_LEAST_ROUNDS, math.ceil(seconds / (calls * once)))
-    return min(timer.repeat(rounds, calls)) / calls
+    timer = Timer(
+        "call()", globals={"call": operation}, num_threads=torch.get_num_threads(), timer=clock
+    )
+    return float(min(timer.blocked_autorange(min_run_time=seconds).times))
+
+
+def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    """Return ``count`` token ids below ``vocab_size``."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    return ids
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """Seconds to the first token, seconds per token from there on, and the tokens of one run."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.prefill_seconds:.2f} s, {1000 * self.decode_seconds:.1f} ms/token"
+
+    @classmethod
+    def from_stamps(
+        cls, begin: float, stamps: Sequence[float], tokens: Sequence[int], *, steady: bool = False
+    ) -> TimedRun:
+        """Make a run from the moments at which its tokens came; the first and last will do.
+
+        If ``steady``, the decode time is the median of the times between two tokens instead of
+        their mean: a few steps record a CUDA graph, and take as long as many that replay it.
+        """
+        gaps = [after - before for before, after in itertools.pairwise(stamps)]
+        decode = statistics.median(gaps) if steady else sum(gaps) / (len(tokens) - 1)
+        return cls(stamps[0] - begin, decode, tuple(tokens))
+
+
+# An engine: runs a prompt and generates so many new tokens.
+Generate = Callable[[list[int], int], TimedRun]
+
+
+@dataclass
+class Timing:
+    """The timed runs of one engine, and its other measurements."""
+
+    name: str
+    runs: list[TimedRun] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> float:
+        """Median seconds of prefill."""
+        return statistics.median(run.prefill_seconds for run in self.runs)
+
+    @property
+    def decode(self) -> float:
+        """Median seconds per generated token."""
+        return statistics.median(run.decode_seconds for run in self.runs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return medians, every run, and the other measurements."""
+        return {
+            "name": self.name,
+            "prefill_seconds": self.prefill,
+            "decode_seconds_per_token": self.decode,
+            "prefill_runs": [run.prefill_seconds for run in self.runs],
+            "decode_runs": [run.decode_seconds for run in self.runs],
+            **self.stats,
+        }
+
+
+def take_turns(
+    engines: Mapping[str, Generate], prompt: list[int], new_tokens: int, repeats: int
+) -> dict[str, Timing]:
+    """Warm every engine up, then time ``repeats`` runs of each in turn."""
+    timings = {name: Timing(name) for name in engines}
+    for round_ in range(repeats + 1):
+        for name, generate in engines.items():
+            run = generate(prompt, new_tokens)
+            log.info("%s, %s: %s", name, f"run {round_}" if round_ else "warm-up", run)
+            if round_:
+                timings[name].runs.append(run)
+    return timings

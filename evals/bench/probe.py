@@ -24,21 +24,15 @@ from transformers import PreTrainedModel
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.evals.bench.measure import cost_on
+from razor_dist.evals.bench.measure import cost_on, random_tokens
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
-from razor_dist.evals.bench.timing import random_tokens
 from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads.duo.train import train
 from razor_dist.heads.passkeys import PasskeySample
-from razor_dist.heads.razor import (
-    ProbeContext,
-    ProbeScores,
-    plain_vocabulary,
-    probe_input,
-)
+from razor_dist.heads.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
 from razor_dist.heads.settings import DuoSettings, RazorSettings
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body
@@ -52,13 +46,8 @@ log = logging.getLogger(__name__)
 def run(settings: ProbeBenchSettings) -> BenchRecord:
     """Measure each piece of work, in a process of its own.
 
-    Raises
-    ------
-    ConfigError
-        If the model is biased by distance (ALiBi), or if none could be measured; the message is
-        then the first's.
-    ModelError
-        If there is no such model.
+    Raises `ConfigError` if the model is biased by distance (ALiBi), or if none could be measured,
+    with the first's reason, and `ModelError` if there is no such model.
     """
     refuse_alibi(settings)
     works = {"probe": "razor probe", "materialised": "with attention matrices"}
@@ -123,16 +112,8 @@ class MaterialisedContext(ProbeContext):
 def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
     """Do ``probe``, ``materialised`` or ``training`` with the values of `ProbeBenchSettings`.
 
-    Returns
-    -------
-    dict
-        ``seconds``; ``before_bytes`` and ``peak_bytes``, memory held with the model loaded and
-        used once, and at most during the work (`measure.Cost`); ``tokens``; a probe's ``scores``.
-
-    Raises
-    ------
-    ConfigError, ModelError
-        If the model cannot be loaded or is biased by distance.
+    Returns ``seconds``; ``before_bytes`` and ``peak_bytes``, memory held with the model loaded and
+    used once, and at most during the work (`measure.Cost`); ``tokens``; a probe's ``scores``.
     """
     settings = ProbeBenchSettings(**values)
     refuse_alibi(settings)
@@ -154,11 +135,8 @@ def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_alibi(settings: ProbeBenchSettings) -> None:
     """Raise `ConfigError` for a model that has no use for a probe or for training."""
-    if settings.shape is not None:
-        config = shape_config(settings.shape)
-    else:
-        config = read_config(resolve_model(settings.source))
-    if is_alibi(config):
+    shape = settings.shape
+    if is_alibi(shape_config(shape) if shape else read_config(resolve_model(settings.source))):
         raise ConfigError(
             "bench probe measures methods for models that are not biased by distance (ALiBi), "
             f"and {display_name(settings.source)} is; its heads' scopes follow from its weights, "

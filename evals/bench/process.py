@@ -49,14 +49,11 @@ def call(
         return found
 
 
-def _main(module: str, function: str, arguments: str, result: str) -> None:
+if __name__ == "__main__":
+    module, function, arguments, result = sys.argv[1:]
     try:
         found = getattr(import_module(module), function)(*json.loads(arguments))
     except Exception as error:
         traceback.print_exc()
         found = {"failed": str(error) or type(error).__name__}
     Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -26,10 +26,9 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.bench.engine import OwnEngine
-from razor_dist.evals.bench.measure import cost_on, measure_ceilings
+from razor_dist.evals.bench.measure import Timing, cost_on, measure_ceilings, random_tokens
 from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import ShapeBenchSettings
-from razor_dist.evals.bench.timing import Timing, random_tokens
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -56,15 +55,7 @@ HEAD = ("tokens", "attention", *_COLUMNS)
 
 
 def shape_config(folder: str) -> PretrainedConfig:
-    """Return the configuration in a folder, which needs no weights.
-
-    Raises
-    ------
-    ConfigError
-        If there is no ``config.json``.
-    ModelError
-        If the model cannot be served.
-    """
+    """Return the configuration in a folder, which needs no weights."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"shape is {folder!r}; give a folder with a config.json")
     return read_config(folder)
@@ -85,12 +76,7 @@ def engine_around(model: PreTrainedModel, d: Deployment) -> OwnEngine:
 def run(settings: ShapeBenchSettings) -> BenchRecord:
     """Measure the device, then both engines at every length, then the device again.
 
-    Raises
-    ------
-    ConfigError
-        If nothing could be measured at any length; the message is the first one's.
-    ModelError
-        If the model cannot be served.
+    Raises `ConfigError` if nothing could be measured at any length, with the first one's reason.
     """
     shape_config(settings.shape)
     if settings.threads is not None:

@@ -10,8 +10,8 @@ import pytest
 
 from razor_dist import cli
 from razor_dist.evals.bench.engine import OWN, STOCK, rank_name, ratios
+from razor_dist.evals.bench.measure import TimedRun, Timing, random_tokens, take_turns
 from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
-from razor_dist.evals.bench.timing import TimedRun, Timing, random_tokens, take_turns
 from razor_dist.evals.run_notes import cpu_name
 from razor_dist.heads.decision import spread
 

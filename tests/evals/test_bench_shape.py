@@ -22,10 +22,9 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.evals.bench import measure
 from razor_dist.evals.bench import shape as bench_shape
-from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, measure_ceilings
+from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, TimedRun, measure_ceilings
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
-from razor_dist.evals.bench.timing import TimedRun
 from razor_dist.kernels import query
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
