@@ -16,18 +16,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import httpx
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
 from razor_dist.config.errors import RazorError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import reference_paragraphs
-from razor_dist.evals.savings import Savings, full_kv_bytes
 
 MODEL = "smollm2"
 DOCUMENT_TOKENS = 7000
@@ -44,7 +44,7 @@ SETTINGS = {"device": "cpu", "chunked-prefill-size": "1024", "window-ratio": "no
 _MOST_RANKS = 8
 # Between two lines of progress where there is no terminal to draw a bar on.
 _LINE_SECONDS = 3.0
-# From the first answer of the server to its ranks' readiness, and for its orderly end.
+# Until its ranks are ready, and for its orderly end.
 _START_SECONDS, _STOP_SECONDS = 600.0, 20.0
 _SERVING = re.compile(r"Serving .* on (http://\S+)")
 
@@ -80,7 +80,7 @@ def main() -> int:
     text = f"ranks (default: one for each core, from 2 to {_MOST_RANKS}; here {ranks})"
     parser.add_argument("--world-size", type=int, default=ranks, help=text)
     options, serve_flags = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, _as_interrupt)  # `kill` must end the server too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` must end the server too
     console = Console(highlight=False)
     try:
         return run(options.world_size, serve_flags, console)
@@ -92,10 +92,6 @@ def main() -> int:
         return 1
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     """Start the server, ask, report; the server has ended when this returns.
 
@@ -105,6 +101,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
     from tokenizers import Tokenizer
 
     from razor_dist.models.registry import resolve_model
+    from razor_dist.plan.deployment import Deployment
 
     console.print(f"[bold]1.[/] {MODEL}, the embedded model")
     folder = resolve_model(MODEL)  # the first time this converts it, and says so
@@ -119,7 +116,10 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
         with _activity(f"starting {world_size} ranks", console):
             url = stack.enter_context(server(*flags, *serve_flags))
             client = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60.0))
-            _wait_until_healthy(client)
+            while client.get("/health").status_code != 200:
+                if time.monotonic() - began > _START_SECONDS:
+                    raise ServingError("the server does not become healthy")
+                time.sleep(0.2)
         console.print(f"   ready on {url} after {time.monotonic() - began:.0f} s")
         console.print(
             f"[bold]2.[/] sending {len(document):,} characters of Python's language reference, "
@@ -134,7 +134,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
         after,
         tokens=answer.prompt_tokens + answer.completion_tokens,
         prompt_tokens=answer.prompt_tokens,
-        token_bytes=full_kv_bytes(folder),
+        token_bytes=Deployment.of(EngineConfig(model=MODEL), "cpu").full_kv_bytes,
     )
     console.print("[bold]3.[/] what it took\n", saved.tables())
     console.print(
@@ -226,14 +226,6 @@ def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None
         yield tell
 
 
-def _wait_until_healthy(client: httpx.Client) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while client.get("/health").status_code != 200:
-        if time.monotonic() > deadline:
-            raise ServingError("the server does not become healthy")
-        time.sleep(0.2)
-
-
 def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
     """Ask one question; the answer is printed as it comes."""
     body = {
@@ -281,6 +273,94 @@ def events(lines: Iterable[str]) -> Iterator[Any]:
     for line in itertools.takewhile(lambda line: line != "data: [DONE]", lines):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Memory and traffic of one request."""
+
+    world_size: int
+    tokens: int  # of prompt and answer
+    prompt_tokens: int
+    token_bytes: int  # of a token's keys and values in all heads
+    kv_bytes_per_rank: int  # measured: the most that any rank held
+    bytes_sent: dict[str, int]  # measured: between ranks by purpose, all ranks together
+    retrieval_fraction: float  # of the KV heads
+
+    @classmethod
+    def between(
+        cls, before: Mapping[str, Any], after: Mapping[str, Any], **counted: int
+    ) -> Savings:
+        """Subtract the engine's counters (``GET /stats``) before a request from those after it.
+
+        The peak of KV bytes is the highest since the start: the request must be the largest yet.
+        """
+        sent = {p: n - before["bytes_sent"][p] for p, n in after["bytes_sent"].items()}
+        return cls(
+            world_size=after["world_size"],
+            kv_bytes_per_rank=max(after["peak_kv_bytes_per_rank"]),
+            bytes_sent={purpose: n for purpose, n in sent.items() if n},
+            retrieval_fraction=after["retrieval_fraction"],
+            **counted,
+        )
+
+    @property
+    def full_per_rank(self) -> float:
+        """Bytes of full attention's keys and values, sharded over the ranks."""
+        return self.tokens * self.token_bytes / self.world_size
+
+    @property
+    def full_ring_bytes(self) -> float:
+        """Bytes of a ring of all heads over the same prefill chunks: each head sends the same."""
+        return self.bytes_sent.get("ring", 0) / self.retrieval_fraction
+
+    @property
+    def window_tokens(self) -> float:
+        """Tokens that each rank holds of the streaming heads, their window above all."""
+        streaming = self.kv_bytes_per_rank - self.retrieval_fraction * self.full_per_rank
+        return streaming / ((1 - self.retrieval_fraction) * self.token_bytes)
+
+    def tables(self) -> RenderableType:
+        """Both comparisons, to print."""
+        parts: list[RenderableType] = [self._memory()]
+        if self.retrieval_fraction < 1 and self.kv_bytes_per_rank >= self.full_per_rank:
+            parts.append(
+                f"Every rank holds the streaming heads' window whole, {self.window_tokens:,.0f} "
+                f"tokens; a share of full attention's is {self.tokens / self.world_size:,.0f}. "
+                f"With a window of this size, {self.world_size} ranks keep less than full "
+                f"attention from about {self.window_tokens * self.world_size:,.0f} tokens on.\n"
+            )
+        return Group(*parts, *([self._traffic()] if self.world_size > 1 else []))
+
+    def _memory(self) -> Table:
+        held, share = self.kv_bytes_per_rank, self.full_per_rank
+        table = _table("keys and values", "MB", "razor / it")
+        table.add_row("razor, most on one rank (measured)", _mb(held), "")
+        full = {"all on one rank": share * self.world_size}
+        if self.world_size > 1:
+            full = {f"a rank's share of {self.world_size}": share, **full}
+        for name, nbytes in full.items():
+            table.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
+        return table
+
+    def _traffic(self) -> Table:
+        rows: dict[str, float] = {**self.bytes_sent}
+        rows["razor, all (measured)"] = sum(self.bytes_sent.values())
+        if self.retrieval_fraction:
+            rows["full attention, its ring alone"] = self.full_ring_bytes
+        table = _table("sent between ranks", "MB", "bytes / prompt token")
+        for number, (name, sent) in enumerate(rows.items(), 1):
+            last = number == len(self.bytes_sent)
+            table.add_row(name, _mb(sent), f"{sent / self.prompt_tokens:,.0f}", end_section=last)
+        return table
+
+
+def _table(name: str, *numbers: str) -> Table:
+    return Table(name, *(Column(number, justify="right") for number in numbers))
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f}"
 
 
 if __name__ == "__main__":

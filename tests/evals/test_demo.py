@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from razor_dist.config.schema import EngineConfig
 from razor_dist.evals import demo
-from razor_dist.evals.savings import Savings, full_kv_bytes
-from razor_dist.models.registry import resolve_model
+from razor_dist.evals.demo import Savings
+from razor_dist.plan.deployment import Deployment
 
 PARAGRAPHS = [f"Paragraph {i} says\nnothing  of note." for i in range(3000)]
 
@@ -93,7 +94,8 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_the_sizes_of_full_attention_are_the_models() -> None:
-    assert full_kv_bytes(resolve_model("smollm2")) == 2 * 30 * 3 * 64 * 4
+    deployment = Deployment.of(EngineConfig(model=demo.MODEL), "cpu")
+    assert deployment.full_kv_bytes == 2 * 30 * 3 * 64 * 4
 
 
 def test_progress_without_a_terminal_is_lines() -> None:
