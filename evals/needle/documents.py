@@ -6,13 +6,14 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.validation import check_percent
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
-from razor_dist.evals.needle.presets import Fact, Layout, Preset, word_fact
+from razor_dist.evals.needle.presets import Fact, Preset, word_fact
 from razor_dist.evals.needle.tokenizer import needle_words
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 
@@ -48,22 +49,11 @@ class Haystack:
             )
 
     def hide(self, length: int, sentences: Sequence[tuple[str, float]], seed: int) -> list[int]:
-        """Hide sentences at the sentence ends nearest their depths.
+        """Hide sentences at the sentence ends nearest their depths, in percent.
 
-        Parameters
-        ----------
-        length : int
-            Tokens of the document, the hidden sentences included.
-        sentences : sequence of (str, float)
-            Each with its depth in percent. Two of one depth stand next to each other, in this
-            order.
-        seed : int
-            Chooses the sentence that the document begins with.
-
-        Raises
-        ------
-        ConfigError
-            If the sentences do not fit.
+        Two of one depth stand next to each other, in this order. ``length``, in tokens, includes
+        them; raises `ConfigError` if they do not fit. The seed chooses the sentence that the
+        document begins with.
         """
         hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
         filler = self._filler(length - sum(map(len, hidden)), seed)
@@ -97,21 +87,12 @@ def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str
     """Write a document for the needle model: random words, with sentences to remember.
 
     Returns the text and a fact for each depth, in percent of the document's sentences. Keys and
-    answers are drawn too, and occur nowhere else.
-
-    Parameters
-    ----------
-    tokens : int
-        The exact length: one for each word and full stop, and two that the tokenizer puts before
-        them.
-
-    Raises
-    ------
-    ConfigError
-        If the sentences do not fit, or a depth is not a percentage.
+    answers are drawn too, and occur nowhere else. The text has exactly so many tokens: one for each
+    word and full stop, and two that the tokenizer puts before them. Raises `ConfigError` if the
+    sentences do not fit, or a depth is not a percentage.
     """
-    if not all(0 <= depth <= 100 for depth in depths):
-        raise ConfigError(f"depths must be percents from 0 to 100, got {list(depths)}")
+    for depth in depths:
+        check_percent("depths", depth)
     draw = random.Random(f"{seed}:{tokens}")
     words = [word for word in needle_words() if word != "remember"]
     draw.shuffle(words)
@@ -138,12 +119,8 @@ class Prompter:
     """Splits a prompt where its document ends.
 
     A model with a chat template is asked in a user's message. One without is a base model: it gets
-    document and question as they are, and the answer's beginning, as RULER does.
-
-    Raises
-    ------
-    ModelError
-        If there is no tokenizer: documents are texts.
+    document and question as they are, and the answer's beginning, as RULER does. One without a
+    tokenizer is refused (`ModelError`): documents are texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -167,8 +144,7 @@ class Prompter:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer."""
-        text: Any = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return str(text)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
@@ -236,30 +212,17 @@ def readings(
     """Make one document with its questions.
 
     Asked after the document, all questions continue one prefix. Where a question stands before or
-    in the document, each has a prefix of its own.
-
-    Parameters
-    ----------
-    haystack : Haystack or None
-        None for the preset that makes its own text.
-    length : int
-        Tokens of the longest prompt with its answer: the document fills what the rest leaves. Of
-        the document if ``document_alone``.
-
-    Raises
-    ------
-    ConfigError
-        If the length does not hold the needles.
+    in the document, each has a prefix of its own. There is no haystack for the preset that makes
+    its own text. ``length`` is of the document if ``document_alone``, else of the longest prompt
+    with its answer, and the document fills what the rest leaves; raises `ConfigError` if it does
+    not hold the needles.
     """
-    layout = preset.layouts[query]
-    depths = [spot.depth for spot in spots]
     if haystack is None:
-        return [_of_words(preset, layout, prompter, length, spots, seed)]
-    facts = preset.draw(depths, seed)
+        return [_of_words(preset, prompter, length, spots, seed)]
+    layout, depths = preset.layouts[query], [spot.depth for spot in spots]
+    facts, parts = preset.draw(depths, seed), ("before", "after", "cue")
     frames = [
-        prompter.around(
-            *(layout.fill(part, fact) for part in ("before", "after", "cue")), chat=preset.chat
-        )
+        prompter.around(*(layout.fill(part, fact) for part in parts), chat=preset.chat)
         for fact in facts
     ]
     room = length
@@ -295,20 +258,15 @@ def with_questions(made: Sequence[Reading]) -> list[Reading]:
 
 
 def _of_words(
-    preset: Preset,
-    layout: Layout,
-    prompter: Prompter,
-    length: int,
-    spots: Sequence[Spot],
-    seed: int,
+    preset: Preset, prompter: Prompter, length: int, spots: Sequence[Spot], seed: int
 ) -> Reading:
     """Make a document for the needle model."""
+    layout = preset.layouts["after"]
     # Every question is the same two words long: "remember" and the key.
     tail = len(prompter.encode(layout.after.format(question="remember me")))
+    room = length - preset.answer_tokens - tail
     try:
-        text, facts = hide_words(
-            length - preset.answer_tokens - tail, [s.depth for s in spots], seed
-        )
+        text, facts = hide_words(room, [spot.depth for spot in spots], seed)
     except ConfigError as error:
         raise ConfigError(f"a prompt of {length} tokens is too short: {error}") from None
     questions = [

@@ -14,9 +14,8 @@ from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
-from razor_dist.config.validation import check_least
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
-from razor_dist.evals.needle.config import STREAMING_SETTINGS
+from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.replay import Method, MethodEngine, ReplayConfig, ReplayModel
@@ -35,8 +34,6 @@ from razor_dist.models.shape import ModelShape
 KIND = "grid"
 """The kind of task in the settings of a grid."""
 PRESET = PRESETS["number"]
-Place = tuple[int, int, int]
-"""Length, depth and which needle."""
 
 _SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
 _LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
@@ -75,29 +72,6 @@ def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
     return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}
 
 
-@dataclass(frozen=True)
-class GridSettings:
-    """The documents of a grid: `needles` at each place, each with another number and text."""
-
-    lengths: tuple[int, ...] = (2500, 5000)  # in tokens
-    depths: tuple[int, ...] = (10, 30, 50, 70, 90)  # in percent of the text before the needle
-    needles: int = 2
-    haystack: str = "auto"  # of `haystack_paragraphs`
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ConfigError(f"lengths must be numbers of tokens, got {list(self.lengths)}")
-        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
-            raise ConfigError(f"depths must be percents from 0 to 100, got {list(self.depths)}")
-        check_least(self, needles=1)
-
-    @property
-    def places(self) -> list[Place]:
-        """The place of each document, short ones first."""
-        return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
-
-
 def place_seed(place: Place, seed: int) -> int:
     """Return the seed of the document at a place, which no other place and seed has.
 
@@ -126,28 +100,23 @@ class GridTask:
     """
 
     config: ReplayConfig  # shared by all methods; one rank
-    grid: GridSettings
+    grid: GridConfig
     methods: tuple[Method, ...]
     haystack: tuple[str, str]  # name and fingerprint
 
     @classmethod
     def plan(
-        cls,
-        config: EngineConfig,
-        grid: GridSettings,
-        methods: Sequence[Method],
-        head_maps: Sequence[HeadMap] = (),
+        cls, grid: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap] = ()
     ) -> GridTask:
         """Settle the haystack by what is installed, and see that head maps fit the model."""
-        trust = config.trust_remote_code
-        model = read_config(config_folder(config.model), trust_remote_code=trust)
+        model = read_config(config_folder(grid.model), trust_remote_code=grid.trust_remote_code)
         for head_map in head_maps:
             head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
         name, paragraphs = haystack_paragraphs(grid.haystack)
-        own = config.model_dump(include=set(EngineConfig.model_fields))
+        own = grid.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows.
         own |= {name: EngineConfig.model_fields[name].default for name in STREAMING_SETTINGS}
-        shared = ReplayConfig(**own | {"attention": "full", "head_map": None})
+        shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
         return cls(shared, grid, tuple(methods), (name, fingerprint(paragraphs)))
 
     @property
@@ -205,10 +174,7 @@ class GridTask:
     def run_in(self, folder: Path) -> NeedleResults:
         """Run what a folder lacks; return the results of this task's methods and documents.
 
-        Raises
-        ------
-        ConfigError
-            If the folder holds other results, or a question could not be asked.
+        Raises `ConfigError` if the folder holds other results, or a question could not be asked.
         """
         summary = run_task(self, folder, host_pool(self), JobConfig(retry_failed=True))
         found = {record["id"]: record for record in read_job(summary.folder).records}

@@ -97,11 +97,6 @@ def build_needle_model(folder: str | Path) -> Path:
 
     It gets ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32, 1.9 MB),
     the tokenizer with its chat template, and ``head_map.json``; equal bytes on every call.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

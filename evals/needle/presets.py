@@ -43,8 +43,7 @@ class Layout:
 
     def fill(self, part: str, fact: Fact) -> str:
         """Return a part of the layout for a fact."""
-        text: str = getattr(self, part)
-        return text.format(question=fact.question, subject=fact.subject, sentence=fact.sentence)
+        return str(getattr(self, part)).format(**vars(fact))
 
 
 Draw = Callable[[Sequence[float], int], list[Fact]]

@@ -95,27 +95,20 @@ def _scores(runs: Sequence[NeedleRun]) -> str:
     lengths = sorted({length for run in runs for length in run.lengths})
     several = len(runs) > 1
     head = ["method", *map(_short, lengths), "all", "questions", "lost", "gained"]
-    costs = ["failed", "KV per rank, MiB", "prefill, s"]
-    rows = [[*["run"] * several, *head, *costs]]
+    rows = [[*["run"] * several, *head, "failed", "KV per rank, MiB", "prefill, s"]]
     for run in runs:
         for method in run.methods:
             found = run.summary(method)
-            against = method != FULL and found.cells and run.summary(FULL).cells
-            changed = [str(found.lost), str(found.gained)] if against else ["-", "-"]
-            kv, seconds = found.kv_bytes, found.prefill_seconds
-            rows.append(
-                [
-                    *[run.name] * several,
-                    method,
-                    *(_mean(found.by_length.get(length)) for length in lengths),
-                    _mean(found.score),
-                    f"{found.cells}/{run.expected_cells}",
-                    *changed,
-                    str(found.failed),
-                    "-" if kv is None else f"{kv / 2**20:.2f}",
-                    "-" if seconds is None else f"{seconds:.1f}",
-                ]
-            )
+            scores = [_mean(found.by_length.get(length)) for length in lengths]
+            counts = [f"{found.cells}/{run.expected_cells}", "-", "-", str(found.failed)]
+            if method != FULL and found.cells and run.summary(FULL).cells:
+                counts[1:3] = str(found.lost), str(found.gained)
+            costs = [
+                "-" if found.kv_bytes is None else f"{found.kv_bytes / 2**20:.2f}",
+                "-" if found.prefill_seconds is None else f"{found.prefill_seconds:.1f}",
+            ]
+            name = [*[run.name] * several, method]
+            rows.append([*name, *scores, _mean(found.score), *counts, *costs])
     note = (
         "Mean scores of the questions that were answered, of those asked for. Lost and gained are "
         "questions that score below or above full attention's; failed are documents; "
@@ -229,53 +222,31 @@ class Panel(NamedTuple):
 
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
     """Draw the pictures that there are numbers for; return links to them."""
-    links = []
-    for name, difference, label, title in (
-        (HEATMAP, False, "mean score", "Scores by depth and length"),
-        (
-            DIFFERENCE,
-            True,
-            "full attention's score less the method's",
-            "Full attention less the others",
-        ),
-    ):
-        (folder / name).unlink(missing_ok=True)
-        panels = [panel for run in runs for panel in _panels(run, difference, len(runs) > 1)]
-        if panels:
-            draw(panels, folder / name, label=label, difference=difference)
-            links.append(f"![{title}]({name})")
-    return links
+    label = "full attention's score less the method's"
+    pictures = [
+        _picture(runs, folder / HEATMAP, "Scores by depth and length", "mean score", False),
+        _picture(runs, folder / DIFFERENCE, "Full attention less the others", label, True),
+    ]
+    return list(filter(None, pictures))
 
 
-def _panels(run: NeedleRun, difference: bool, named: bool) -> Iterator[Panel]:
-    """Return a panel for each method; for differences, of all but full attention."""
-    if difference and FULL not in run.answered:
-        return
-    for method in run.answered:
-        title, unfinished = method, run.unfinished(method)
-        values = np.array(run.scores(method), dtype=float)
-        if difference:
-            if method == FULL:
-                continue
-            title, unfinished = f"full - {method}", unfinished | run.unfinished(FULL)
-            values = run.differences(method)
-        title = f"{run.name}: {title}" if named else title
-        yield Panel(title, run.lengths, run.depths, values, unfinished)
-
-
-def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = False) -> None:
+def _picture(
+    runs: Sequence[NeedleRun], path: Path, title: str, label: str, difference: bool
+) -> str:
     """Draw panels side by side, with one scale of colours that colour-blind eyes can read.
 
     A cell holds its number, or a question mark where not everything was asked yet; the last row
-    and column are the means of what was asked.
-
-    The picture is a PNG file. The scale, which ``label`` names, goes from 0 to 1, or for a
-    difference from −1 to 1.
+    and column are the means of what was asked. The scale, which ``label`` names, goes from 0 to 1,
+    or for a difference from −1 to 1.
     """
-    columns = min(2 if max(len(panel.lengths) for panel in panels) > 6 else 3, len(panels))
+    path.unlink(missing_ok=True)
+    panels = [panel for run in runs for panel in _panels(run, difference, len(runs) > 1)]
+    if not panels:
+        return ""
+    longest = max(len(panel.lengths) for panel in panels)
+    columns = min(2 if longest > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)
-    width = 2.2 + 0.5 * max(len(panel.lengths) for panel in panels)
-    height = 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
+    width, height = 2.2 + 0.5 * longest, 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
     figure = Figure((width * columns + 1, height * rows + 0.4), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     colours, low = ("PuOr", -1.0) if difference else ("cividis", 0.0)
@@ -285,16 +256,28 @@ def draw(panels: Sequence[Panel], path: Path, *, label: str, difference: bool = 
     figure.colorbar(images[0], ax=list(axes), label=label)
     # Fixed metadata: equal results give equal files.
     figure.savefig(path, format="png", metadata={"Software": None})
+    return f"![{title}]({path.name})"
+
+
+def _panels(run: NeedleRun, difference: bool, named: bool) -> Iterator[Panel]:
+    """Return a panel for each method; for differences, of all but full attention."""
+    for method in run.answered:
+        title, unfinished = method, run.unfinished(method)
+        values = np.array(run.scores(method), dtype=float)
+        if difference:
+            if method == FULL or FULL not in run.answered:
+                continue
+            title, unfinished = f"full - {method}", unfinished | run.unfinished(FULL)
+            values = run.differences(method)
+        title = f"{run.name}: {title}" if named else title
+        yield Panel(title, run.lengths, run.depths, values, unfinished)
 
 
 def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
     cells = np.ma.masked_invalid(panel.values)
     down, across = cells.shape
-    values = np.full((down + 1, across + 1), np.nan)
-    values[:down, :across] = cells.filled(np.nan)
-    values[down, :across] = cells.mean(axis=0).filled(np.nan)
-    values[:down, across] = cells.mean(axis=1).filled(np.nan)
-    values[down, across] = np.ma.filled(cells.mean(), np.nan)
+    means = [np.ma.filled(cells.mean(axis=axis), np.nan) for axis in (0, 1, None)]
+    values = np.block([[panel.values, means[1][:, None]], [means[0], means[2]]])
     image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
     axis.set_facecolor("0.85")  # where nothing was asked
     for (row, column), value in np.ndenumerate(values):

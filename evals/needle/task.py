@@ -17,7 +17,7 @@ from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.baselines.presses import PRESSES, check_presses
+from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import (
     Haystack,
@@ -34,11 +34,9 @@ from razor_dist.evals.needle.tokenizer import needle_vocabulary
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.models.loader import read_config
-from razor_dist.models.registry import config_folder, display_name
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.registry import display_name
 
-Stats = Mapping[str, Any]
+_UNITS = ("seconds", "cpu_seconds")
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,11 @@ class NeedleTask:
     def plan(cls, config: NeedleConfig) -> NeedleTask:
         """Settle the lengths by the model, and the haystack by what is installed.
 
-        Raises
-        ------
-        ConfigError
-            If a length is beyond the model, the haystack or a method's library is missing, or
-            model and preset do not fit.
-        ModelError, HeadMapError
-            If a method's library does not know the model, or method duo's head map is another's.
+        Raises `ConfigError` if a length is beyond the model, the haystack or a method's library is
+        missing, or model and preset do not fit; `ModelError` as `ComparingConfig.limits`; and
+        `HeadMapError` if method duo's head map is another's.
         """
-        trust = config.trust_remote_code
-        model = read_config(config_folder(config.model), trust_remote_code=trust)
-        check_presses(config.methods, config.model, model.model_type)
-        shape = ModelShape.from_config(model)
-        most = min(config.max_model_len or shape.max_positions, shape.max_positions)
+        shape, most = config.limits()
         if config.preset == "words" and shape.vocab_size != len(needle_vocabulary()):
             raise ConfigError(
                 f"preset words is for the needle model (razor-dist needle-model), not for "
@@ -113,25 +103,17 @@ class NeedleTask:
 
     def items(self) -> Sequence[Item]:
         """Return a document for each method, length, repeat and set of spots."""
-        every = itertools.product(
-            self.config.methods,
-            self.lengths,
-            range(self.config.repeats),
-            range(len(self._documents)),
-        )
+        names, numbers = ("length", "repeat", "document"), range(len(self._documents))
+        repeats = range(self.config.repeats)
+        every = itertools.product(self.config.methods, self.lengths, repeats, numbers)
         return [
-            Item(
-                f"{method}/{length}/{repeat}/{document}",
-                length,
-                method,
-                {"length": length, "repeat": repeat, "document": document},
-            )
-            for method, length, repeat, document in every
+            Item("/".join(map(str, at)), at[1], at[0], dict(zip(names, at[1:], strict=True)))
+            for at in every
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
         """Read a document and ask its questions."""
-        length, repeat, document = (item.data[key] for key in ("length", "repeat", "document"))
+        length, repeat, document = item.data.values()
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
         made = readings(
@@ -152,31 +134,24 @@ class NeedleTask:
 def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     """Read each prefix once, ask its questions, and score the answers.
 
-    Parameters
-    ----------
-    llm : LLM
-        Or what has its methods ``prefill``, ``generate`` and ``stats``.
-
-    Returns
-    -------
-    dict
-        ``cells``, one for each question; ``kv_bytes`` of the rank that holds most, once the
-        document is read; ``prefill_bytes`` and ``answer_bytes``, which all ranks sent, by purpose;
-        ``timing``: seconds, CPU seconds of all ranks, and the highest resident memory of a rank
-        since its start. An external engine reports neither bytes sent, nor CPU, nor memory.
+    ``llm`` may also be what has the methods ``prefill``, ``generate`` and ``stats`` of an `LLM`.
+    The result has ``cells``, one for each question; ``kv_bytes`` of the rank that holds most, once
+    the document is read; ``prefill_bytes`` and ``answer_bytes``, which all ranks sent, by purpose;
+    ``timing``: seconds, CPU seconds of all ranks, and the highest resident memory of a rank since
+    its start. An external engine reports neither bytes sent, nor CPU, nor memory.
     """
     # Greedy, so that the answer is the prompt's and the settings' alone.
     params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
     cells: list[dict[str, Any]] = []
     # Of each reading: before its prefill, between, and after its answers.
-    meters: list[tuple[Stats, Stats, Stats]] = []
+    meters: list[list[Mapping[str, Any]]] = []
     for reading in made:
         begun = _stats(llm)
         with llm.prefill(reading.prefix) as prefix:
             read = _stats(llm)
             prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
             outputs = llm.generate(prompts, params, prefix=prefix)
-            meters.append((begun, read, _stats(llm)))
+            meters.append([begun, read, _stats(llm)])
         for question, output in zip(reading.questions, outputs, strict=True):
             answer, expected = output.outputs[0].text, question.expected
             score = preset.score(answer, expected)
@@ -198,10 +173,7 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     return result | {"timing": timing}
 
 
-_UNITS = ("seconds", "cpu_seconds")
-
-
-def _stats(llm: LLM) -> Stats:
+def _stats(llm: LLM) -> Mapping[str, Any]:
     """Return an engine's statistics, with all that counts upwards as ``spent``."""
     stats = llm.stats()
     spent = {"seconds": time.perf_counter()} | stats.get("bytes_sent", {})
@@ -210,18 +182,13 @@ def _stats(llm: LLM) -> Stats:
     return {**stats, "spent": spent}
 
 
+@lru_cache(maxsize=1)  # opened as tokens, in seconds that the next item is spared
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
     """Open a haystack; refuse another text than the one that a job was begun with."""
-    found = _opened(name, tokenizer)
+    found = Haystack(name, Prompter(tokenizer).encode)
     if found.fingerprint != text:
         raise ConfigError(
             f"the text of the haystack {name} differs from that which the job was begun with; give "
             "a folder that all nodes share"
         )
     return found
-
-
-@lru_cache(maxsize=1)
-def _opened(name: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-    """Open a haystack as tokens: seconds of work that the next item need not repeat."""
-    return Haystack(name, Prompter(tokenizer).encode)

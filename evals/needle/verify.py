@@ -8,8 +8,9 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.documents import Prompter
-from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, streaming_settings
+from razor_dist.evals.needle.grid import PRESET, GridTask, streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, ReplayModel
 from razor_dist.evals.needle.results import FULL
 from razor_dist.heads.head_map import HeadMap, Verification
@@ -43,15 +44,9 @@ class Check:
     def plan(cls, config: EngineConfig, tokens: int | None, haystack: str, seed: int) -> Check:
         """Refuse a verification that is known to be of no use; see `Check` for the parameters.
 
-        The windows of a model biased by distance (ALiBi) are its map's, so that `run` looks at
-        them.
-
-        Raises
-        ------
-        ConfigError
-            If a document does not fit, or fits into the window, so that nothing would be tested.
-        ModelError
-            If the model has no tokenizer.
+        A document must fit the model but not the window, so that something is tested, and the model
+        must have a tokenizer. The windows of a model biased by distance (ALiBi) are its map's, so
+        that `run` looks at them.
         """
         path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
         model_config = read_config(path, trust_remote_code=config.trust_remote_code)
@@ -106,9 +101,11 @@ class Check:
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
         """Ask for the needles with full attention and with a head map, saying each answer."""
         tokens, settings = self.settle(head_map)
-        grid = GridSettings(lengths=(tokens,), needles=1, haystack=self.haystack, seed=self.seed)
+        documents = {"lengths": (tokens,), "needles": 1}
+        about = {"haystack": self.haystack, "seed": self.seed}
+        grid = GridConfig(**self.config.model_dump() | documents | about)
         own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)
-        task = GridTask.plan(self.config, grid, [FULL_METHOD, own], [head_map])
+        task = GridTask.plan(grid, [FULL_METHOD, own], [head_map])
         model = ReplayModel(task.config)
         found = task.run_here(model, say)
         of_full, of_map = found.summary(FULL), found.summary(own.name)

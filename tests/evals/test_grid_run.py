@@ -13,8 +13,9 @@ from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.grid import PRESET, GridSettings, GridTask, grid_reading, place_seed
+from razor_dist.evals.needle.grid import PRESET, GridTask, grid_reading, place_seed
 from razor_dist.evals.needle.replay import (
     FULL_METHOD,
     Method,
@@ -102,7 +103,8 @@ def test_what_is_there_is_not_run_again(
     model: ReplayModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReplayConfig, "open", lambda config: model)
-    grid = GridSettings((300, 400), (50,), 1, "reference")
+    about = {"lengths": (300, 400), "depths": (50,), "needles": 1, "haystack": "reference"}
+    grid = GridConfig(**model.config.model_dump(exclude={"seed"}) | about)
     local = Method("local", {"prefill": "local", **WINDOW}, HEADS)
     methods = [
         FULL_METHOD,
@@ -116,7 +118,7 @@ def test_what_is_there_is_not_run_again(
     )
 
     def run(methods: Sequence[Method]) -> NeedleResults:
-        return GridTask.plan(model.config, grid, methods).run_in(tmp_path)
+        return GridTask.plan(grid, methods).run_in(tmp_path)
 
     assert len(run(methods).cells) == 8
     haystack = Haystack("reference", model.prompter.encode)

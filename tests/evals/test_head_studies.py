@@ -165,9 +165,9 @@ def test_the_commands_write_results_tables_and_a_picture(
     ("option", "message"),
     [
         (["--percents", "0,10"], "a budget must be a percentage above 0"),
-        (["--percents", "a"], "percents is 'a'; give numbers"),
-        (["--percents", "10,10"], "give each number once"),
-        (["--depths", "101"], "depths must be percents"),
+        (["--percents", "a"], "percents must be a list of numbers, got 'a'"),
+        (["--percents", "10,10"], "percents must be a list without repeats"),
+        (["--depths", "101"], "depths must be a percentage from 0"),
         (["--needles", "0"], "needles must be at least 1"),
         (["--model", "smollm2"], "but the model has"),
     ],

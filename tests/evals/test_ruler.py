@@ -27,15 +27,16 @@ from tests.tokenizer import write_letters
     ("settings", "message"),
     [
         ({"tasks": "vt,niah"}, "unknown task 'niah'; tasks are niah_single_1"),
+        ({"tasks": 5}, "tasks must be a list of names, got 5"),
         ({"tasks": "vt,vt"}, "tasks must be a list without repeats"),
-        ({"lengths": "4x"}, "lengths is '4x'; give numbers such as 4096,8192 or 4K,8K"),
+        ({"lengths": "4x"}, "lengths must be a list of integers such as 8192 or 8K, got '4x'"),
         ({"lengths": [0]}, "lengths must be at least 1 each"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"methods": "full,snap"}, "unknown method 'snap'; give full, razor, streaming"),
         ({"methods": {"a": {"windw": 3}}}, "a sets windw, which is not an engine setting"),
         ({"methods": {"a": {"model": "b"}}}, "a sets model, which is the same for all methods"),
         ({"methods": {"a": {"block": 0}}}, "methods: a: block must be"),
-        ({"methods": {}}, "methods must name at least one"),
+        ({"methods": {}}, "methods must be a list without repeats, got []"),
         ({"attention": "full"}, "attention is what methods differ in"),
         ({"tasks": "all"}, "task qa_1 needs squad, the path of its data"),
         ({"squad": "dev.json"}, "squad is for task qa_1, which is not among the tasks"),
@@ -54,7 +55,7 @@ def test_settings_from_text_and_lists_are_the_same() -> None:
         methods={"razor": {"attention": "razor"}, "full": {"attention": "full"}},
     )
     for config in (text, lists):
-        assert config.task_names == ("vt", "fwe") and config.token_lengths == (256, 512)
+        assert config.task_names == ("vt", "fwe") and sorted(config.lengths) == [256, 512]
         assert config.engine("full").attention == "full"
         assert config.engine("razor").max_model_len == 512
     assert text.method_settings == lists.method_settings

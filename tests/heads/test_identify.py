@@ -14,7 +14,8 @@ from razor_dist import cli
 from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.grid import GridSettings, place_seed
+from razor_dist.evals.needle.config import GridConfig
+from razor_dist.evals.needle.grid import place_seed
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.presets import number_facts
 from razor_dist.evals.needle.verify import Check
@@ -108,7 +109,7 @@ def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
     """By the needle model, whose one retrieval head finds what no window holds."""
     folder = build_needle_model(tmp_path / "needle")
     (tmp_path / "prose.txt").write_text("Rain may come and go again before noon there. " * 80)
-    ask_for_numbers(folder, GridSettings((600,), needles=1, haystack=str(tmp_path)))
+    ask_for_numbers(folder, GridConfig(lengths=(600,), needles=1, haystack=str(tmp_path)))
     # Of 600 tokens the window holds the last 100 to 115 and the question: the needle at 90 %.
     config = EngineConfig(model=str(folder), window_min=100, window_ratio=None, block=16)
     check = Check.plan(config, 600, str(tmp_path), seed=0)
@@ -121,7 +122,7 @@ def test_verify_counts_the_needles_that_a_map_loses(tmp_path: Path) -> None:
     assert counts == [(5, 5, 0, 0), (5, 1, 4, 0)]
 
 
-def ask_for_numbers(folder: Path, settings: GridSettings) -> None:
+def ask_for_numbers(folder: Path, settings: GridConfig) -> None:
     """Teach the needle model's tokenizer the numbers and the questions of a grid.
 
     The model says what followed the prompt's last word before. A base model's question ends in

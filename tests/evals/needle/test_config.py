@@ -105,14 +105,17 @@ def test_engines_are_the_methods() -> None:
         ({"methods": "duo"}, "needs duo_head_map"),
         ({"duo_head_map": "d.json"}, "duo_head_map is for the method duo"),
         ({"document_depth_percent_min": -5}, "document_depth_percent_min must be at least 0"),
-        ({"document_depth_percents": "-5,50"}, "document_depth_percents must be percents from 0"),
+        (
+            {"document_depth_percents": "-5,50"},
+            "document_depth_percents must be a percentage from 0",
+        ),
         ({"document_depth_percents": "5,x"}, "must be a list of numbers or none, got 'x'"),
         ({"document_depth_percents": [True]}, "must be a list of numbers or none"),
         (
             {"document_depth_percent_min": 60, "document_depth_percent_max": 40},
             "document_depth_percent_min is 60, above document_depth_percent_max, 40",
         ),
-        ({"attention": "full"}, "attention is not for the needle test"),
+        ({"attention": "full"}, "attention is what methods differ in: set methods"),
         ({"methods": "full", "head_map": "r.json"}, "head_map is for the method razor"),
         ({"context_lengths": "1000,0"}, "context_lengths must be at least 1 each"),
         (
