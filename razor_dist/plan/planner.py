@@ -113,17 +113,9 @@ def plan(
 ) -> Plan:
     """Plan a deployment from ``config.json`` and the head map alone.
 
-    Parameters
-    ----------
-    context : int, optional
-        Tokens of the prompt; by default ``max_model_len``, or the model's own limit.
-    retrieval : float, optional
-        Fraction of KV heads to take for retrieval heads, instead of a head map.
-
-    Raises
-    ------
-    ConfigError, ModelError, HeadMapError
-        If settings, model or head map are wrong.
+    ``context`` is the prompt's length in tokens, by default ``max_model_len`` or the model's own
+    limit; ``retrieval`` a fraction of KV heads to take for retrieval heads, instead of a head map.
+    Raises `ConfigError`, `ModelError` or `HeadMapError` if settings, model or head map are wrong.
     """
     d = Deployment.of(config, device.kind, retrieval)
     context = context or config.max_model_len or d.shape.max_positions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -36,32 +35,9 @@ class ServedChoice:
         """The text that is certain."""
         return "".join(piece.text for piece in self.pieces)
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Either "stop" or "length", once it is finished."""
-        return self.pieces[-1].finish_reason if self.pieces else None
 
-
-@dataclass
-class ServedChoices:
-    """The answers to all prompts of one request, in the order of the prompts."""
-
-    choices: list[ServedChoice]
-    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens in all prompts."""
-        return sum(choice.prompt_tokens for choice in self.choices)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens in all answers so far."""
-        return sum(len(choice.pieces) for choice in self.choices)
-
-
-class LiveChoices(ServedChoices):
-    """Choices that are being generated; construction submits their requests.
+class LiveChoices:
+    """Choices that are being generated, one for each prompt; construction submits their requests.
 
     With ``report_progress``, `events` yields ``progress`` messages too. Raises `RequestError`
     (``queue_full``), with nothing submitted, and `EngineError` if the engine is not ready.
@@ -76,7 +52,7 @@ class LiveChoices(ServedChoices):
         report_progress: bool = False,
     ) -> None:
         client.check_room(len(prompts))
-        super().__init__([ServedChoice(len(prompt.tokens)) for prompt in prompts])
+        self.choices = [ServedChoice(len(prompt.tokens)) for prompt in prompts]
         self._report_progress = report_progress
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._unfinished = len(prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from razor_dist.engine.messages import Message
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import REPLACEMENT
 from razor_dist.frontend.outputs import Logprob
-from razor_dist.server.answers import ServedChoice, ServedChoices
+from razor_dist.server.answers import ServedChoice
 
 Json = dict[str, Any]
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -31,19 +32,21 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: str, answers: ServedChoices, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        model: str,
+        choices: Sequence[ServedChoice],
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        self._choices = answers
-        self._tokenizer = tokenizer
+        self._choices, self._tokenizer = choices, tokenizer
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": answers.created,
+            "created": int(time.time()),
             "model": model,
         }
 
     def whole(self) -> Json:
         """The response of a request that does not stream, once every answer is finished."""
-        choices = [self._choice(i, answer) for i, answer in enumerate(self._choices.choices)]
+        choices = [self._choice(i, answer) for i, answer in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self._usage()}
 
@@ -79,7 +82,8 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
     def _usage(self) -> Json:
-        prompt, completion = self._choices.prompt_tokens, self._choices.completion_tokens
+        prompt = sum(choice.prompt_tokens for choice in self._choices)
+        completion = sum(len(choice.pieces) for choice in self._choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -117,7 +121,7 @@ class ChatFormat(Format):
             "index": index,
             "message": {"role": "assistant", "content": answer.text},
             "logprobs": chat_logprobs(self._tokenizer, answer.pieces),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": answer.pieces[-1].finish_reason,
         }
 
     def _empty(self, index: int) -> Json:

@@ -89,7 +89,7 @@ class Service:
             self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
         )
         make = ChatFormat if endpoint == "chat" else CompletionFormat
-        form = make(self.config.name, choices, tokenizer)
+        form = make(self.config.name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():

@@ -36,14 +36,6 @@ _PATIENCE = 60.0
 HOLD_BACK = 5.0
 
 
-class FrontendRefusedError(Exception):
-    """The frontend ended at once, after telling the user why."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the frontend ended with code {code}")
-        self.code = code
-
-
 class Torchrun(NamedTuple):
     """This process's place among those that torchrun started."""
 
@@ -79,10 +71,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     set_up_logging(config.log_level)
     socket_path = None
     if torchrun.rank == 0:
-        try:
-            socket_path = str(ensure_frontend(config, agent=os.getppid()))
-        except FrontendRefusedError as refusal:
-            return refusal.code
+        socket_path = str(ensure_frontend(config, agent=os.getppid()))
     try:
         run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
     except FrontendUnreachableError:
@@ -100,7 +89,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
 def ensure_frontend(config: ServerConfig, agent: int) -> Path:
     """Return the socket of the frontend of this agent's job, which is started if there is none.
 
-    Raises `FrontendRefusedError` if the new frontend ends at once (the port is in use), and
+    Exits if the new frontend ends at once (the port is in use), which has told the user why. Raises
     `FrontendUnreachableError` if it does not listen in time.
     """
     frontend: subprocess.Popen[bytes] | None = None
@@ -113,7 +102,7 @@ def ensure_frontend(config: ServerConfig, agent: int) -> Path:
         if (folder / "engine").exists():
             return folder / "engine"
         if frontend is not None and (code := frontend.poll()) is not None:
-            raise FrontendRefusedError(code)
+            sys.exit(code)
         if time.monotonic() > deadline:
             if frontend is not None:
                 frontend.kill()
