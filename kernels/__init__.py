@@ -84,7 +84,15 @@ def attend(
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
     if k.dtype != q.dtype:
-        return _attend_converted(q, k, v, scale, causal, bias, backend)
+        # Causal attention is over as many keys as queries: a shard of a chunk, and short.
+        block = k.shape[1] if causal else _CONVERTED_KEYS
+
+        def converted(span: slice) -> Partial:
+            part = None if bias is None else bias[..., span]
+            keys = k[:, span].to(q.dtype), v[:, span].to(q.dtype)
+            return attend(q, *keys, scale=scale, causal=causal, bias=part, backend=backend)
+
+        return over_keys(converted, k.shape[1], block)
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -94,32 +102,6 @@ def attend(
         if module.supports(q, causal, bias):
             return module.attend(q, k, v, scale, causal, bias)
     raise AssertionError("the reference backend supports every input")
-
-
-def _attend_converted(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    bias: Tensor | None,
-    backend: str | None,
-) -> Partial:
-    # Causal attention is over as many keys as queries: a shard of a chunk, and short.
-    block = k.shape[1] if causal else _CONVERTED_KEYS
-
-    def converted(span: slice) -> Partial:
-        return attend(
-            q,
-            k[:, span].to(q.dtype),
-            v[:, span].to(q.dtype),
-            scale=scale,
-            causal=causal,
-            bias=None if bias is None else bias[..., span],
-            backend=backend,
-        )
-
-    return over_keys(converted, k.shape[1], block)
 
 
 def compensate(

@@ -34,6 +34,7 @@ from razor_dist.heads.duo.train import train
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.heads.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
 from razor_dist.heads.settings import DuoSettings, RazorSettings
+from razor_dist.kernels.query import Query
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
@@ -89,11 +90,11 @@ def score_difference(costs: Mapping[str, dict[str, Any]]) -> float | None:
 class MaterialisedContext(ProbeContext):
     """The probe's `AttentionContext`, but with the attention matrix of a layer held."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
-        q_KGTD, total = q.unflatten(0, (k.shape[0], -1)), q.shape[1]
-        logits = torch.matmul(q_KGTD * scale, k[:, None].transpose(-1, -2)).float()
-        future = torch.ones(total, total, dtype=torch.bool, device=q.device).triu(1)
+        total = k.shape[1]
+        logits = torch.matmul(query.q * query.scale, k[:, None].transpose(-1, -2)).float()
+        future = torch.ones(total, total, dtype=torch.bool, device=k.device).triu(1)
         weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
         del logits, future
         n = self._tokens

@@ -110,8 +110,9 @@ class Replay:
         # A view of one zero: nothing is computed from it.
         zero = self._layers[0][0].new_zeros(1, 1, 1)
         q = zero.expand(self._shape.query_heads, len(positions), self._shape.head_dim)
+        query = Query.grouped(q, 1.0, None, self._shape.kv_heads)
         for layer, (k, v) in enumerate(self._layers):
-            inputs["attention_context"].attend(layer, q, k[:, positions], v[:, positions], 1.0)
+            inputs["attention_context"].attend(layer, query, k[:, positions], v[:, positions])
         logits = zero.new_zeros(1, 1, self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 

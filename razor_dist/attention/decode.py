@@ -56,33 +56,24 @@ class DecodeContext:
             self._segments.append(_with_bias(extent, inputs.stored[t]))
         self._distances: _Distances | None = None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
-        query = Query.grouped(q, scale, bias, k.shape[0])
         if query.by_distance and self._distances is None:
-            self._distances = self._measure(q.dtype)
+            self._distances = self._measure(query.q.dtype)
         parts = []
         if heads.num_retrieval:
-            of = heads.of_retrieval
-            parts.append(self._retrieval(heads, heads.retrieval_query(query), of(k), of(v)))
+            of = heads.retrieval_index
+            parts.append(self._retrieval(heads, query.heads(of), k[of], v[of]))
         if heads.num_streaming:
-            of = heads.of_streaming
-            parts.append(self._streaming(heads, heads.streaming_query(query), of(k), of(v)))
+            of = heads.streaming_index
+            parts.append(self._streaming(heads, query.heads(of), k[of], v[of]))
         if len(parts) == 1 and len(heads.groups) <= 1:
             (out_KGTD,) = parts
         else:
             out_KGTD = torch.cat(parts)[heads.inverse]
-        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(query.q.dtype)
 
     def _measure(self, dtype: torch.dtype) -> _Distances:
         """Note where the new tokens stand; return how far from them is all that is read."""

@@ -87,45 +87,37 @@ class PrefillContext:
         old = table.tokens
         return pool.extents(table, 0, old), pool.extents(table, old, old + self.tokens)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
-        n, dtype, width = self.tokens, q.dtype, q.shape[1]
+        n, dtype = self.tokens, query.q.dtype
+        kv_heads, group_size, width, dim = query.q.shape
+        out = torch.zeros(width, kv_heads, group_size, dim, dtype=dtype, device=k.device)
         # A rank without tokens of this chunk runs one dummy token: drop it here.
-        query, k, v = Query.grouped(q[:, :n], scale, bias, k.shape[0]), k[:, :n], v[:, :n]
-        kv_heads, group_size, _, dim = query.q.shape
-        out = torch.zeros(width, kv_heads, group_size, dim, dtype=dtype, device=q.device)
+        query, k, v = query.tokens(slice(n)), k[:, :n], v[:, :n]
         out_KGTD = out[:n].permute(1, 2, 0, 3)
         # The streaming heads' transfers are under way while the retrieval heads' ring turns.
         # Queries and results are copies that have no name, so that none outlives its use.
         transfers = []
         if heads.num_streaming and (not self.exact or self.last):
-            streaming_k, streaming_v = heads.of_streaming(k), heads.of_streaming(v)
+            streaming_k, streaming_v = k[heads.streaming_index], v[heads.streaming_index]
             transfers = [
                 self._start_streaming(layer, heads, group, streaming_k, streaming_v)
                 for group in heads.groups
             ]
         if heads.num_retrieval:
-            of = heads.of_retrieval
+            of = heads.retrieval_index
             out_KGTD[heads.retrieval] = self._ring(
-                heads.retrieval_rows, heads.retrieval_query(query), of(k), of(v), exact=False
+                heads.retrieval_rows, query.heads(of), k[of], v[of], exact=False
             ).to(dtype)
         if heads.num_streaming and self.exact:
-            of = heads.of_streaming
+            of = heads.streaming_index
             out_KGTD[heads.streaming] = self._ring(
-                heads.streaming_rows, heads.streaming_query(query), of(k), of(v), exact=True
+                heads.streaming_rows, query.heads(of), k[of], v[of], exact=True
             ).to(dtype)
         if transfers:
-            streaming = heads.streaming_query(query)
+            streaming = query.heads(heads.streaming_index)
             for group, transfer in zip(heads.groups, transfers, strict=True):
                 found = self._streaming[group.index].finish(
                     layer, group.rows, streaming.heads(group.part), transfer

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.parallel.halo import Exchange, KVPiece
-from razor_dist.parallel.zigzag import Chunk, Interval
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan_window(
         for index in chunk.indices(owner):
             if len(chunk.shards[index]):
                 wants[owner].append(Interval(starts[index], chunk.shards[index].begin))
-    holdings = [*held, *_shard_holdings(chunk)]
+    own = holdings([chunk], chunk.span)
 
     spans: list[QuerySpan] = []
     offset = 0
@@ -105,8 +105,8 @@ def plan_window(
     return WindowPlan(
         edges,
         spans,
-        Exchange(holdings, wants, rank),
-        *_plan_sinks(sinks, chunk, _shard_holdings(chunk), rank),
+        Exchange([*held, *own], wants, rank),
+        *_plan_sinks(sinks, chunk, own, rank),
         window,
         next_start,
     )
@@ -122,27 +122,23 @@ def plan_compression(policy: StreamingPolicy, done: Sequence[Chunk], rank: int) 
     world_size, end = done[-1].world_size, done[-1].end
     next_start = max(policy.sinks, policy.start(end))
     window = Interval(next_start, max(next_start, end))
-    holdings = [h for chunk in done for h in _shard_holdings(chunk)]
     whole = Chunk(done[0].begin, end, world_size)
+    held = holdings(done, whole.span)
     return WindowPlan(
         [policy.sinks, next_start],
         [],
-        Exchange(holdings, [[window]] * world_size, rank),
-        *_plan_sinks(policy.sinks, whole, holdings, rank),
+        Exchange(held, [[window]] * world_size, rank),
+        *_plan_sinks(policy.sinks, whole, held, rank),
         window,
         next_start,
     )
 
 
-def _shard_holdings(chunk: Chunk) -> list[tuple[Interval, int]]:
-    return [(c, r) for r in range(chunk.world_size) for c in chunk.owned(r) if len(c)]
-
-
 def _plan_sinks(
-    sinks: int, chunk: Chunk, holdings: Sequence[tuple[Interval, int]], rank: int
+    sinks: int, chunk: Chunk, held: Sequence[tuple[Interval, int]], rank: int
 ) -> tuple[Exchange, Interval]:
     new = Interval(chunk.begin, max(chunk.begin, min(chunk.end, sinks)))
-    return Exchange(holdings, [[new]] * chunk.world_size, rank), new
+    return Exchange(held, [[new]] * chunk.world_size, rank), new
 
 
 def edge_sums(edges: Sequence[int], pieces: Sequence[KVPiece]) -> Tensor:

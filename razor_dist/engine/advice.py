@@ -37,8 +37,8 @@ def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list
     else:
         remedy = "lower window_min" if window == policy.window_min else "set window_max"
     return [
-        f"a streaming head's window of {tokens(window)} tokens, whole on every rank, is no "
-        f"smaller than a shard of {tokens(shard)}: {remedy}"
+        f"a streaming head's window of {tokens(window)} tokens, whole on every rank, is at least "
+        f"as long as a shard of {tokens(shard)}: {remedy}"
     ]
 
 

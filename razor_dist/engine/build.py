@@ -24,6 +24,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.weights import Loaded, load
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
@@ -70,10 +71,8 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
 class _NoAttention:
     """An `AttentionContext` that attends to nothing."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None
-    ) -> Tensor:
-        return torch.zeros_like(q).transpose(0, 1)
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
 
 
 @torch.inference_mode()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from razor_dist.engine.messages import Message
 
@@ -23,31 +23,24 @@ def interval(timeout: float) -> float:
     return min(_INTERVAL, timeout / 4)
 
 
-class Heartbeat:
-    """Sends ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
+@contextmanager
+def heartbeat(send: Callable[[Message], None], seconds: float) -> Iterator[None]:
+    """Send ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
 
     ``send`` may be called from any thread. Its first `OSError` ends the heartbeat: the main thread
     finds out by itself that the frontend has gone.
     """
+    over = threading.Event()
 
-    def __init__(self, send: Callable[[Message], None], seconds: float) -> None:
-        self._send, self._seconds = send, seconds
-        self._over = threading.Event()
-        # A daemon: a frontend that reads no more can block it in the socket.
-        self._thread = threading.Thread(target=self._run, name="razor-heartbeat", daemon=True)
+    def run() -> None:
+        with suppress(OSError):
+            send({"t": "alive", "pid": os.getpid()})
+            while not over.wait(seconds):
+                send({"t": "alive", "pid": os.getpid()})
 
-    def _run(self) -> None:
-        message = {"t": "alive", "pid": os.getpid()}
-        try:
-            self._send(message)
-            while not self._over.wait(self._seconds):
-                self._send(message)
-        except OSError:
-            return
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
+    # A daemon: a frontend that reads no more can block it in the socket.
+    threading.Thread(target=run, name="razor-heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

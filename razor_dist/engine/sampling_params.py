@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,15 @@ SamplingDefaults = Mapping[str, Any]
 MAX_LOGPROBS = 20
 # Integers travel to rank 0 in msgpack and to the generators as int64.
 _INT64 = 2**63
+# Fields, what holds of their values, and how that is said.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", lambda n: n >= 1, "at least 1"),
+    ("temperature", lambda t: 0.0 <= t <= 2.0, "between 0 and 2"),
+    ("top_p", lambda p: 0.0 < p <= 1.0, "in (0, 1]"),
+    ("top_k", lambda k: k >= -1, "-1, 0 or positive"),
+    ("logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ("prompt_logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,26 +65,12 @@ class SamplingParams:
         ids = _tuple("stop_token_ids", self.stop_token_ids, int, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
         self._check_types()
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
-            )
-        if not 0.0 <= self.temperature <= 2.0:
-            raise RequestError(
-                f"temperature must be between 0 and 2, got {self.temperature}", param="temperature"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
-        if self.top_k < -1:
-            raise RequestError(f"top_k must be -1, 0 or positive, got {self.top_k}", param="top_k")
+        for name, holds, range_ in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise RequestError(f"{name} must be {range_}, got {value}", param=name)
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", param="stop")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise RequestError(
-                    f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name
-                )
 
     def _check_types(self) -> None:
         """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from razor_dist.cache.sequence import shard_sizes
@@ -15,13 +15,7 @@ from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.parallel.zigzag import chunks
 
-
-@dataclass(frozen=True)
-class _Need:
-    """Pages that a request takes on every rank, in the pool and in the scratch pool."""
-
-    pages: list[int]
-    scratch: list[int]
+Ints = npt.NDArray[np.int64]
 
 
 class Scheduler:
@@ -43,39 +37,31 @@ class Scheduler:
         self.cache, self.world_size = cache, world_size
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
-        self._free_pages = [cache.num_pages] * world_size
-        self._free_scratch = [cache.scratch_pages] * world_size
+        # [2, P]: on every rank, free pages of the pool and of the scratch pool.
+        self._free: Ints = np.full((world_size, 2), [cache.num_pages, cache.scratch_pages]).T
         self._decoded_last = True
 
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.cache.page_size)
+    def _pages(self, tokens: Ints | list[int]) -> Ints:
+        return -(-np.asarray(tokens) // self.cache.page_size)
 
-    def _need(self, request: Request) -> _Need:
+    def _need(self, request: Request) -> Ints:
+        """Pages that a request takes, like ``_free``."""
         chunk, size = request.chunked_prefill_size, self.world_size
         new = shard_sizes(request.begin, request.end, request.total, chunk, size)
-        if request.prefix is not None:
-            held = self._shards(request.prefix)
-            # Full pages are shared with the prefix; a partly filled one is copied.
-            shared = [tokens // self.cache.page_size for tokens in held]
-            pages = [
-                self._pages(have + more) - shared_pages
-                for have, more, shared_pages in zip(held, new, shared, strict=True)
-            ]
-            return _Need(pages, [0] * size)
-        pages = [self._pages(tokens) for tokens in new]
-        if not self.cache.scratch_pages:
-            return _Need(pages, [0] * size)
-        prompt = shard_sizes(0, request.end, request.end, chunk, size)
-        return _Need(pages, [self._pages(tokens) for tokens in prompt])
+        scratch = np.zeros(size, np.int64)
+        if request.prefix is None and self.cache.scratch_pages:
+            scratch = self._pages(shard_sizes(0, request.end, request.end, chunk, size))
+        # Full pages are shared with the prefix; a partly filled one is copied.
+        held = self._shards(request.prefix)
+        return np.stack([self._pages(held + new) - held // self.cache.page_size, scratch])
 
-    def _shards(self, prefix: Request) -> list[int]:
+    def _shards(self, prefix: Request | None) -> Ints:
         """Tokens of a pinned prefix on every rank."""
-        own = shard_sizes(
-            prefix.begin, prefix.end, prefix.end, prefix.chunked_prefill_size, self.world_size
-        )
-        if prefix.prefix is None:
-            return own
-        return [a + b for a, b in zip(self._shards(prefix.prefix), own, strict=True)]
+        if prefix is None:
+            return np.zeros(self.world_size, np.int64)
+        chunk = prefix.chunked_prefill_size
+        own = shard_sizes(prefix.begin, prefix.end, prefix.end, chunk, self.world_size)
+        return self._shards(prefix.prefix) + own
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -96,8 +82,8 @@ class Scheduler:
     def _check_size(self, request: Request) -> None:
         """Refuse a request that is too large even for caches that hold nothing else."""
         size = self.cache.page_size
-        pages = max(self._pages_of([request, *_prefixes(request)]))
-        scratch = max(self._need(request).scratch)
+        pages = self._pages_of([request, *_prefixes(request)]).max()
+        scratch = self._need(request)[1].max()
         if pages > self.cache.num_pages:
             raise RequestError(
                 f"the request needs {pages * size} tokens of KV cache on a rank "
@@ -119,8 +105,8 @@ class Scheduler:
     def _check_beside_pinned(self, request: Request) -> None:
         """Refuse a request that would wait for ever, because pinned prefixes end by abort only."""
         pinned = self._held()
-        need, held = self._need(request).pages, self._pages_of(pinned)
-        most = max(range(self.world_size), key=lambda rank: held[rank] + need[rank])
+        need, held = self._pages_of([request]), self._pages_of(pinned)
+        most = np.argmax(held + need)
         size = self.cache.page_size
         if len(pinned) >= self.cache.max_sequences:
             what = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
@@ -149,10 +135,9 @@ class Scheduler:
         held = {r.key: r for k in pinned for r in [k, *_prefixes(k)]}
         return list(held.values())
 
-    def _pages_of(self, requests: list[Request]) -> list[int]:
+    def _pages_of(self, requests: list[Request]) -> Ints:
         """Pages of the pool that requests take together, on every rank."""
-        needs = [self._need(request).pages for request in requests]
-        return [sum(need[rank] for need in needs) for rank in range(self.world_size)]
+        return sum((self._need(r)[0] for r in requests), start=np.zeros_like(self._free[0]))
 
     def admit(self) -> StepPlan | None:
         """Open the oldest waiting request if its prefix is ready and all it needs is free."""
@@ -163,13 +148,10 @@ class Scheduler:
         need = self._need(request)
         if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
             return None
-        if any(n > f for n, f in zip(need.pages, self._free_pages, strict=True)):
-            return None
-        if any(n > f for n, f in zip(need.scratch, self._free_scratch, strict=True)):
+        if (need > self._free).any():
             return None
         self.waiting.popleft()
-        self._take(self._free_pages, need.pages)
-        self._take(self._free_scratch, need.scratch)
+        self._free -= need
         self.running[request.key] = request
         request.chunks.extend(
             chunks(request.begin, request.end, request.chunked_prefill_size, self.world_size)
@@ -188,11 +170,6 @@ class Scheduler:
         """The most tokens that the model may read of a request, or of what continues it."""
         # The last token of an answer is sampled and never read.
         return (self.cache.max_tokens if request.pinned else request.total) - 1
-
-    @staticmethod
-    def _take(free: list[int], need: list[int], sign: int = 1) -> None:
-        for rank, pages in enumerate(need):
-            free[rank] -= sign * pages
 
     def next(self) -> StepPlan | None:
         """The next prefill chunk or decode step, or None when there is nothing to do."""
@@ -227,7 +204,7 @@ class Scheduler:
         """Note that a request's next chunk has been prefilled."""
         request.chunks.popleft()
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
-            self._take(self._free_scratch, self._need(request).scratch, -1)
+            self._free[1] += self._need(request)[1]
 
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches, if it has any.
@@ -242,9 +219,7 @@ class Scheduler:
             return self._release_prefix(request)
         del self.running[request.key]
         need = self._need(request)
-        self._take(self._free_pages, need.pages, -1)
-        if not request.prefilled:
-            self._take(self._free_scratch, need.scratch, -1)
+        self._free += [need[0], need[1] * (not request.prefilled)]
         plan = StepPlan(Op.CLOSE, request.key)
         return [plan, *self._release_prefix(request)]
 

@@ -6,7 +6,7 @@ Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import torch
@@ -52,27 +52,12 @@ class StepPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "payload", torch.as_tensor(self.payload, dtype=torch.int64))
 
-    def _header(self) -> list[int]:
-        return [
-            int(self.op),
-            self.sequence,
-            self.begin,
-            self.end,
-            self.total,
-            self.chunked_prefill_size,
-            int(self.last),
-            self.prompt_logprobs,
-            self.source,
-            self.max_read,
-            len(self.payload),
-        ]
-
     def send(self, comm: Communicator, device: torch.device) -> None:
         """Broadcast from rank 0."""
         if comm.size == 1:
             return
         frame = torch.zeros(FRAME, dtype=torch.int64)
-        header = self._header()
+        header = [*(int(getattr(self, name)) for name in _NUMBERS), len(self.payload)]
         frame[: len(header)] = torch.tensor(header)
         inline = len(self.payload) <= FRAME - HEADER
         if inline:
@@ -86,15 +71,15 @@ class StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
         frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
         comm.broadcast(frame, 0, "control")
-        header = frame[:HEADER].tolist()
-        op, sequence, begin, end, total, chunked_prefill_size, last, logprobs = header[:8]
-        source, max_read, n = header[8:11]
+        *header, n = frame[: len(_NUMBERS) + 1].tolist()
         if n <= FRAME - HEADER:
             payload = frame[HEADER : HEADER + n]
         else:
             payload = torch.empty(n, dtype=torch.int64, device=device)
             comm.broadcast(payload, 0, "control")
-        return cls(
-            Op(op), sequence, begin, end, total, chunked_prefill_size, bool(last), logprobs, source,
-            max_read, payload,
-        )  # fmt: skip
+        numbers = dict(zip(_NUMBERS, header, strict=True))
+        numbers |= {"op": Op(numbers["op"]), "last": bool(numbers["last"])}
+        return cls(**numbers, payload=payload)
+
+
+_NUMBERS = [field.name for field in fields(StepPlan) if field.name != "payload"]

@@ -22,7 +22,7 @@ from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, start
 from razor_dist.engine.device import torch_device
-from razor_dist.engine.heartbeat import Heartbeat, interval
+from razor_dist.engine.heartbeat import heartbeat, interval
 from razor_dist.engine.messages import (
     EXIT_USER_ERROR,
     HEADER_SIZE,
@@ -243,7 +243,7 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
         follow(engine)
     else:
         link = Link(socket_path)
-        with Heartbeat(link.send, interval(config.heartbeat_timeout)):
+        with heartbeat(link.send, interval(config.heartbeat_timeout)):
             try:
                 engine = _engine(config, local_rank)
             except RazorError as error:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from razor_dist.heads.decision import Windows
-from razor_dist.kernels.query import Query
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,16 @@ class LayerHeads:
         """Streaming KV heads of the layer."""
         return self.streaming_rows.stop - self.streaming_rows.start
 
-    def of_retrieval(self, x: Tensor) -> Tensor:
-        """The retrieval heads of ``x`` along its first dimension; ``x`` if those are all."""
-        return x if self.num_streaming == 0 else x[self.retrieval]
+    @property
+    def retrieval_index(self) -> Tensor | slice:
+        """Index of the retrieval heads; where those are all it copies nothing."""
+        return self.retrieval if self.num_streaming else slice(None)
 
-    def retrieval_query(self, query: Query) -> Query:
-        """The retrieval heads' queries."""
-        return query if self.num_streaming == 0 else query.heads(self.retrieval)
-
-    def streaming_query(self, query: Query) -> Query:
-        """The streaming heads' queries, by group."""
+    @property
+    def streaming_index(self) -> Tensor | slice:
+        """Index of the streaming heads, by group; where it is one whole group it copies nothing."""
         whole = self.num_retrieval == 0 and len(self.groups) == 1
-        return query if whole else query.heads(self.streaming)
-
-    def of_streaming(self, x: Tensor) -> Tensor:
-        """Return the streaming heads of ``x`` by group; ``x`` itself if it is one whole group."""
-        return x if self.num_retrieval == 0 and len(self.groups) == 1 else x[self.streaming]
+        return slice(None) if whole else self.streaming
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from razor_dist.heads.duo.attention import full_attention, streaming_attention
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.heads.settings import OnTheFlySettings, PasskeySettings
+from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
@@ -62,8 +63,9 @@ class ChangeContext:
     moved: dict[int, Tensor] = field(default_factory=dict)
     whole: dict[int, Tensor] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
+        q, scale = query.q.flatten(0, 1), query.scale
         full = full_attention(q, k, v, scale)
         cut = streaming_attention(q, k, v, scale, self.sinks, self.recent)
         kv_heads = k.shape[0]

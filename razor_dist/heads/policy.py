@@ -13,7 +13,7 @@ A streaming head attends to the sinks ``[0, N0)``, to the window ``[s(i), i]`` a
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,14 +62,8 @@ class StreamingPolicy:
     @classmethod
     def of(cls, config: EngineConfig) -> StreamingPolicy:
         """Return the policy of an engine's settings."""
-        return cls(
-            window_min=config.window_min,
-            window_ratio=config.window_ratio,
-            window_max=config.window_max,
-            sinks=config.sink_tokens,
-            block=config.block,
-            compensation=config.compensation,
-        )
+        same = {f.name: getattr(config, f.name) for f in fields(cls) if f.name != "sinks"}
+        return cls(sinks=config.sink_tokens, **same)
 
     def with_window(self, tokens: int | None) -> StreamingPolicy:
         """The policy of a head with a window of its own; ``tokens`` None gives this policy itself.

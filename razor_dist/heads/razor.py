@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from razor_dist import kernels
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Decision, Scores, decide, rounded
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.settings import RazorSettings
+from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import dtype_name
 from razor_dist.models.shape import ModelShape
@@ -76,23 +76,20 @@ class ProbeContext:
         # earlier occurrences.
         self._weight = torch.zeros(2, shape.layers, shape.query_heads, repeats, dtype=torch.float64)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
-        q_KGTD = q.unflatten(0, (k.shape[0], -1))
-        out, lse = kernels.attend(q_KGTD, k, v, scale=scale, causal=True)
+        out, lse = query.attend(k, v, causal=True)
         for r in range(1, self._repeats):
-            self._weight[:, layer, :, r] = self._repetition(q_KGTD, k, lse, scale, r).cpu()
+            self._weight[:, layer, :, r] = self._repetition(query, k, lse, r).cpu()
         if self._on_layer is not None:
             self._on_layer(layer)
-        return out.to(q.dtype).flatten(0, 1).transpose(0, 1)
+        return out.to(query.q.dtype).flatten(0, 1).transpose(0, 1)
 
-    def _repetition(
-        self, q_KGTD: Tensor, k: Tensor, lse_KGT: Tensor, scale: float, r: int
-    ) -> Tensor:
+    def _repetition(self, query: Query, k: Tensor, lse_KGT: Tensor, r: int) -> Tensor:
         """Sum the weight of repetition ``r`` on induction and echo tokens, float64 ``[2, H]``."""
         n = self._tokens
         here = slice(self._start + r * n, self._start + (r + 1) * n)
-        q = q_KGTD[:, :, here].float() * scale
+        q = query.q[:, :, here].float() * query.scale
         total = torch.zeros(2, *q.shape[:2], dtype=torch.float64, device=q.device)
         for earlier in range(r):
             for kind, shift in enumerate((1, 0)):  # induction, echo

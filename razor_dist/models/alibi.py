@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from razor_dist.models.bridge import AlibiContext
+from razor_dist.kernels.query import Query
+from razor_dist.models.bridge import AttentionContext
 
 
 class LayerWeights(NamedTuple):
@@ -49,12 +50,12 @@ class AlibiModel(Protocol):
 class Biased(NamedTuple):
     """A model hands this to its layers in place of transformers' ALiBi tensor."""
 
-    context: AlibiContext
+    context: AttentionContext
     slopes: Tensor
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """``[1, T, H * D]`` of one layer, from ``q``, ``k`` and ``v`` ``[H, T, D]``."""
-        out = self.context.attend(layer, q, k, v, scale, self.slopes)
+        out = self.context.attend(layer, Query.grouped(q, scale, self.slopes, k.shape[0]), k, v)
         return out.flatten(1).unsqueeze(0)
 
 
@@ -80,7 +81,7 @@ class CausalLM:
         self: Any,
         input_ids: Tensor,
         *,
-        attention_context: AlibiContext,
+        attention_context: AttentionContext,
         position_ids: Tensor | None = None,
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from razor_dist.kernels.query import Query
 from razor_dist.models.longrope import position_mark
 
 NAME = "razor"
@@ -41,39 +42,13 @@ _HARMLESS = frozenset(
 class AttentionContext(Protocol):
     """Knowledge of one forward pass about its sequences."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer, by index, to the T tokens of this pass and those before.
 
-        Parameters
-        ----------
-        q : Tensor
-            ``[Hq, T, D]``, rotated queries.
-        k, v : Tensor
-            ``[K, T, D]``, rotated keys, and values.
-        scale : float
-            Multiplies ``q . k``.
-
-        Returns
-        -------
-        Tensor
-            ``[T, Hq, D]`` in the dtype of ``q``.
+        ``query.q`` is ``[K, G, T, D]``, ``k`` and ``v`` are ``[K, T, D]``; queries and keys are
+        rotated, or the query has slopes (ALiBi). The result is ``[T, K G, D]`` in the dtype of the
+        queries.
         """
-        ...
-
-
-class AlibiContext(Protocol):
-    """An `AttentionContext` that can bias heads by distance."""
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """See `AttentionContext`; ``bias`` has the heads' slopes, float32 ``[Hq]``."""
         ...
 
 
@@ -96,7 +71,8 @@ def _forward(
         raise NotImplementedError(f"the attention of {type(module).__name__} {problem}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return attention_context.attend(layer, query[0], key[0], value[0], scale).unsqueeze(0), None
+    grouped = Query.grouped(query[0], scale, None, key.shape[1])
+    return attention_context.attend(layer, grouped, key[0], value[0]).unsqueeze(0), None
 
 
 def _problem(

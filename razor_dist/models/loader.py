@@ -14,7 +14,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from razor_dist.config.errors import ModelError
@@ -263,6 +269,8 @@ def no_progress_bars() -> Iterator[None]:
     """Silence transformers' bars: eight ranks that load at once would draw over each other."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    # It has a bar of tqdm's own, which this switch would not reach.
+    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ def _convert_once(gguf: Path, target: Path) -> None:
         # Only the holder of the lock writes here; what lies there is from one that was killed.
         shutil.rmtree(partial, ignore_errors=True)
         print(
-            f"razor_dist: converting the embedded model once, about 20 s, to {target}",
+            f"razor_dist: converting the embedded model once, about half a minute, to {target}",
             file=sys.stderr,
             flush=True,
         )

@@ -41,7 +41,9 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     if where == "env://":
         store = store_of_this_start(store, rank, size, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    devices = _everyones(device)
+    devices = ["cpu"] * size
+    name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    dist.all_gather_object(devices, name)
     if backend_of(devices) == "nccl":
         return Communicator(dist.new_group(backend="nccl", timeout=timeout))
     if device.type == "cpu":
@@ -99,13 +101,3 @@ def backend_of(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
         )
     # NCCL refuses two ranks on one device.
     return "nccl" if kinds == {False} and len(set(devices)) == len(devices) else "gloo"
-
-
-def _everyones(device: torch.device) -> list[str]:
-    """Every rank's device, as `backend_of` takes them."""
-    mine = "cpu"
-    if device.type == "cuda":
-        mine = str(torch.cuda.get_device_properties(device).uuid)
-    devices = [mine] * dist.get_world_size()
-    dist.all_gather_object(devices, mine)
-    return devices

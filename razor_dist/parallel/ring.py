@@ -94,9 +94,10 @@ def ring_attention(
     if earlier.total and queries_travel(
         chunk, earlier.total, kv_heads, group, dim, query.q.element_size(), k.element_size()
     ):
-        returning = _start_pass_q(comm, chunk, query, earlier)
+        here, elsewhere = _start_pass_q(comm, chunk, query, earlier)
         own = _pass_kv(comm, chunk, query, k, v, Earlier((), [0] * comm.size))
-        return merge([own, *returning.finish()]).out
+        found = [packed for transfer in elsewhere for packed in transfer.wait()]
+        return merge([own, here, *(Partial(x[..., :-1], x[..., -1]) for x in found)]).out
     return _pass_kv(comm, chunk, query, k, v, earlier).out
 
 
@@ -211,23 +212,13 @@ def _split(partial: Partial, at: int) -> tuple[Partial, Partial]:
     )
 
 
-@dataclass
-class _Returning:
-    """Partial results on their way back to the rank whose queries travelled."""
-
-    own: Partial
-    pending: list[Pending]
-
-    def finish(self) -> list[Partial]:
-        partials = [self.own]
-        for transfer in self.pending:
-            for packed in transfer.wait():
-                partials.append(Partial(packed[..., :-1], packed[..., -1]))
-        return partials
-
-
-def _start_pass_q(comm: Communicator, chunk: Chunk, query: Query, earlier: Earlier) -> _Returning:
+def _start_pass_q(
+    comm: Communicator, chunk: Chunk, query: Query, earlier: Earlier
+) -> tuple[Partial, list[Pending]]:
     """Queries go round past the earlier keys, which stay; what each rank found is sent back.
+
+    The result is what this rank's queries find here, and, on its way, what they find elsewhere:
+    ``out`` and ``lse``, packed.
 
     In step s this rank has the queries of rank - s and sends their owner a partial result, while
     rank + s has ours and sends us one. The last of these are under way when this returns, so that
@@ -258,4 +249,4 @@ def _start_pass_q(comm: Communicator, chunk: Chunk, query: Query, earlier: Earli
         sends = [(owner, packed)] if packed.numel() else []
         receives = [(holder, buffer)] if buffer.numel() else []
         returning.append(comm.exchange(sends, receives, "ring"))
-    return _Returning(own, returning)
+    return own, returning

@@ -39,6 +39,11 @@ class Chunk:
     def __post_init__(self) -> None:
         assert self.end > self.begin and self.world_size >= 1
 
+    @property
+    def span(self) -> Interval:
+        """All of its positions."""
+        return Interval(self.begin, self.end)
+
     @cached_property
     def shards(self) -> tuple[Interval, ...]:
         """The 2P shards in order; some are empty when the chunk is shorter than 2P tokens."""

@@ -66,7 +66,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
     together = run(core)
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
-    assert core.scheduler._free_pages == [core.runner.config.num_pages]
+    assert core.scheduler._free[0] == [core.runner.config.num_pages]
 
 
 def test_full_attention_generates_what_transformers_generates(
@@ -127,7 +127,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler._free_scratch == [core.runner.config.scratch_pages]
+    assert core.scheduler._free[1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(

@@ -322,9 +322,8 @@ class Engine(RuleBasedStateMachine):
     def the_scheduler_knows_what_is_free(self) -> None:
         if hasattr(self, "core"):
             free = [pool.free_pages for pool in self.runner.pools]
-            assert self.core.scheduler._free_pages == free
-            free = [pool.free_pages for pool in self.runner.scratch]
-            assert self.core.scheduler._free_scratch == (free or [0] * self.runner.comm.size)
+            scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
+            assert self.core.scheduler._free.tolist() == [free, scratch]
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -26,6 +26,7 @@ from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, TimedRun, mea
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
 from razor_dist.kernels import query
+from razor_dist.kernels.query import Query
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
 from razor_dist.plan.compute import decode_reads, full_attention
@@ -40,8 +41,8 @@ SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 class NoAttention:
     """An `AttentionContext` that multiplies nothing."""
 
-    def attend(self, layer: int, q: Tensor, *_: Any) -> Tensor:
-        return torch.zeros_like(q).transpose(0, 1)
+    def attend(self, layer: int, query: Query, *_: Any) -> Tensor:
+        return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from razor_dist.heads.razor import (
     probe_tokens,
 )
 from razor_dist.heads.settings import RazorSettings
+from razor_dist.kernels.query import Query
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.smollm2 import embedded_model
@@ -85,7 +86,7 @@ def test_constructed_attention() -> None:
         q[2, i, i % n] = 100.0  # echo, the first occurrence only
     # Head 3 attends uniformly.
     context = ProbeContext(shape, n, repeats)
-    out = context.attend(0, q, k, k, 1.0)
+    out = context.attend(0, Query.grouped(q, 1.0, None, 2), k, k)
     torch.testing.assert_close(out[n, 0], torch.eye(total)[0])
     result = context.scores()
     one_of_r = (1 + 1 / 2 + 1 / 3) / 3  # one occurrence of r has all the weight, r = 1, 2, 3
@@ -114,9 +115,9 @@ def test_no_attention_matrix_is_held() -> None:
     shape = ModelShape(
         layers=1, query_heads=heads, kv_heads=2, head_dim=dim, vocab_size=8, max_positions=total
     )
-    q, kv = torch.randn(heads, total, dim), torch.randn(2, total, dim)
+    q, kv = torch.randn(2, heads // 2, total, dim), torch.randn(2, total, dim)
     with _Largest() as largest:
-        ProbeContext(shape, total // 4, 4).attend(0, q, kv, kv, 0.3)
+        ProbeContext(shape, total // 4, 4).attend(0, Query(q, 0.3), kv, kv)
     assert largest.elements <= heads * total * dim
 
 

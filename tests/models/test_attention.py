@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import NAME
 
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 5, 8
@@ -20,8 +21,9 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[int, torch.Size, torch.Size, float]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.calls.append((layer, q.shape, k.shape, scale))
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        q = query.q.flatten(0, 1)
+        self.calls.append((layer, q.shape, k.shape, query.scale))
         return q.new_zeros(q.shape[1], q.shape[0], v.shape[2])
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from razor_dist import kernels
 from razor_dist.config.errors import ModelError
+from razor_dist.kernels.query import Query
 from razor_dist.models.loader import eos_token_ids, load_model, model_fingerprint, read_config
 from razor_dist.models.smollm2 import embedded_model
 from tests.tiny_models import FAMILIES, make_tiny
@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 class FullCausal:
     """The simplest attention context: plain causal attention."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, _ = kernels.attend(q.unflatten(0, (len(k), -1)), k, v, scale=scale, causal=True)
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = query.attend(k, v, causal=True)
         return out.flatten(0, 1).transpose(0, 1)
 
 

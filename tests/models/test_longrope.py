@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import run_body
 from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
@@ -156,10 +157,10 @@ def test_a_recorded_step_takes_the_mark_from_its_inputs(phi3: Path) -> None:
 class Keys:
     """An attention context that notes the first layer's keys."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         if layer == 0:
             self.first = k
-        return torch.zeros_like(q).transpose(0, 1)
+        return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
 
 
 def test_the_probe_chooses_by_the_prompts_length(phi3: Path) -> None:

@@ -23,6 +23,7 @@ from razor_dist.engine import build
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import follow
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.kernels.query import Query
 from razor_dist.models.loader import (
     layer_classes,
     load_model,
@@ -160,11 +161,9 @@ class Watch:
     def __init__(self, shares: ShardedWeights) -> None:
         self._shares, self.bytes = shares, list[int]()
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Query, *_: torch.Tensor) -> torch.Tensor:
         self.bytes.append(self._shares.resident_bytes)
-        return torch.zeros_like(q).transpose(0, 1)
+        return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
 
 
 def warm_up() -> None:

@@ -119,7 +119,7 @@ def test_what_never_fits() -> None:
 @pytest.mark.parametrize(
     ("given", "retrieval", "message"),
     [
-        ({"window_max": None}, 0.3, "no smaller than a shard"),
+        ({"window_max": None}, 0.3, "at least as long as a shard"),
         ({"chunked_prefill_size": 65536}, 0.3, "the halo moves 1.8 x all streaming keys"),
         ({}, 0.9, "90% of the KV heads are retrieval heads"),
         ({"prefill": "exact"}, 0.3, "prefill is exact"),

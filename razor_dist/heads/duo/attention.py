@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.kernels.query import Query
 from razor_dist.parallel.zero import import_deepspeed
 
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -182,8 +183,9 @@ class GateContext:
     recent: int
     ulysses: Ulysses | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
+        q, scale = query.q.flatten(0, 1), query.scale
         mine = slice(None) if self.ulysses is None else self.ulysses.heads
 
         def attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
