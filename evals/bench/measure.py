@@ -20,7 +20,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.engine.memory import resident_bytes
+from razor_dist.config.memory import resident_bytes
 from razor_dist.kernels.linear import linear
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.weights import head_map_of
 from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.results import FULL
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import Flags, Windows
+from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, eos_token_ids, load_model, model_fingerprint

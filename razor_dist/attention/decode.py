@@ -63,10 +63,10 @@ class DecodeContext:
         if query.by_distance and self._distances is None:
             self._distances = self._measure(query.q.dtype)
         parts = []
-        if heads.num_retrieval:
+        if len(heads.retrieval):
             of = heads.retrieval_index
             parts.append(self._retrieval(heads, query.heads(of), k[of], v[of]))
-        if heads.num_streaming:
+        if len(heads.streaming):
             of = heads.streaming_index
             parts.append(self._streaming(heads, query.heads(of), k[of], v[of]))
         if len(parts) == 1 and len(heads.groups) <= 1:

@@ -100,18 +100,18 @@ class PrefillContext:
         # The streaming heads' transfers are under way while the retrieval heads' ring turns.
         # Queries and results are copies that have no name, so that none outlives its use.
         transfers = []
-        if heads.num_streaming and (not self.exact or self.last):
+        if len(heads.streaming) and (not self.exact or self.last):
             streaming_k, streaming_v = k[heads.streaming_index], v[heads.streaming_index]
             transfers = [
                 self._start_streaming(layer, heads, group, streaming_k, streaming_v)
                 for group in heads.groups
             ]
-        if heads.num_retrieval:
+        if len(heads.retrieval):
             of = heads.retrieval_index
             out_KGTD[heads.retrieval] = self._ring(
                 heads.retrieval_rows, query.heads(of), k[of], v[of], exact=False
             ).to(dtype)
-        if heads.num_streaming and self.exact:
+        if len(heads.streaming) and self.exact:
             of = heads.streaming_index
             out_KGTD[heads.streaming] = self._ring(
                 heads.streaming_rows, query.heads(of), k[of], v[of], exact=True

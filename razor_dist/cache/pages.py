@@ -87,19 +87,12 @@ class PagePool:
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self._references = [0] * num_pages
-        self._free = num_pages
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that no sequence holds."""
-        return self._free
+        self.free_pages = num_pages  # that no sequence holds
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, read off the tensors."""
-        page = slice(0, self.page_size)
-        positions = 0 if self.positions is None else self.positions[page].nbytes
-        return self.k[:, page].nbytes + self.v[:, page].nbytes + positions
+        return self.reserved_bytes // (self.num_pages + 1)
 
     @property
     def reserved_bytes(self) -> int:
@@ -110,7 +103,7 @@ class PagePool:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return (self.num_pages - self._free) * self.page_bytes
+        return (self.num_pages - self.free_pages) * self.page_bytes
 
     def pages_for(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens need."""
@@ -124,14 +117,14 @@ class PagePool:
         return PageTable(self._take(self.pages_for(tokens)))
 
     def _take(self, need: int) -> list[int]:
-        if need > self._free:
-            raise EngineError(f"{need} KV pages needed, {self._free} free")
+        if need > self.free_pages:
+            raise EngineError(f"{need} KV pages needed, {self.free_pages} free")
         pages = self._first_run(need)
         if pages is None:
             pages = [p for p, count in enumerate(self._references) if count == 0][:need]
         for page in pages:
             self._references[page] = 1
-        self._free -= need
+        self.free_pages -= need
         if self.clear:
             for a, b in self.extents(PageTable(pages), 0, need * self.page_size):
                 self.k[:, a:b] = 0
@@ -151,7 +144,7 @@ class PagePool:
         for page in table.pages:
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free += 1
+                self.free_pages += 1
         table.pages, table.tokens = [], 0
 
     def fork(self, table: PageTable, tokens: int) -> PageTable:

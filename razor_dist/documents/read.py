@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.config.memory import resident_bytes
 
 # Kinds by the names' ends; `read` of `razor_dist.documents.KIND` yields the pages' texts.
 _KINDS = {
@@ -144,10 +144,8 @@ def main() -> None:
     except Exception as error:  # the libraries raise whatever the broken file leads them to
         answer, code = f"cannot be read as {kind}: {error or type(error).__name__}", _REFUSED
         resource.setrlimit(resource.RLIMIT_AS, (most, most))  # room to say what is wrong
-        # lxml calls a lack of memory an unknown error. Of getrusage the peak would be our parent's.
-        [peak] = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        used = 1024 * int(peak)
-        if isinstance(error, MemoryError) or used > limits.memory // 2:
+        # lxml calls a lack of memory an unknown error.
+        if isinstance(error, MemoryError) or resident_bytes()[1] > limits.memory // 2:
             answer = f"needs more than {limits.memory:,} bytes of memory to read; split it"
     sys.stdout.buffer.write(answer.encode())
     sys.exit(code)

@@ -12,7 +12,7 @@ from torch import Tensor
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.engine.messages import Message, Tokens, as_tokens, error_message
 from razor_dist.engine.request import Request
-from razor_dist.engine.runner import ModelRunner, PromptLogprobs
+from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
@@ -84,7 +84,10 @@ class EngineCore:
         tokens = as_tokens(prompt, self.runner.shape.vocab_size)
         if not len(tokens):
             raise RequestError("the prompt must hold at least one token", param="prompt")
-        self._check_logprobs(params)
+        vocabulary = self.runner.shape.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocabulary:
+                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
@@ -98,53 +101,43 @@ class EngineCore:
             parts = 2 * self.runner.comm.size
             even = max(_LOGPROB_CHUNK_TOKENS // parts, 1) * parts
             chunked_prefill_size = min(chunked_prefill_size, even)
+        max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
         request = Request(
             id=request_id,
             key=self._next_key,
             prompt=tokens,
             params=params,
-            max_tokens=self._max_tokens(before + len(tokens), params, pin=pin),
+            max_tokens=max_tokens,
             chunked_prefill_size=chunked_prefill_size,
-            generator=self._generator(params),
+            generator=torch.Generator().manual_seed(seed),
             prefix=prefix,
         )
         self.scheduler.add(request)
         self._next_key += 1
         self._requests[request_id] = request
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        vocabulary = self.runner.shape.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocabulary:
-                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
-
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, pin: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
         room = self.max_model_len - prompt_tokens
-        if pin:
-            if room < 1:
-                raise RequestError(
-                    f"the context holds {self.max_model_len} tokens; the prompt to keep has "
-                    f"{prompt_tokens} and leaves no room to continue it",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
-            return 0
-        wanted = 1 if params.max_tokens is None else params.max_tokens
+        wanted = 1 if pin or params.max_tokens is None else params.max_tokens
         if room < wanted:
+            what = (
+                f"the prompt to keep has {prompt_tokens} and leaves no room to continue it"
+                if pin
+                else f"the prompt has {prompt_tokens} and {wanted} are to be generated, "
+                f"{prompt_tokens + wanted} in all"
+            )
             raise RequestError(
-                f"the context holds {self.max_model_len} tokens; the prompt has {prompt_tokens} "
-                f"and {wanted} are to be generated, {prompt_tokens + wanted} in all",
+                f"the context holds {self.max_model_len} tokens; {what}",
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )
+        if pin:
+            return 0
         return room if params.max_tokens is None else params.max_tokens
-
-    def _generator(self, params: SamplingParams) -> torch.Generator:
-        seed = params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-        return torch.Generator().manual_seed(seed)
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""
@@ -276,10 +269,11 @@ def _progress_message(request: Request, processed: int) -> Message:
     }
 
 
-def _prompt_message(request_id: str, first: bool, found: PromptLogprobs) -> Message:
+def _prompt_message(request_id: str, first: bool, found: Tensor) -> Message:
     """The ``prompt`` message of one chunk; the first chunk's begins with None for token 0."""
     entries: list[Any] = [None] if first else []
-    for row in range(found.logprob.shape[0]):
-        top = zip(found.top_ids[row].tolist(), found.top_logprobs[row].tolist(), strict=True)
-        entries.append([float(found.logprob[row]), int(found.rank[row]), [list(p) for p in top]])
+    for logprob, rank, *top in found.tolist():
+        half = len(top) // 2
+        pairs = zip(top[half:], top[:half], strict=True)
+        entries.append([logprob, int(rank), [[int(token), value] for token, value in pairs]])
     return {"t": "prompt", "id": request_id, "logprobs": entries}

@@ -37,6 +37,7 @@ from razor_dist.attention.decode_inputs import (
 )
 from razor_dist.attention.prefill import Caches
 from razor_dist.cache.sequence import Sequence, owner_of
+from razor_dist.config.schema import EngineConfig
 from razor_dist.parallel.comm import Communicator, Purpose
 
 log = logging.getLogger(__name__)
@@ -103,15 +104,25 @@ class CudaRecorder:
         return replay
 
 
-def cuda_recorder(comm: Communicator, device: torch.device) -> CudaRecorder | None:
-    """The recorder for these ranks, or None where their steps cannot be captured."""
-    if device.type != "cuda":
+def cuda_recorder(
+    config: EngineConfig, comm: Communicator, device: torch.device
+) -> CudaRecorder | None:
+    """The recorder of these ranks' decode steps, or None where they cannot be captured."""
+    if not config.cuda_graphs or device.type != "cuda":
         return None
     if comm.size > 1 and dist.get_backend(comm.group) != "nccl":
         log.info(
             "decode runs without CUDA graphs: they cannot hold collectives of %s",
             dist.get_backend(comm.group),
         )
+        return None
+    if config.weights != "replicated":
+        if comm.rank == 0:
+            log.warning(
+                "decode steps are not recorded in CUDA graphs: with weights: %s every step "
+                "gathers the weights anew",
+                config.weights,
+            )
         return None
     return CudaRecorder(device)
 
@@ -192,20 +203,14 @@ class DecodeGraphs:
 
     def key(self, sequences: Seq[Sequence]) -> Key:
         """Everything that a recording for these sequences fixes; the same on every rank."""
-        return tuple(
-            (self._layout(s), self._widths(s), padded_length(self._stored(s), self._pad))
-            for s in sequences
-        )
-
-    def _widths(self, sequence: Sequence) -> tuple[int, ...]:
-        """Places of the streaming slots that a recording reads."""
-        tokens = padded_length(sequence.length + 1, self._pad)
-        return streaming_widths(self._caches, sequence, tokens)
-
-    def _stored(self, sequence: Sequence) -> int:
-        """Tokens of the longest shard, once the new token is stored."""
-        owner = owner_of(sequence.length, self._comm.size)
-        return max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
+        found = []
+        for sequence in sequences:
+            tokens = padded_length(sequence.length + 1, self._pad)
+            widths = streaming_widths(self._caches, sequence, tokens)
+            owner = owner_of(sequence.length, self._comm.size)
+            longest = max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
+            found.append((self._layout(sequence), widths, padded_length(longest, self._pad)))
+        return tuple(found)
 
     def _layout(self, sequence: Sequence) -> tuple[int, ...]:
         """One number per rank for where it keeps the sequence.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from razor_dist.attention.prefill import Caches, PrefillContext
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import Sequence, shard_sizes
 from razor_dist.cache.streaming import StreamingCache
+from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.graph import DecodeGraphs, Recorder
-from razor_dist.engine.memory import resident_bytes
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
@@ -52,16 +53,6 @@ class CacheConfig:
     dtype: torch.dtype  # of keys and values, in the caches and between ranks
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens, in the order of positions."""
-
-    logprob: Tensor  # [n], of each next token
-    rank: Tensor  # [n], that token's place; 1 is the likeliest
-    top_ids: Tensor  # [n, k]
-    top_logprobs: Tensor  # [n, k]
-
-
 class ModelRunner:
     """Runs the model over this rank's tokens and keeps its caches.
 
@@ -82,51 +73,36 @@ class ModelRunner:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
         self.device = next(model.parameters()).device
-        dtype, size, dim = cache.dtype, cache.page_size, shape.head_dim
+        size, dim = cache.page_size, shape.head_dim
+        new_pool = partial(PagePool, dtype=cache.dtype, device=self.device)
         scratch = None
         if cache.scratch_pages and layout.streaming_rows:
-            scratch = PagePool(
-                layout.streaming_rows,
-                cache.scratch_pages,
-                size,
-                dim,
-                dtype=dtype,
-                device=self.device,
-            )
-        self.caches = Caches(
-            layout,
-            PagePool(
-                layout.retrieval_rows,
-                cache.num_pages,
-                size,
-                dim,
-                dtype=dtype,
-                device=self.device,
-                clear=recorder is not None,
-                track_positions=shape.alibi,
-            ),
-            tuple(
-                StreamingCache(
-                    rows,
-                    cache.max_sequences,
-                    cache.max_tokens,
-                    cache.policy.with_window(window),
-                    dim,
-                    dtype=dtype,
-                    device=self.device,
-                    queries=model.dtype,
-                )
-                for window, rows in zip(layout.windows, layout.rows, strict=True)
-            ),
-            scratch,
+            scratch = new_pool(layout.streaming_rows, cache.scratch_pages, size, dim)
+        clear, alibi = recorder is not None, shape.alibi
+        retrieval = new_pool(
+            layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
         )
+        streaming = tuple(
+            StreamingCache(
+                rows,
+                cache.max_sequences,
+                cache.max_tokens,
+                cache.policy.with_window(window),
+                dim,
+                dtype=cache.dtype,
+                device=self.device,
+                queries=model.dtype,
+            )
+            for window, rows in zip(layout.windows, layout.rows, strict=True)
+        )
+        self.caches = Caches(layout, retrieval, streaming, scratch)
         self._nothing = self._integers([])
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
-        self.prompt_logprobs: PromptLogprobs | None = None
+        self.prompt_logprobs: Tensor | None = None  # of the last chunk: `_gather_logprobs`
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
@@ -252,13 +228,16 @@ class ModelRunner:
 
     def _gather_logprobs(
         self, plan: StepPlan, chunk: Chunk, following: Tensor, logits: Tensor
-    ) -> PromptLogprobs:
-        """Log-probabilities of the tokens ``following`` each of the chunk's, from all ranks."""
-        count = plan.prompt_logprobs
+    ) -> Tensor:
+        """Log-probabilities of the tokens ``following`` each of the chunk's, from all ranks.
+
+        A row of the float64 table ``[n, 2 + 2 k]`` has the token's log-probability, its place, 1
+        for the likeliest, and the k likeliest tokens' log-probabilities and ids.
+        """
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(-1, following.unsqueeze(-1))
         rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        top = logprobs.topk(count, dim=-1)
+        top = logprobs.topk(plan.prompt_logprobs, dim=-1)
         # Ids and ranks are exact in float64, so one tensor carries all.
         table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
         most = max(chunk.tokens(r) for r in range(self.comm.size))
@@ -273,10 +252,7 @@ class ModelRunner:
                     r, done : done + len(shard)
                 ].cpu()
                 done += len(shard)
-        rows = rows[: len(plan.payload) - 1]
-        return PromptLogprobs(
-            rows[:, 0], rows[:, 1].long(), rows[:, 2 + count :].long(), rows[:, 2 : 2 + count]
-        )
+        return rows[: len(plan.payload) - 1]
 
     def _decode(self, plan: StepPlan) -> Tensor | None:
         keys, tokens = plan.payload.view(-1, 2).T.tolist()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from razor_dist.config.errors import RazorError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, start
+from razor_dist.engine.build import RankEngine, load, start
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.heartbeat import heartbeat, interval
 from razor_dist.engine.messages import (
@@ -36,7 +36,6 @@ from razor_dist.engine.messages import (
 )
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, StepPlan
-from razor_dist.engine.weights import load
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.process_group import init_distributed
 

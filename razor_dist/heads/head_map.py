@@ -19,6 +19,7 @@ from razor_dist.models import smollm2
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from razor_dist.config.schema import EngineConfig
     from razor_dist.models.shape import ModelShape
 
 FORMAT_VERSION: Final = 1
@@ -176,24 +177,15 @@ class HeadMap:
         )
 
     @classmethod
-    def full(cls, shape: ModelShape) -> HeadMap:
-        """Return the map in which every head keeps everything: ordinary attention."""
-        return cls._uniform("full", shape, True)
-
-    @classmethod
-    def streaming(cls, shape: ModelShape) -> HeadMap:
-        """Return the map in which no head keeps everything: StreamingLLM."""
-        return cls._uniform("streaming", shape, False)
-
-    @classmethod
-    def _uniform(cls, method: str, shape: ModelShape, flag: bool) -> HeadMap:
+    def uniform(cls, method: Literal["full", "streaming"], shape: ModelShape) -> HeadMap:
+        """Every head keeps everything ("full", ordinary attention), or none (StreamingLLM)."""
         return cls(
             model="any",
             fingerprint="any",
             method=method,
             settings={},
             query_heads=shape.query_heads,
-            retrieval=((flag,) * shape.kv_heads,) * shape.layers,
+            retrieval=((method == "full",) * shape.kv_heads,) * shape.layers,
             selected={},
             scores={},
         )
@@ -232,6 +224,15 @@ class HeadMap:
 
 
 _adapter = TypeAdapter(HeadMap)
+
+
+def head_map_of(config: EngineConfig, shape: ModelShape, fingerprint: str) -> HeadMap:
+    """The head map that an engine's settings name, for a model of this shape."""
+    if config.attention != "razor":
+        return HeadMap.uniform(config.attention, shape)
+    head_map = HeadMap.load(config.head_map or default_head_map(config.model))
+    head_map.validate(shape, fingerprint)
+    return head_map
 
 
 def default_head_map(model: str) -> Path:

@@ -32,24 +32,14 @@ class LayerHeads:
     streaming_rows: slice  # among those of all layers and windows (the scratch pool's)
 
     @property
-    def num_retrieval(self) -> int:
-        """Retrieval KV heads of the layer."""
-        return self.retrieval_rows.stop - self.retrieval_rows.start
-
-    @property
-    def num_streaming(self) -> int:
-        """Streaming KV heads of the layer."""
-        return self.streaming_rows.stop - self.streaming_rows.start
-
-    @property
     def retrieval_index(self) -> Tensor | slice:
         """Index of the retrieval heads; where those are all it copies nothing."""
-        return self.retrieval if self.num_streaming else slice(None)
+        return self.retrieval if len(self.streaming) else slice(None)
 
     @property
     def streaming_index(self) -> Tensor | slice:
         """Index of the streaming heads, by group; where it is one whole group it copies nothing."""
-        whole = self.num_retrieval == 0 and len(self.groups) == 1
+        whole = not len(self.retrieval) and len(self.groups) == 1
         return slice(None) if whole else self.streaming
 
 

@@ -75,7 +75,7 @@ class Communicator:
             if peer == self.rank or not tensor.is_contiguous():
                 raise ValueError("send contiguous tensors, to other ranks only")
             ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
-            self.note(purpose, tensor.numel() * tensor.element_size())
+            self.note(purpose, tensor.nbytes)
         for peer, buffer in receives:
             if peer == self.rank or not buffer.is_contiguous():
                 raise ValueError("receive into contiguous tensors, from other ranks only")
@@ -100,7 +100,7 @@ class Communicator:
         if self.size > 1:
             dist.broadcast(tensor, self._global(source), group=self.group)
             if self.rank == source:
-                self.note(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+                self.note(purpose, (self.size - 1) * tensor.nbytes)
 
     def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
         """``tensor`` of every rank, stacked to ``[P, ...]`` in the order of ranks."""
@@ -108,7 +108,7 @@ class Communicator:
             return tensor.unsqueeze(0)
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self.group)
-        self.note(purpose, (self.size - 1) * tensor.numel() * tensor.element_size())
+        self.note(purpose, (self.size - 1) * tensor.nbytes)
         return out
 
     def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
@@ -116,8 +116,7 @@ class Communicator:
         if self.size == 1:
             return Pending([tensor])
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        nbytes = tensor.numel() * tensor.element_size()
-        self.note(purpose, 2 * nbytes * (self.size - 1) // self.size)
+        self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return Pending([tensor], [work])
 
     def _global(self, rank: int) -> int:

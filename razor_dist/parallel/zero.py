@@ -171,8 +171,8 @@ class ShardedWeights:
 
     def _prefetched_numbers(self) -> int:
         """Numbers in the weights of the largest module that is gathered as one, if there is any."""
-        layers = [m for m in self._body.modules() if type(m) in self._together]
-        sizes = [sum(_numbers(p) for p in m.parameters()) for m in layers]
+        layers: list[Any] = [m for m in self._body.modules() if type(m) in self._together]
+        sizes = [sum(p.ds_numel for p in m.parameters()) for m in layers]
         return max(sizes, default=50_000_000)  # DeepSpeed's own default
 
     def _config(self, prefetch: int) -> dict[str, Any]:
@@ -192,11 +192,6 @@ class ShardedWeights:
             zero["offload_param"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
         bf16 = {"enabled": self._dtype == torch.bfloat16}
         return {**COMMON, "zero_optimization": zero, "bf16": bf16}
-
-
-def _numbers(param: Any) -> int:
-    """Count of the numbers in a whole weight."""
-    return int(param.ds_numel)
 
 
 def _count_gathers(param: Any, note: Callable[[int], None]) -> None:

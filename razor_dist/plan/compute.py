@@ -118,7 +118,9 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
 
 def full_attention(d: Deployment) -> Deployment:
     """Return the same deployment with every head a retrieval head."""
-    return replace(d, head_map=HeadMap.full(d.shape), source="attention: full", missing=None)
+    return replace(
+        d, head_map=HeadMap.uniform("full", d.shape), source="attention: full", missing=None
+    )
 
 
 def pass_q(d: Deployment, chunk: Chunk) -> bool:

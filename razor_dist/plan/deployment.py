@@ -16,9 +16,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import cache_config, chunk_length
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.engine.runner import CacheConfig
-from razor_dist.engine.weights import head_map_of
 from razor_dist.heads.decision import spread
-from razor_dist.heads.head_map import HeadMap, default_head_map
+from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
@@ -77,7 +76,7 @@ def _choose_heads(
             source = f"attention: {config.attention}"
         return head_map_of(config, shape, fingerprint), source, None
     retrieval = spread(fraction, shape.layers, shape.kv_heads)
-    return replace(HeadMap.full(shape), retrieval=retrieval), source, missing
+    return replace(HeadMap.uniform("full", shape), retrieval=retrieval), source, missing
 
 
 def _has_head_map(model: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build, weights
+from razor_dist.engine import build
 from razor_dist.engine.capacity import chunk_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import read_config
@@ -40,7 +40,7 @@ def test_without_a_seed_every_start_draws_differently(tiny: Callable[[str], Path
 def test_attention_that_cannot_be_honoured_is_refused_at_start(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_model = weights.load_model
+    load_model = build.load_model
 
     def with_dropout(*args: Any, **kwargs: Any) -> Any:
         model = load_model(*args, **kwargs)
@@ -49,7 +49,7 @@ def test_attention_that_cannot_be_honoured_is_refused_at_start(
             layer.self_attn.training = True
         return model
 
-    monkeypatch.setattr(weights, "load_model", with_dropout)
+    monkeypatch.setattr(build, "load_model", with_dropout)
     with pytest.raises(ModelError, match=r"cannot be served: .*drops out"):
         build_full(tiny("llama"))
 
@@ -104,7 +104,7 @@ def test_an_engine_says_of_a_head_map_that_it_keeps_nearly_all(
     flags[0][0] = False
     chosen = {"induction": tuple((layer, 0) for layer in range(shape.layers))}
     head_map = dataclasses.replace(
-        HeadMap.full(shape), retrieval=tuple(map(tuple, flags)), selected=chosen
+        HeadMap.uniform("full", shape), retrieval=tuple(map(tuple, flags)), selected=chosen
     )
     head_map.save(tmp_path / "map.json")
     config = EngineConfig(

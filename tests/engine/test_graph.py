@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.attention.decode_inputs import drop_outdated, step_inputs
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
@@ -333,7 +334,7 @@ def test_what_cannot_be_recorded_stays_eager_on_every_rank(
 
 def recorder_for(comm: Communicator, device: str) -> tuple[bool, list[str]]:
     with mock.patch("razor_dist.engine.graph.log.info") as info:
-        found = cuda_recorder(comm, torch.device(device)) is not None
+        found = cuda_recorder(EngineConfig(), comm, torch.device(device)) is not None
     return found, [call.args[0] % call.args[1:] for call in info.call_args_list]
 
 

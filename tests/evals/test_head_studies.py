@@ -124,7 +124,7 @@ def test_the_ablations_of_the_paper() -> None:
     assert page[2] == "| all (full attention) |  | 90 | 1/1 | 0 | 0 | 1/1 | 0 | 0 |"
     assert "| random heads, mean | Table 1 | 22 | 0.5/1 | 0.5 | 0.0 | - | - | - |" in page
     with pytest.raises(HeadMapError, match="no induction and echo scores"):
-        Ablations(HeadMap.full(ModelShape(2, 4, 2, 8, 99, 64)), SMALL, ["exact"])
+        Ablations(HeadMap.uniform("full", ModelShape(2, 4, 2, 8, 99, 64)), SMALL, ["exact"])
     with pytest.raises(ConfigError, match="at least 1"):
         Ablations(razor, SMALL, ["exact"], seeds=0)
 

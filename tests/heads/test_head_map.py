@@ -11,12 +11,12 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.weights import head_map_of
 from razor_dist.heads.decision import Scores, decide, rounded
 from razor_dist.heads.head_map import (
     HeadMap,
     Verification,
     default_head_map,
+    head_map_of,
     shipped_head_map,
 )
 from razor_dist.models.shape import ModelShape
@@ -73,9 +73,9 @@ def test_fractions() -> None:
 
 
 def test_full_and_streaming() -> None:
-    assert HeadMap.full(SHAPE).retrieval == ((True, True),) * 3
-    assert HeadMap.streaming(SHAPE).kv_fraction == 0.0
-    HeadMap.full(SHAPE).validate(SHAPE, "sha256:whatever")
+    assert HeadMap.uniform("full", SHAPE).retrieval == ((True, True),) * 3
+    assert HeadMap.uniform("streaming", SHAPE).kv_fraction == 0.0
+    HeadMap.uniform("full", SHAPE).validate(SHAPE, "sha256:whatever")
 
 
 VERIFIED = Verification(
@@ -120,8 +120,8 @@ def test_round_trip_is_stable_and_readable(tmp_path: Path) -> None:
     HeadMap.load(path).save(again)
     assert again.read_bytes() == path.read_bytes()
     assert "    [false, true],\n" in path.read_text()  # one layer a line
-    HeadMap.full(SHAPE).save(path)
-    assert HeadMap.load(path) == HeadMap.full(SHAPE)
+    HeadMap.uniform("full", SHAPE).save(path)
+    assert HeadMap.load(path) == HeadMap.uniform("full", SHAPE)
 
 
 def test_scores_of_kv_heads(tmp_path: Path) -> None:

@@ -174,4 +174,4 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
         layers=1, query_heads=2, kv_heads=1, head_dim=8, vocab_size=8, max_positions=8
     )
     with pytest.raises(HeadMapError, match="has no scores to draw"):
-        plot_head_map(HeadMap.full(shape), tmp_path / "map.png")
+        plot_head_map(HeadMap.uniform("full", shape), tmp_path / "map.png")

@@ -21,7 +21,7 @@ from razor_dist.cli import main
 from razor_dist.config.errors import HeadMapError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import load_config
-from razor_dist.engine import build, capacity, weights
+from razor_dist.engine import build, capacity
 from razor_dist.engine.core import EngineCore
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.models.loader import eos_token_ids, load_model, read_config
@@ -154,7 +154,7 @@ def test_the_settings_serve_it_and_every_end_token_ends(
     config = config.model_copy(update=here)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HeadMapError, match=f"cannot read the head map {config.head_map}: No such"):
-        weights.load(config, Communicator(None), CPU)
+        build.load(config, Communicator(None), CPU)
     Path("configs/head_maps").mkdir(parents=True)
     replaced = {identify[2]: str(folder), "cuda": "cpu"}
     assert main([*(replaced.get(word, word) for word in identify), "--tokens", "50"]) == 0
@@ -162,7 +162,7 @@ def test_the_settings_serve_it_and_every_end_token_ends(
     assert found["settings"]["induction_percent"] == 28.0
     assert found["settings"]["echo_percent"] == 2.0
 
-    loaded = weights.load(config, Communicator(None), CPU)
+    loaded = build.load(config, Communicator(None), CPU)
     prompt = encoder.chat(CHAT)
     assert loaded.eos_token_ids == (100, 107, 109)  # generation_config.json's, not config.json's
     assert eos_token_ids(read_config(folder)) == (2, 3)

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
 
 from razor_dist.config.errors import ModelError
 from razor_dist.models import smollm2
-from razor_dist.models.loader import eos_token_ids
+from razor_dist.models.loader import eos_token_ids, no_progress_bars
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,14 @@ def test_weights_are_the_dequantised_ones(folder: Path) -> None:
             np.testing.assert_array_equal(weights.get_tensor(ours).numpy(), expected)
         # 30 layers of 9 tensors, the embedding and the last norm: no lm_head, it is tied.
         assert len(weights.keys()) == 272
+
+
+def test_converting_draws_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    with no_progress_bars():
+        # The bar over the tensors of a GGUF file.
+        bar = modeling_gguf_pytorch_utils.tqdm(["tensor"], desc="Converting")
+        assert list(bar) == ["tensor"]
+    assert capfd.readouterr().err == ""
 
 
 # Texts and their token ids by llama.cpp, whose tokenizer is the reference for the GGUF file.

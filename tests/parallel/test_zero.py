@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
+from razor_dist.engine import build, graph
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import follow
 from razor_dist.heads.head_map import HeadMap
@@ -56,7 +56,7 @@ def with_head_map(folder: Path) -> Path:
         tuple((layer + head) % 2 == 0 for head in range(shape.kv_heads))
         for layer in range(shape.layers)
     )
-    full = HeadMap.full(shape)
+    full = HeadMap.uniform("full", shape)
     head_map = dataclasses.replace(full, retrieval=every, fingerprint=model_fingerprint(config))
     file = folder / "head_map.json"
     head_map.save(file)
@@ -262,12 +262,13 @@ def test_no_cuda_graphs_beside_sharded_weights(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     comm, cuda = Communicator(None), torch.device("cuda")
-    monkeypatch.setattr(build, "cuda_recorder", lambda *_: "a recorder")
-    assert build.recorder_of(EngineConfig(), comm, cuda) == "a recorder"
-    assert build.recorder_of(EngineConfig(cuda_graphs=False, weights="zero3"), comm, cuda) is None
+    monkeypatch.setattr(graph, "CudaRecorder", lambda _: "a recorder")
+    off = EngineConfig(cuda_graphs=False, weights="zero3")
+    assert graph.cuda_recorder(EngineConfig(), comm, cuda) == "a recorder"
+    assert graph.cuda_recorder(off, comm, cuda) is None
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert build.recorder_of(EngineConfig(weights="zero3"), comm, cuda) is None
+        assert graph.cuda_recorder(EngineConfig(weights="zero3"), comm, cuda) is None
     assert "not recorded in CUDA graphs: with weights: zero3" in caplog.text
 
 

@@ -47,7 +47,7 @@ def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     shape = ModelShape.from_config(read_config(tiny("llama")))
     retrieval = tuple((True, False) if n % 2 else (False, False) for n in range(shape.layers))
     head_map = tmp_path_factory.mktemp("heads") / "map.json"
-    dataclasses.replace(HeadMap.full(shape), retrieval=retrieval).save(head_map)
+    dataclasses.replace(HeadMap.uniform("full", shape), retrieval=retrieval).save(head_map)
     return [
         *("--model", str(tiny("llama")), "--served-model-name", "tiny"),
         *("--head-map", str(head_map), "--max-model-len", "400"),

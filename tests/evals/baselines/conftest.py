@@ -22,7 +22,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("tiny")
     model, head_map = make_tiny("llama", folder / "model"), folder / "map.json"
     write_letters(model)
-    full = HeadMap.full(ModelShape.from_config(read_config(model)))
+    full = HeadMap.uniform("full", ModelShape.from_config(read_config(model)))
     replace(full, retrieval=RETRIEVAL).save(head_map)
     return {
         **{"model": str(model), "head_map": str(head_map), "threads": 1, "page_size": 16},
