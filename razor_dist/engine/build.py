@@ -215,7 +215,6 @@ def make_engine(
         ) from error
     core = EngineCore(
         runner,
-        max_model_len=max_model_len,
         chunked_prefill_size=chunked_prefill_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed if config.seed is not None else secrets.randbits(62),

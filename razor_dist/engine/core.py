@@ -27,21 +27,20 @@ _LOGPROB_CHUNK_TOKENS = 512
 class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
-    ``max_model_len`` tokens are those of prompt and answer together. From ``seed`` come the seeds
-    of requests that bring none.
+    From ``seed`` come the seeds of requests that bring none.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         *,
-        max_model_len: int,
         chunked_prefill_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int = 0,
     ) -> None:
         self.runner = runner
-        self.max_model_len, self.chunked_prefill_size = max_model_len, chunked_prefill_size
+        self.max_model_len = runner.config.max_tokens  # of prompt and answer together
+        self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(runner.config, runner.comm.size)
         self._requests: dict[str, Request] = {}
@@ -52,10 +51,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if any request is waiting, being prefilled or answering."""
-        return any(not (r.pinned and self._ready(r)) for r in self._requests.values())
-
-    def _ready(self, request: Request) -> bool:
-        return request.key in self.scheduler.running and request.prefilled
+        running = self.scheduler.running
+        requests = self._requests.values()
+        return not all(r.pinned and r.key in running and r.prefilled for r in requests)
 
     def add(
         self,

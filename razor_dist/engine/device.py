@@ -31,31 +31,22 @@ def torch_device(config: EngineConfig, local_rank: int) -> torch.device:
 
 def torch_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """The dtype of weights and computation; `ConfigError` for bf16 on a GPU without it."""
-    if config.dtype == "auto":
-        # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
-        if device.type == "cpu":
-            return torch.float32
-        if _computes_bf16(device):
-            return torch.bfloat16
-        log.warning(
-            "dtype is fp32, in twice the memory of bf16, for which %s has no fused attention",
-            torch.cuda.get_device_name(device),
-        )
+    # Decode attention over bf16 runs about 5 times slower than fp32 on CPUs without bf16.
+    if config.dtype == "fp32" or (config.dtype == "auto" and device.type == "cpu"):
         return torch.float32
-    dtype = _DTYPES[config.dtype]
-    if dtype == torch.bfloat16 and not _computes_bf16(device):
+    planned = device.type != "cuda" or device.index is None  # for a GPU that is not here
+    if planned or torch.cuda.get_device_capability(device) >= (8, 0):
+        return torch.bfloat16
+    name = torch.cuda.get_device_name(device)
+    if config.dtype == "bf16":
         raise ConfigError(
-            f"dtype is bf16, for which {torch.cuda.get_device_name(device)} has no fused "
-            "attention (Ampere, compute capability 8.0, is the first that has); use fp32"
+            f"dtype is bf16, for which {name} has no fused attention (Ampere, compute capability "
+            "8.0, is the first that has); use fp32"
         )
-    return dtype
-
-
-def _computes_bf16(device: torch.device) -> bool:
-    """True if attention in bf16 has kernels there."""
-    if device.type != "cuda" or device.index is None:  # one that is planned for, and not here
-        return True
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    log.warning(
+        "dtype is fp32, in twice the memory of bf16, for which %s has no fused attention", name
+    )
+    return torch.float32
 
 
 def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -163,13 +163,9 @@ class Scheduler:
             total=request.total,
             chunked_prefill_size=request.chunked_prefill_size,
             source=0 if prefix is None else prefix.key,
-            max_read=self._max_read(request),
+            # Another may continue a pinned one; an answer's last token is sampled and never read.
+            max_read=(self.cache.max_tokens if request.pinned else request.total) - 1,
         )
-
-    def _max_read(self, request: Request) -> int:
-        """The most tokens that the model may read of a request, or of what continues it."""
-        # The last token of an answer is sampled and never read.
-        return (self.cache.max_tokens if request.pinned else request.total) - 1
 
     def next(self) -> StepPlan | None:
         """The next prefill chunk or decode step, or None when there is nothing to do."""

@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers.models.mistral.modeling_mistral import MistralMLP
 
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed, press_slopes
 
@@ -96,25 +96,11 @@ class _Attention(nn.Module):
         return out
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: BaichuanConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return out
-
-
 class _Layer(nn.Module):
     def __init__(self, config: BaichuanConfig, index: int) -> None:
         super().__init__()
         self.self_attn = _Attention(config, index)
-        self.mlp = _MLP(config)
+        self.mlp: nn.Module = MistralMLP(config)
         self.input_layernorm = _Norm(config)
         self.post_attention_layernorm = _Norm(config)
 

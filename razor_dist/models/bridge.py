@@ -97,18 +97,14 @@ def _problem(
     for name, given in kwargs.items():
         if given is not None and name not in _HARMLESS and name != "is_causal":
             return f"is called with {name!r}, which is not supported"
-    widths = [x.shape[-1] for x in (query, key, value)]
-    if len(set(widths)) > 1:
-        return (
-            f"has queries, keys and values of widths {', '.join(map(str, widths))}; "
-            "only one width is supported"
-        )
-    tokens = [x.shape[-2] for x in (query, key, value)]
-    if len(set(tokens)) > 1:
-        return (
-            f"has queries, keys and values of {', '.join(map(str, tokens))} tokens; "
-            "keys of other tokens than its own are not supported"
-        )
+    for dim, sizes, remedy in (
+        (-1, "widths {}", "only one width is supported"),
+        (-2, "{} tokens", "keys of other tokens than its own are not supported"),
+    ):
+        found = [x.shape[dim] for x in (query, key, value)]
+        if len(set(found)) > 1:
+            listed = sizes.format(", ".join(map(str, found)))
+            return f"has queries, keys and values of {listed}; {remedy}"
     return None
 
 

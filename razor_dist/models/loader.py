@@ -190,20 +190,13 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
     In a folder ``generation_config.json`` is asked before ``config.json``.
     """
     if isinstance(source, PretrainedConfig):
-        return _as_ids(getattr(source, "eos_token_id", None))
-    for name in ("generation_config.json", "config.json"):
-        file = Path(source) / name
-        if file.is_file():
-            ids = _as_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-            if ids:
-                return ids
-    return ()
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+        found = [getattr(source, "eos_token_id", None)]
+    else:
+        files = [Path(source) / name for name in ("generation_config.json", "config.json")]
+        texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+        found = [json.loads(text).get("eos_token_id") for text in texts]
+    ids = next((value for value in found if value not in (None, [])), ())
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def model_fingerprint(config: PretrainedConfig) -> str:

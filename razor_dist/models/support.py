@@ -31,6 +31,13 @@ _OTHER_ATTENTION = {
     "mimo_v2_flash": "its attention has learned sinks in the softmax",
 }
 
+# Fields of configurations whose attention differs.
+_OTHER_FIELDS = {
+    "attn_logit_softcapping": "its attention scores are soft-capped",
+    "index_topk": "its attention chooses keys by an indexer",
+    "kv_lora_rank": "latent attention (MLA) has keys and values of different widths",
+}
+
 
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse, by a `ModelError` with the reason, a model whose attention cannot be honoured.
@@ -40,7 +47,6 @@ def check_supported(config: PretrainedConfig) -> None:
     """
     reason = (
         _kind_reason(config)
-        or _softmax_reason(config)
         or _shape_reason(config)
         or _window_reason(config)
         or _rope_reason(config)
@@ -104,17 +110,10 @@ def _kind_reason(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _softmax_reason(config: PretrainedConfig) -> str | None:
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped (attn_logit_softcapping)"
-    if getattr(config, "index_topk", None) is not None:
-        return "its attention chooses keys by an indexer (index_topk)"
-    return None
-
-
 def _shape_reason(config: PretrainedConfig) -> str | None:
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return "latent attention (MLA) has keys and values of different widths (kv_lora_rank)"
+    for name, reason in _OTHER_FIELDS.items():
+        if getattr(config, name, None) is not None:
+            return f"{reason} ({name})"
     value_dim = getattr(config, "v_head_dim", None)
     if value_dim is not None and value_dim != getattr(config, "head_dim", None):
         return "its values are of another width than its keys (v_head_dim)"

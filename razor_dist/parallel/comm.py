@@ -25,6 +25,8 @@ class Pending:
     received: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
+    # Where to copy what was received, if not received in place (`razor_dist.parallel.host_links`).
+    onto: list[Tensor] | None = None
     done: bool = False
 
     def wait(self) -> list[Tensor]:
@@ -37,6 +39,10 @@ class Pending:
         # A work keeps the tensors that it moved, for as long as it lives itself.
         self.works.clear()
         self.sent.clear()
+        if self.onto is not None:
+            for buffer, arrived in zip(self.onto, self.received, strict=True):
+                buffer.copy_(arrived)
+            self.received = self.onto
         return self.received
 
 
@@ -67,33 +73,29 @@ class Communicator:
     ) -> Pending:
         """Start point-to-point transfers of contiguous tensors.
 
-        ``sends`` are pairs (destination, tensor), ``receives`` pairs (source, buffer to fill).
-        Between two ranks, messages match in the order in which they are posted.
+        ``sends`` are pairs (destination, tensor), ``receives`` pairs (source, buffer to fill); an
+        empty tensor is not sent, and its receiver passes an empty buffer. Between two ranks,
+        messages match in the order in which they are posted.
         """
         ops = []
         for peer, tensor in sends:
             if peer == self.rank or not tensor.is_contiguous():
                 raise ValueError("send contiguous tensors, to other ranks only")
-            ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
-            self.note(purpose, tensor.nbytes)
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
+                self.note(purpose, tensor.nbytes)
         for peer, buffer in receives:
             if peer == self.rank or not buffer.is_contiguous():
                 raise ValueError("receive into contiguous tensors, from other ranks only")
-            ops.append(dist.P2POp(dist.irecv, buffer, self._global(peer), self.group))
+            if buffer.numel():
+                ops.append(dist.P2POp(dist.irecv, buffer, self._global(peer), self.group))
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending([b for _, b in receives], works, [t for _, t in sends])
 
     def shift(self, tensor: Tensor, buffer: Tensor, offset: int, purpose: Purpose) -> Pending:
-        """Send ``tensor`` to rank + ``offset``, receive ``buffer`` from rank - ``offset``.
-
-        An empty tensor is not sent; the receiver must then pass an empty buffer.
-        """
+        """Send ``tensor`` to rank + ``offset``, receive ``buffer`` from rank - ``offset``."""
         to, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
-        sends = [(to, tensor)] if tensor.numel() else []
-        receives = [(source, buffer)] if buffer.numel() else []
-        pending = self.exchange(sends, receives, purpose)
-        pending.received = [buffer]
-        return pending
+        return self.exchange([(to, tensor)], [(source, buffer)], purpose)
 
     def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
         """Copy ``tensor`` of rank ``source`` to every rank, in place."""

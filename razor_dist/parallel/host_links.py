@@ -7,25 +7,11 @@ can be tried on one GPU, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
-
-
-@dataclass
-class _Landing(Pending):
-    """Receives into the host's memory that end on the device."""
-
-    inner: Pending = field(default_factory=lambda: Pending([]))
-    buffers: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> list[Tensor]:
-        for buffer, arrived in zip(self.buffers, self.inner.wait(), strict=True):
-            buffer.copy_(arrived)
-        return super().wait()
 
 
 class HostLinks(Communicator):
@@ -38,13 +24,13 @@ class HostLinks(Communicator):
         purpose: Purpose,
     ) -> Pending:
         """As `Communicator.exchange`."""
-        buffers = [buffer for _, buffer in receives]
-        inner = super().exchange(
+        pending = super().exchange(
             [(peer, tensor.cpu()) for peer, tensor in sends],
             [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives],
             purpose,
         )
-        return _Landing(buffers, inner=inner, buffers=buffers)
+        pending.onto = [buffer for _, buffer in receives]
+        return pending
 
     def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
         """As `Communicator.broadcast`."""
@@ -58,5 +44,6 @@ class HostLinks(Communicator):
 
     def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
         """As `Communicator.all_reduce`."""
-        inner = super().all_reduce(tensor.cpu(), purpose)
-        return _Landing([tensor], inner=inner, buffers=[tensor])
+        pending = super().all_reduce(tensor.cpu(), purpose)
+        pending.onto = [tensor]
+        return pending

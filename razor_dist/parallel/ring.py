@@ -246,7 +246,5 @@ def _start_pass_q(
         packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
         shape = (heads, group, tokens, dim + 1)
         buffer = torch.empty(shape, dtype=torch.float32, device=block.device)
-        sends = [(owner, packed)] if packed.numel() else []
-        receives = [(holder, buffer)] if buffer.numel() else []
-        returning.append(comm.exchange(sends, receives, "ring"))
+        returning.append(comm.exchange([(owner, packed)], [(holder, buffer)], "ring"))
     return own, returning

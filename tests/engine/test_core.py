@@ -208,9 +208,7 @@ def test_prompt_logprobs_need_no_larger_caches(
     shape = ModelShape.from_config(read_config(tiny("llama")))
     pools = cache_config(config, shape, length, world * 2048, world, torch.float32)
     runner: Any = SimpleNamespace(config=pools, comm=SimpleNamespace(size=world), shape=shape)
-    core = EngineCore(
-        runner, max_model_len=length, chunked_prefill_size=world * 2048, eos_token_ids=()
-    )
+    core = EngineCore(runner, chunked_prefill_size=world * 2048, eos_token_ids=())
     for answer in (1, 2, 3, 700, 60_000):
         wanted = SamplingParams(max_tokens=answer, prompt_logprobs=0)
         core.add(str(answer), [5] * (length - answer), wanted)

@@ -112,7 +112,6 @@ def make_core(
     runner = PagesOnly(ranks, pages, slots, scratch)
     core = EngineCore(
         cast("ModelRunner", runner),
-        max_model_len=MAX_LEN,
         chunked_prefill_size=CHUNK,
         eos_token_ids=(),
     )
