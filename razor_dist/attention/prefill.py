@@ -172,8 +172,8 @@ class PrefillContext:
         sequence = self.sequence
         pages = self.caches.pages
         if pages.positions is not None:
-            owned = [range(c.begin, c.end) for c in self.chunk.owned(self.comm.rank)]
-            pages.place(self._slots[1], positions_of(owned, self._device))
+            owned = positions_of(self.chunk.ranges(self.comm.rank), self._device)
+            pages.place(self._slots[1], owned)
         sequence.table.tokens += self.tokens
         for rank in range(self.comm.size):
             sequence.shard_tokens[rank] += self.chunk.tokens(rank)

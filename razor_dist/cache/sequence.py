@@ -57,7 +57,7 @@ def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> l
     for before, chunk in zip([None, *done], done, strict=False):
         if before is not None:
             decoded(before.end, chunk.begin)
-        found += [range(shard.begin, shard.end) for shard in chunk.owned(rank)]
+        found += chunk.ranges(rank)
     if done:
         decoded(done[-1].end, end)
     return [run for run in found if run]

@@ -48,15 +48,11 @@ def context_length(config: EngineConfig, shape: ModelShape) -> int:
             shape.max_positions,
         )
     elif length > shape.max_positions:
-        if shape.beyond:
-            raise ConfigError(
-                f"max_model_len is {length}, but {config.model} is served up to "
-                f"{shape.max_positions} positions: {shape.beyond}"
-            )
-        raise ConfigError(
-            f"max_model_len is {length}, but {config.model} was made for "
-            f"{shape.max_positions} positions"
+        most = f"{shape.max_positions} positions"
+        limit = (
+            f"is served up to {most}: {shape.beyond}" if shape.beyond else f"was made for {most}"
         )
+        raise ConfigError(f"max_model_len is {length}, but {config.model} {limit}")
     return length
 
 

@@ -183,9 +183,9 @@ class EngineCore:
     def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
         request = self.scheduler.running[plan.sequence]
         self.scheduler.chunk_done(request)
-        messages: list[Message] = []
         if request.released:
-            return messages  # needed by those that continue it only, as above
+            return []  # needed by those that continue it only, as above
+        messages = []
         if self.runner.prompt_logprobs is not None:
             first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))

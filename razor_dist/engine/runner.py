@@ -201,8 +201,7 @@ class ModelRunner:
             self.comm, self.caches, sequence, chunk, last=plan.last, ring=self._ring
         )
         payload = plan.payload.to(self.device)
-        shards = [range(shard.begin, shard.end) for shard in chunk.owned(self.comm.rank)]
-        positions = positions_of(shards, self.device)
+        positions = positions_of(chunk.ranges(self.comm.rank), self.device)
         at = positions - chunk.begin
         samples = plan.last and self.comm.rank == 0  # it holds the last token of every chunk
         if plan.prompt_logprobs >= 0:
@@ -243,15 +242,11 @@ class ModelRunner:
         most = max(chunk.tokens(r) for r in range(self.comm.size))
         padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
         padded[: len(following)] = table
-        gathered = self.comm.all_gather(padded, "control")
+        gathered = self.comm.all_gather(padded, "control").cpu()
         rows = torch.empty(chunk.end - chunk.begin, table.shape[1], dtype=torch.float64)
         for r in range(self.comm.size):
-            done = 0
-            for shard in chunk.owned(r):
-                rows[shard.begin - chunk.begin : shard.end - chunk.begin] = gathered[
-                    r, done : done + len(shard)
-                ].cpu()
-                done += len(shard)
+            at = positions_of(chunk.ranges(r), rows.device) - chunk.begin
+            rows[at] = gathered[r, : len(at)]
         return rows[: len(plan.payload) - 1]
 
     def _decode(self, plan: StepPlan) -> Tensor | None:

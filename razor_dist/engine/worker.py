@@ -111,7 +111,7 @@ class Link:
                 raise FrontendClosedError
             self._buffer += data
             timeout = 0.0
-        return list(self._messages())
+        return self._messages()
 
     def was_told_to_end(self) -> bool:
         """Return whether ``shutdown`` is among the last messages of a frontend that has gone."""
@@ -121,8 +121,8 @@ class Link:
 
     def _messages(self) -> list[Message]:
         messages = []
-        while len(self._buffer) >= HEADER_SIZE:
-            end = HEADER_SIZE + body_length(bytes(self._buffer[:HEADER_SIZE]))
+        while len(header := bytes(self._buffer[:HEADER_SIZE])) == HEADER_SIZE:
+            end = HEADER_SIZE + body_length(header)
             if len(self._buffer) < end:
                 break
             messages.append(decode(bytes(self._buffer[HEADER_SIZE:end])))

@@ -110,13 +110,9 @@ class _Positions:
     matter: bool
     device: torch.device
 
-    def queries(self, rank: int) -> list[range]:
-        """A rank's tokens of the chunk: the early shard's, the late shard's."""
-        return [range(shard.begin, shard.end) for shard in self.chunk.owned(rank)]
-
     def new(self, rank: int) -> Tensor | None:
-        """The keys of the same tokens."""
-        return positions_of(self.queries(rank), self.device) if self.matter else None
+        """The keys of a rank's tokens of the chunk."""
+        return positions_of(self.chunk.ranges(rank), self.device) if self.matter else None
 
     def block(self, rank: int) -> Tensor | None:
         """The keys of a rank's block: its shard of earlier chunks, then its tokens of this one."""
@@ -129,7 +125,7 @@ class _Positions:
         self, rank: int, keys: Tensor | None, at: slice = slice(None), shards: slice = slice(None)
     ) -> Places | None:
         """The places of a rank's queries and of the keys ``at``, for `Query.attend`."""
-        return None if keys is None else Places(self.queries(rank)[shards], keys[at])
+        return None if keys is None else Places(self.chunk.ranges(rank)[shards], keys[at])
 
 
 def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:

@@ -60,6 +60,10 @@ class Chunk:
         early, late = self.indices(rank)
         return self.shards[early], self.shards[late]
 
+    def ranges(self, rank: int) -> list[range]:
+        """Positions of the two shards of ``rank``."""
+        return [range(shard.begin, shard.end) for shard in self.owned(rank)]
+
     def tokens(self, rank: int) -> int:
         """Tokens of the chunk that ``rank`` holds."""
         return sum(len(shard) for shard in self.owned(rank))
