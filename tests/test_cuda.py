@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.host_links import HostLinks
+from razor_dist.parallel.comm import Communicator, HostLinks
 from tests.cases import Case, logits_of
 from tests.ranks import RankPool
 

@@ -28,6 +28,11 @@ class Caches:
     streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
     scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
 
+    @property
+    def stores(self) -> list[PagePool | StreamingCache]:
+        """All of them."""
+        return [self.pages, *self.streaming, *([] if self.scratch is None else [self.scratch])]
+
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """New keys and values in the dtype in which they are kept and travel.
 

@@ -97,10 +97,11 @@ def plan_window(
         shard = chunk.shards[index]
         if spans and spans[-1].at.end == shard.begin:  # the last rank's shards are neighbours
             before = spans.pop()
-            at = Interval(before.at.begin, shard.end)
-            spans.append(_span(policy, at, before.offset, before.edge))
-        elif len(shard):
-            spans.append(_span(policy, shard, offset, 1 + index))
+            at, first, edge = Interval(before.at.begin, shard.end), before.offset, before.edge
+        else:
+            at, first, edge = shard, offset, 1 + index
+        if len(at):
+            spans.append(QuerySpan(at, first, edge, policy.runs(max(at.begin, sinks), at.end)))
         offset += len(shard)
     return WindowPlan(
         edges,
@@ -110,11 +111,6 @@ def plan_window(
         window,
         next_start,
     )
-
-
-def _span(policy: StreamingPolicy, at: Interval, offset: int, edge: int) -> QuerySpan:
-    runs = policy.runs(max(at.begin, policy.sinks), at.end)
-    return QuerySpan(at, offset, edge, runs)
 
 
 def plan_compression(policy: StreamingPolicy, done: Sequence[Chunk], rank: int) -> WindowPlan:

@@ -84,12 +84,6 @@ class StreamingCache:
         """Places of a slot that ``tokens`` tokens can have touched: the ring's tail is not read."""
         return self._width(min(slot.capacity, tokens))
 
-    def _bytes(self, capacity: int) -> int:
-        """Bytes of a slot of this capacity, by the tensors' own strides and item sizes."""
-        rows, _, _, head_dim = self.k.shape
-        stored = self._width(capacity) * (self.k.itemsize + self.v.itemsize)
-        return rows * head_dim * (stored + 2 * self.sums.itemsize)
-
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all slots."""
@@ -98,7 +92,10 @@ class StreamingCache:
     @property
     def used_bytes(self) -> int:
         """Bytes that the slots in use occupy."""
-        return sum(self._bytes(slot.capacity) for slot in self._held.values())
+        rows, _, _, head_dim = self.k.shape
+        widths = sum(self._width(slot.capacity) for slot in self._held.values())
+        sums = 2 * len(self._held) * self.sums.itemsize
+        return rows * head_dim * (widths * (self.k.itemsize + self.v.itemsize) + sums)
 
     def allocate(self, total: int) -> StreamingSlot:
         """Take a slot for a sequence of up to ``total`` tokens.

@@ -271,20 +271,16 @@ class ModelRunner:
     @property
     def reserved_bytes(self) -> int:
         """Bytes set aside for keys and values on this rank."""
-        caches = self.caches
-        total = caches.pages.reserved_bytes + sum(c.reserved_bytes for c in caches.streaming)
-        return total if caches.scratch is None else total + caches.scratch.reserved_bytes
+        return sum(store.reserved_bytes for store in self.caches.stores)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that sequences hold on this rank now."""
-        held = self.caches.pages.used_bytes + sum(c.used_bytes for c in self.caches.streaming)
+        held = sum(store.used_bytes for store in self.caches.stores)
         for sequence in self.sequences.values():
             for by_layer in sequence.window or ():
                 for pieces in by_layer.values():
                     held += sum(p.k.nbytes + p.v.nbytes for p in pieces)
-        if self.caches.scratch is not None:
-            held += self.caches.scratch.used_bytes
         return held
 
     def _note_peak(self) -> None:

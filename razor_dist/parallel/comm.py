@@ -25,7 +25,7 @@ class Pending:
     received: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
-    # Where to copy what was received, if not received in place (`razor_dist.parallel.host_links`).
+    # Where to copy what was received, if not received in place (`HostLinks`).
     onto: list[Tensor] | None = None
     done: bool = False
 
@@ -124,3 +124,42 @@ class Communicator:
     def _global(self, rank: int) -> int:
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
+
+
+class HostLinks(Communicator):
+    """A `Communicator` over gloo whose tensors may be on a device: for ranks that share a GPU.
+
+    NCCL refuses two ranks on one device, and gloo sends from the host's memory only. So several
+    ranks can be tried on one GPU, slowly.
+    """
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        purpose: Purpose,
+    ) -> Pending:
+        """As `Communicator.exchange`."""
+        pending = super().exchange(
+            [(peer, tensor.cpu()) for peer, tensor in sends],
+            [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives],
+            purpose,
+        )
+        pending.onto = [buffer for _, buffer in receives]
+        return pending
+
+    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
+        """As `Communicator.broadcast`."""
+        host = tensor.cpu()
+        super().broadcast(host, source, purpose)
+        tensor.copy_(host)
+
+    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """As `Communicator.all_gather`."""
+        return super().all_gather(tensor.cpu(), purpose).to(tensor.device)
+
+    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
+        """As `Communicator.all_reduce`."""
+        pending = super().all_reduce(tensor.cpu(), purpose)
+        pending.onto = [tensor]
+        return pending

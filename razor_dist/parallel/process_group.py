@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.host_links import HostLinks
+from razor_dist.parallel.comm import Communicator, HostLinks
 
 log = logging.getLogger(__name__)
 
