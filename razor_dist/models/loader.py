@@ -68,18 +68,9 @@ def load_model(
     parameters are views of them: the ranks of one host share those pages, and loading reads nothing
     until it is used. To another device or dtype each weight goes by itself.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        float32, bfloat16 or float16.
-    trust_remote_code : bool
-        Run Python code that comes with the weights.
-
-    Returns
-    -------
-    PreTrainedModel
-        In eval mode, without gradients and without transformers' own cache. Its forward needs
-        ``attention_context=`` (see `razor_dist.models.bridge`).
+    ``dtype`` is float32, bfloat16 or float16; ``trust_remote_code`` runs Python code that comes
+    with the weights. The model is in eval mode, without gradients and without transformers' own
+    cache; its forward needs ``attention_context=`` (see `razor_dist.models.bridge`).
 
     Raises
     ------

@@ -17,13 +17,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     """Find a model's local folder, fetching or converting the model if need be.
 
-    Parameters
-    ----------
-    name : str
-        ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights, or
-        a hub id ``org/name``. A folder that exists is preferred to a hub id of the same name.
-    trust_remote_code : bool
-        Fetch the Python files of a hub repository too.
+    ``name`` is ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights,
+    or a hub id ``org/name``; a folder that exists is preferred to a hub id of the same name. With
+    ``trust_remote_code`` the Python files of a hub repository are fetched too.
 
     Raises
     ------

@@ -216,21 +216,11 @@ def train(
 ) -> Scores:
     """Train the gates of a model, ``[layers][KV heads]``.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        From `razor_dist.models.loader.load_model`. With `zero_stage` 3 it is best left on the CPU.
-    sample : callable
-        `Passkeys.sample`, the same on every rank.
-    group : ProcessGroup, optional
-        All ranks, from `razor_dist.parallel.zero.join_ranks`, which `zero_stage` 3 needs even of
-        one. Without it this process is alone.
-    device : torch.device, optional
-        To train on; by default the model's.
-    state : TrainingState, optional
-        To continue from.
-    save, on_step : callable, optional
-        Called on rank 0, `save` after every `save_every` steps and after the last.
+    With ``zero_stage`` 3 the ``model`` is best left on the CPU; ``device``, by default the model's,
+    is the one to train on. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has
+    all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one;
+    without it this process is alone. A run goes on from ``state``. ``save`` and ``on_step`` are
+    called on rank 0, ``save`` after every ``save_every`` steps and after the last.
 
     Raises
     ------
