@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class StepPlan:
         else:
             payload = torch.empty(n, dtype=torch.int64, device=device)
             comm.broadcast(payload, 0, "control")
-        numbers = dict(zip(_NUMBERS, header, strict=True))
+        numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
         numbers |= {"op": Op(numbers["op"]), "last": bool(numbers["last"])}
         return cls(**numbers, payload=payload)
 

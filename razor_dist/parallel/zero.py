@@ -172,7 +172,7 @@ class ShardedWeights:
     def _prefetched_numbers(self) -> int:
         """Numbers in the weights of the largest module that is gathered as one, if there is any."""
         layers: list[Any] = [m for m in self._body.modules() if type(m) in self._together]
-        sizes = [sum(p.ds_numel for p in m.parameters()) for m in layers]
+        sizes: list[int] = [sum(p.ds_numel for p in m.parameters()) for m in layers]
         return max(sizes, default=50_000_000)  # DeepSpeed's own default
 
     def _config(self, prefetch: int) -> dict[str, Any]:

@@ -263,12 +263,12 @@ def test_no_cuda_graphs_beside_sharded_weights(
 ) -> None:
     comm, cuda = Communicator(None), torch.device("cuda")
     monkeypatch.setattr(graph, "CudaRecorder", lambda _: "a recorder")
-    off = EngineConfig(cuda_graphs=False, weights="zero3")
-    assert graph.cuda_recorder(EngineConfig(), comm, cuda) == "a recorder"
-    assert graph.cuda_recorder(off, comm, cuda) is None
+    recorder_of: Callable[..., Any] = graph.cuda_recorder
+    assert recorder_of(EngineConfig(), comm, cuda) == "a recorder"
+    assert recorder_of(EngineConfig(cuda_graphs=False, weights="zero3"), comm, cuda) is None
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert graph.cuda_recorder(EngineConfig(weights="zero3"), comm, cuda) is None
+        assert recorder_of(EngineConfig(weights="zero3"), comm, cuda) is None
     assert "not recorded in CUDA graphs: with weights: zero3" in caplog.text
 
 
