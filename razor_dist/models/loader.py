@@ -254,7 +254,7 @@ def no_progress_bars() -> Iterator[None]:
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     # It has a bar of tqdm's own, which this switch would not reach.
-    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
+    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm  # type: ignore[assignment]
     try:
         yield
     finally:
