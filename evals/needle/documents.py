@@ -26,15 +26,25 @@ _START_TOKENS = 2
 _MARK = "<<document>>"
 
 
+def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
+    """Return `haystack_paragraphs`; refuse others than those with the fingerprint ``text``."""
+    name, paragraphs = haystack_paragraphs(name)
+    if text not in (None, fingerprint(paragraphs)):
+        raise ConfigError(
+            f"the text of the haystack {name} differs from that which the job was begun with; give "
+            "a folder that all nodes share"
+        )
+    return name, paragraphs
+
+
 class Haystack:
     """The sentences of a corpus (`haystack_paragraphs`), to hide others among.
 
     Where the text ends it begins anew, so that no document is too long for it.
     """
 
-    def __init__(self, name: str, encode: Encode) -> None:
-        self.name, paragraphs = haystack_paragraphs(name)
-        self.fingerprint = fingerprint(paragraphs)
+    def __init__(self, name: str, encode: Encode, text: str | None = None) -> None:
+        self.name, paragraphs = same_paragraphs(name, text)
         self._encode = encode
         # Sentences are tokenised one by one, so that a needle between two changes neither.
         self._sentences = [
@@ -126,7 +136,7 @@ class Prompter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
             raise ModelError(
-                "the model has no tokenizer, so it can be asked for no needles: put its "
+                "the model has no tokenizer, so it can be asked nothing in words: put its "
                 "tokenizer.json and tokenizer_config.json into its folder"
             )
         self.tokenizer = tokenizer
@@ -145,6 +155,15 @@ class Prompter:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def whole(self, text: str, cue: str) -> list[int]:
+        """Return the token ids of a prompt, in a user's message where the model chats.
+
+        The ``cue`` begins the answer, as in RULER's reference implementation.
+        """
+        if not self.is_chat:
+            return self._encoder.text(f"{text} {cue}")
+        return self.encode(self._encoder.chat_text([{"role": "user", "content": text}]) + cue)
 
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, check_model, make_engine
+from razor_dist.engine.build import RankEngine, check_model, load, make_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.device import torch_device, torch_dtype
+from razor_dist.engine.device import torch_device
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.needle.documents import Prompter
@@ -34,7 +34,7 @@ from razor_dist.heads.decision import Flags, Windows
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.kernels.query import Query
-from razor_dist.models.loader import dtype_name, eos_token_ids, load_model, model_fingerprint
+from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
@@ -141,15 +141,13 @@ class ReplayModel:
         path = resolve_model(config.model, trust_remote_code=trust)
         self.prompter = Prompter.of_model(path, trust_remote_code=trust)
         torch.set_num_threads(config.threads_per_rank(1))
-        model = load_model(
-            path, device=device, dtype=torch_dtype(config, device), trust_remote_code=trust
-        )
-        check_model(model, config.model)
-        self.replay = Replay(model)
-        self.shape = ModelShape.from_config(model.config)
-        self.fingerprint = model_fingerprint(model.config)
+        whole = {"attention": "full", "head_map": None, "weights": "replicated"}
+        loaded = load(config.model_copy(update=whole), Communicator(None), device)
+        check_model(loaded.model, config.model)
+        self.replay, self._eos = Replay(loaded.model), loaded.eos_token_ids
+        self.shape = ModelShape.from_config(loaded.model.config)
+        self.fingerprint = model_fingerprint(loaded.model.config)
         self.dtype = dtype_name(self.replay.dtype)
-        self._eos = eos_token_ids(path)
         # The document that was read last with full attention, and the engine with its caches.
         self._read: tuple[list[int], RankEngine] | None = None
 

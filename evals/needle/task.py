@@ -185,10 +185,4 @@ def _stats(llm: LLM) -> Mapping[str, Any]:
 @lru_cache(maxsize=1)  # opened as tokens, in seconds that the next item is spared
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
     """Open a haystack; refuse another text than the one that a job was begun with."""
-    found = Haystack(name, Prompter(tokenizer).encode)
-    if found.fingerprint != text:
-        raise ConfigError(
-            f"the text of the haystack {name} differs from that which the job was begun with; give "
-            "a folder that all nodes share"
-        )
-    return found
+    return Haystack(name, Prompter(tokenizer).encode, text)

@@ -6,16 +6,16 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.needle.documents import Prompter, same_paragraphs
 from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.sample import Sample
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
     Material,
@@ -25,7 +25,6 @@ from razor_dist.evals.ruler.tasks import (
     read_squad,
     score,
 )
-from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
@@ -99,21 +98,15 @@ class RulerTask:
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
         """Make a sample, ask it, score the answer; see `make_sample` for what is refused."""
-        tokenizer = llm.get_tokenizer()
-        if tokenizer is None:
-            raise ModelError(
-                "the model has no tokenizer, which RULER's texts need: put its tokenizer.json and "
-                "tokenizer_config.json into its folder"
-            )
-        encode = partial(prompt_ids, PromptEncoder(tokenizer))
+        whole = Prompter(llm.get_tokenizer()).whole
         task: str = item.data["task"]
         sample = make_sample(
             **item.data,
             seed=self.config.seed,
             material=self._material(),
-            tokens=lambda sample: len(encode(sample)),
+            tokens=lambda sample: len(whole(sample.text, sample.cue)),
         )
-        prompt = encode(sample)
+        prompt = whole(sample.text, sample.cue)
         params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS[task])
         [output] = llm.generate(prompt, params)
         [answer] = output.outputs
@@ -128,33 +121,15 @@ class RulerTask:
         }
 
     def _material(self) -> Material:
-        essay = _essay(self.config.haystack, self.haystack[1])
+        essay = _essay(*self.haystack)
         data = _questions(self.config.squad, self.config.hotpotqa)
         return Material(essay, {task: questions for task, (_, questions) in data.items()})
-
-
-def prompt_ids(encoder: PromptEncoder, sample: Sample) -> list[int]:
-    """Return a sample's prompt.
-
-    A model with a chat template is asked in a user's message, and the cue begins its answer, as in
-    the reference implementation; any other reads text and cue as one.
-    """
-    if not getattr(encoder.tokenizer, "chat_template", None):
-        return encoder.text(f"{sample.text} {sample.cue}")
-    chat = encoder.chat_text([{"role": "user", "content": sample.text}])
-    return encoder.text(chat + sample.cue, special_tokens=False)
 
 
 @lru_cache(maxsize=1)
 def _essay(name: str, text: str) -> tuple[str, ...]:
     """Return the sentences of the prose; refuse another than that which the job was begun with."""
-    name, paragraphs = haystack_paragraphs(name)
-    if fingerprint(paragraphs) != text:
-        raise ConfigError(
-            f"the haystack {name} differs between this node and the one where the job began: give "
-            "a folder that all nodes share"
-        )
-    return tuple(s for p in paragraphs for s in sentences_of(p))
+    return tuple(s for p in same_paragraphs(name, text)[1] for s in sentences_of(p))
 
 
 @lru_cache(maxsize=1)

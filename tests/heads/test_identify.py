@@ -165,7 +165,7 @@ def test_a_verification_that_cannot_be_is_refused_before_the_work(
 
 
 def test_without_a_tokenizer_nothing_is_verified(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has no tokenizer, so it can be asked for no needles"):
+    with pytest.raises(ModelError, match="has no tokenizer, so it can be asked nothing"):
         _identify(model, tmp_path / "map.json", "--verify", "--verify-window", "100")
 
 

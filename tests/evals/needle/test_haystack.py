@@ -38,5 +38,5 @@ def test_a_seed_decides_everything() -> None:
 def test_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="do not hold 3 sentences"):
         hide_words(20, [10, 50, 90])
-    with pytest.raises(ConfigError, match="percents from 0 to 100"):
+    with pytest.raises(ConfigError, match="depths must be a percentage from 0 to 100"):
         hide_words(100, [101])
