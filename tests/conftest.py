@@ -14,7 +14,8 @@ from tests.tiny_models import make_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(2)
+    # As many test processes as cores: threads of one would wait for those of another.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
