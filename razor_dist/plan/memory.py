@@ -216,15 +216,17 @@ class DryRun:
 
 
 def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
-    """Choose a few layers: most streaming heads, most retrieval heads, most even.
+    """Choose the first layer, and of the others: most streaming heads, most retrieval, most even.
 
-    One of them comes first once more, since a model's first layer has less in memory than the
-    others: its input is the embedding itself.
+    The first has less in memory than the others, since its input is the embedding itself; so a kind
+    that only the first layer has must not stand for a later one.
     """
-    order = sorted(range(len(retrieval)), key=lambda layer: retrieval[layer])
+    order = sorted(range(1, len(retrieval)), key=lambda layer: retrieval[layer])
+    if not order:
+        return [0]
     even = min(order, key=lambda layer: abs(retrieval[layer] - kv_heads / 2))
     kinds = {retrieval[layer]: layer for layer in (order[0], even, order[-1])}
-    return [order[-1], *kinds.values()]
+    return [0, *kinds.values()]
 
 
 def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt: int) -> int:
