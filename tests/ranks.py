@@ -24,6 +24,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from razor_dist.parallel.comm import Communicator
+    from razor_dist.parallel.shared_memory import connect
 
     torch.set_num_threads(1)
     comm = Communicator(None)
@@ -35,7 +36,8 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
             world_size=size,
             timeout=timedelta(seconds=60),
         )
-        comm = Communicator(dist.group.WORLD)
+        timeout = timedelta(seconds=60)
+        comm = connect(dist.group.WORLD, timeout) or Communicator(dist.group.WORLD)
     while True:
         try:
             call = pipe.recv()
@@ -59,6 +61,7 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.answers: list[Any] = []  # what ranks returned in the last call, as far as it went
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = f"file://{self._directory.name}/store"
         self._pipes, self._processes = [], []
@@ -76,7 +79,7 @@ class RankPool:
         """``function(comm, *args)`` on every rank; the results in the order of ranks."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
+        self.answers = results = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(timeout):
                 raise TimeoutError(f"rank {rank} did not answer in {timeout} s")

@@ -33,7 +33,7 @@ DEVICES = [
 
 
 def logits_over_host(comm: Communicator, case: Case) -> Tensor | None:
-    return logits_of(HostLinks(comm.group), case)
+    return logits_of(HostLinks(comm), case)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -63,21 +63,21 @@ class StepPlan:
         inline = len(self.payload) <= FRAME - HEADER
         if inline:
             frame[HEADER : HEADER + len(self.payload)] = self.payload
-        comm.broadcast(frame.to(device), 0, "control")
+        comm.broadcast(frame.to(device), "control")
         if not inline:
-            comm.broadcast(self.payload.to(device), 0, "control")
+            comm.broadcast(self.payload.to(device), "control")
 
     @classmethod
     def receive(cls, comm: Communicator, device: torch.device) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
         frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
-        comm.broadcast(frame, 0, "control")
+        comm.broadcast(frame, "control")
         *header, n = frame[: len(_NUMBERS) + 1].tolist()
         if n <= FRAME - HEADER:
             payload = frame[HEADER : HEADER + n]
         else:
             payload = torch.empty(n, dtype=torch.int64, device=device)
-            comm.broadcast(payload, 0, "control")
+            comm.broadcast(payload, "control")
         numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
         numbers |= {"op": Op(numbers["op"]), "last": bool(numbers["last"])}
         return cls(**numbers, payload=payload)

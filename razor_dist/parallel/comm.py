@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,13 @@ from torch import Tensor
 
 Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "weights", "control"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+
+class Work(Protocol):
+    """A transfer under way, such as `torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """Block until it is done."""
 
 
 @dataclass
@@ -23,10 +30,8 @@ class Pending:
     """
 
     received: list[Tensor]
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
-    # Where to copy what was received, if not received in place (`HostLinks`).
-    onto: list[Tensor] | None = None
     done: bool = False
 
     def wait(self) -> list[Tensor]:
@@ -39,10 +44,6 @@ class Pending:
         # A work keeps the tensors that it moved, for as long as it lives itself.
         self.works.clear()
         self.sent.clear()
-        if self.onto is not None:
-            for buffer, arrived in zip(self.onto, self.received, strict=True):
-                buffer.copy_(arrived)
-            self.received = self.onto
         return self.received
 
 
@@ -77,19 +78,14 @@ class Communicator:
         empty tensor is not sent, and its receiver passes an empty buffer. Between two ranks,
         messages match in the order in which they are posted.
         """
-        ops = []
-        for peer, tensor in sends:
+        for peer, tensor in [*sends, *receives]:
             if peer == self.rank or not tensor.is_contiguous():
-                raise ValueError("send contiguous tensors, to other ranks only")
-            if tensor.numel():
-                ops.append(dist.P2POp(dist.isend, tensor, self._global(peer), self.group))
-                self.note(purpose, tensor.nbytes)
-        for peer, buffer in receives:
-            if peer == self.rank or not buffer.is_contiguous():
-                raise ValueError("receive into contiguous tensors, from other ranks only")
-            if buffer.numel():
-                ops.append(dist.P2POp(dist.irecv, buffer, self._global(peer), self.group))
-        works = dist.batch_isend_irecv(ops) if ops else []
+                raise ValueError("pass contiguous tensors, and other ranks than this one")
+        outgoing = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        incoming = [(peer, buffer) for peer, buffer in receives if buffer.numel()]
+        for _, tensor in outgoing:
+            self.note(purpose, tensor.nbytes)
+        works = list(self._exchange(outgoing, incoming)) if outgoing or incoming else []
         return Pending([b for _, b in receives], works, [t for _, t in sends])
 
     def shift(self, tensor: Tensor, buffer: Tensor, offset: int, purpose: Purpose) -> Pending:
@@ -97,19 +93,19 @@ class Communicator:
         to, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
         return self.exchange([(to, tensor)], [(source, buffer)], purpose)
 
-    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
-        """Copy ``tensor`` of rank ``source`` to every rank, in place."""
+    def broadcast(self, tensor: Tensor, purpose: Purpose) -> None:
+        """Copy rank 0's contiguous ``tensor`` to every rank, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, self._global(source), group=self.group)
-            if self.rank == source:
+            self._broadcast(tensor)
+            if self.rank == 0:
                 self.note(purpose, (self.size - 1) * tensor.nbytes)
 
     def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
         """``tensor`` of every rank, stacked to ``[P, ...]`` in the order of ranks."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self.group)
+        out = tensor.new_empty((self.size, *tensor.shape))
+        self._all_gather(tensor.contiguous(), out)
         self.note(purpose, (self.size - 1) * tensor.nbytes)
         return out
 
@@ -117,49 +113,77 @@ class Communicator:
         """Start summing ``tensor`` over the ranks, in place."""
         if self.size == 1:
             return Pending([tensor])
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
-        return Pending([tensor], [work])
+        return Pending([tensor], [self._all_reduce(tensor)])
+
+    # How the bytes travel between several ranks: here as torch.distributed's backend does it.
+
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Sequence[Work]:
+        ops = [
+            dist.P2POp(post, tensor, self._global(peer), self.group)
+            for post, transfers in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in transfers
+        ]
+        return dist.batch_isend_irecv(ops)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self._global(0), group=self.group)
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        dist.all_gather(list(out.unbind(0)), tensor, group=self.group)
+
+    def _all_reduce(self, tensor: Tensor) -> Work:
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def _global(self, rank: int) -> int:
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
 
 
-class HostLinks(Communicator):
-    """A `Communicator` over gloo whose tensors may be on a device: for ranks that share a GPU.
+class _Landing(NamedTuple):
+    """A transfer into the host's memory that ends on the device."""
 
-    NCCL refuses two ranks on one device, and gloo sends from the host's memory only. So several
-    ranks can be tried on one GPU, slowly.
+    works: Sequence[Work]
+    arrived: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for buffer, arrived in zip(self.buffers, self.arrived, strict=True):
+            buffer.copy_(arrived)
+
+
+class HostLinks(Communicator):
+    """A `Communicator` for tensors on a device, over one for the host's: for ranks that share a GPU.
+
+    NCCL refuses two ranks on one device. So several ranks can be tried on one GPU, slowly.
     """
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        purpose: Purpose,
-    ) -> Pending:
-        """As `Communicator.exchange`."""
-        pending = super().exchange(
-            [(peer, tensor.cpu()) for peer, tensor in sends],
-            [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives],
-            purpose,
-        )
-        pending.onto = [buffer for _, buffer in receives]
-        return pending
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.group)
+        self._inner = inner
 
-    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> None:
-        """As `Communicator.broadcast`."""
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Sequence[Work]:
+        arriving = [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives]
+        works = self._inner._exchange([(peer, sent.cpu()) for peer, sent in sends], arriving)
+        buffers = [buffer for _, buffer in receives]
+        return [_Landing(works, [buffer for _, buffer in arriving], buffers)]
+
+    def _broadcast(self, tensor: Tensor) -> None:
         host = tensor.cpu()
-        super().broadcast(host, source, purpose)
+        self._inner._broadcast(host)
         tensor.copy_(host)
 
-    def all_gather(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """As `Communicator.all_gather`."""
-        return super().all_gather(tensor.cpu(), purpose).to(tensor.device)
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        host = torch.empty_like(out, device="cpu")
+        self._inner._all_gather(tensor.cpu(), host)
+        out.copy_(host)
 
-    def all_reduce(self, tensor: Tensor, purpose: Purpose) -> Pending:
-        """As `Communicator.all_reduce`."""
-        pending = super().all_reduce(tensor.cpu(), purpose)
-        pending.onto = [tensor]
-        return pending
+    def _all_reduce(self, tensor: Tensor) -> Work:
+        host = tensor.cpu()
+        return _Landing([self._inner._all_reduce(host)], [host], [tensor])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.parallel import shared_memory
 from razor_dist.parallel.comm import Communicator, HostLinks
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,9 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     dist.all_gather_object(devices, name)
     if backend_of(devices) == "nccl":
         return Communicator(dist.new_group(backend="nccl", timeout=timeout))
+    links = shared_memory.connect(dist.group.WORLD, timeout) or Communicator(dist.group.WORLD)
     if device.type == "cpu":
-        return Communicator(dist.group.WORLD)
+        return links
     if config.ring == "ring_flash_attn":
         raise ConfigError(
             "ring is ring_flash_attn, which needs a GPU for each rank; here ranks share one: "
@@ -59,7 +61,7 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
         )
     if rank == 0:
         log.warning("ranks share a GPU, so what they send goes through the host's memory, slowly")
-    return HostLinks(dist.group.WORLD)
+    return HostLinks(links)
 
 
 def store_of_this_start(

@@ -1,0 +1,391 @@
+"""Links between ranks of one host: a segment of memory that all of them map.
+
+gloo sends through TCP and a thread of its own, which has to be woken on both sides: with eight
+processes on two cores an all-reduce of 2 KB takes 20 ms of waiting for wake-ups. Here a rank copies
+its bytes into the segment and raises a counter, and the others see both.
+
+The segment is a file without a name (``memfd``), so a kill leaves nothing behind. It holds
+
+* for each rank a *board* of two places, to which it writes its part of a collective;
+* for each ordered pair of ranks a *channel* of two places, for messages from one to the other;
+* a counter of what has been written and one of what has been read, for each board and each channel.
+
+What is longer than a place goes through it piece by piece. A place is written again only when
+everybody has read it. Nothing else is locked, for each counter has one writer. A counter is raised
+after the bytes are written and read before they are: x86 keeps stores and loads in that order, and
+other processors do not, so there gloo is kept (`supported`).
+
+Whoever waits for one transfer moves all others that are under way (`SharedMemory._advance`). So two
+ranks that each wait until the other has read cannot block each other, as long as both wait at all.
+
+A rank that has nothing to do waits for a plan, which comes through a pipe: it sleeps there, without
+any CPU time. The end of another process ends every wait at once, by its ``pidfd``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator, Work
+
+_LINE = 64  # bytes; counters of different ranks must not share a cache line
+_PLACES = 2
+_BOARD_BYTES = 256 << 10
+_CHANNEL_BYTES = 512 << 10
+# A waiting rank sleeps so long between two looks, at first and then. Spinning or sched_yield would
+# take the cores from the ranks that compute (docs/LOG.md).
+_SHORT_SLEEP = 50e-6
+_SHORT_SLEEPS = 100
+_LONG_SLEEP_MS = 1
+
+
+class _Process(NamedTuple):
+    """A rank's process, and numbers of its open files: its pipe's writing end, the segment."""
+
+    pid: int
+    pipe: int
+    segment: int
+
+
+def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None:
+    """Join the ranks of a gloo group by shared memory; None, on every rank, if that cannot be.
+
+    It cannot if they are on several hosts, or in containers that do not see each other's processes.
+    """
+    size = dist.get_world_size(group)
+    links: SharedMemory | None = None
+    with contextlib.ExitStack() as files:
+        mine, reading = _own_files(_Segment.nbytes(size), files)
+        told = [(_host(), mine)] * size
+        dist.all_gather_object(told, (_host(), mine), group=group)
+        processes = [process for _, process in told if process is not None]
+        if len(processes) == size and len({host for host, _ in told}) == 1:
+            with contextlib.suppress(OSError):
+                links = SharedMemory(group, timeout, processes, reading)
+        joined = [False] * size
+        dist.all_gather_object(joined, links is not None, group=group)
+    if links is not None and not all(joined):
+        links.close()
+    return links if all(joined) else None
+
+
+def _own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[_Process | None, int]:
+    """Make this rank's pipe and a segment; ``files`` closes what only others need to open."""
+    works = sys.platform == "linux" and platform.machine() == "x86_64"
+    if not works or not hasattr(os, "pidfd_open"):
+        return None, -1
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    segment = os.memfd_create("razor_dist")
+    os.ftruncate(segment, nbytes)
+    for fd in (reading, writing, segment):
+        files.callback(os.close, fd)
+    return _Process(os.getpid(), writing, segment), reading
+
+
+def _host() -> tuple[str, ...]:
+    """Return what is equal only for processes that see each other in ``/proc``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return (socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return (socket.gethostname(), str(os.getpid()))
+
+
+class _Segment:
+    """The mapped memory of all ranks, as arrays; a counter is the first number of its line."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        memory = mmap.mmap(fd, self.nbytes(size))
+        counters, boards = self._counters(size), size * _PLACES * _BOARD_BYTES
+        lines = np.frombuffer(memory, np.int64, counters * _LINE // 8).reshape(counters, -1)[:, 0]
+        pairs = size * size
+        # How many pieces were put on and read from the boards [P], and the channels [from, to].
+        self.posted, self.read = lines[:size], lines[size : 2 * size]
+        self.sent = lines[2 * size : 2 * size + pairs].reshape(size, size)
+        self.received = lines[2 * size + pairs :].reshape(size, size)
+        at = counters * _LINE
+        self.boards = np.frombuffer(memory, np.uint8, boards, at).reshape(size, _PLACES, -1)
+        self.channels = np.frombuffer(memory, np.uint8, offset=at + boards)
+        self.channels = self.channels.reshape(size, size, _PLACES, -1)
+
+    @staticmethod
+    def _counters(size: int) -> int:
+        return 2 * size + 2 * size * size
+
+    @classmethod
+    def nbytes(cls, size: int) -> int:
+        """Bytes for so many ranks; memory is taken only for the parts that are used."""
+        places = size * _BOARD_BYTES + size * size * _CHANNEL_BYTES
+        return cls._counters(size) * _LINE + _PLACES * places
+
+
+class _Transfer:
+    """Bytes under way through the places of a channel or of the boards, piece by piece."""
+
+    done = False
+
+    def __init__(self, links: SharedMemory) -> None:
+        self._links = links
+
+    def advance(self) -> bool:
+        """Move what can be moved now; return whether that was anything."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Block until done."""
+        self._links.wait_for(lambda: self.done)
+
+
+class _Send(_Transfer):
+    """One message to another rank; ``data`` is uint8 ``[n]``."""
+
+    def __init__(self, links: SharedMemory, peer: int, data: np.ndarray) -> None:
+        super().__init__(links)
+        self._channel = links.segment.channels[links.rank, peer]
+        self._sent = links.segment.sent[links.rank, peer : peer + 1]
+        self._received = links.segment.received[links.rank, peer : peer + 1]
+        self._left = data
+
+    def advance(self) -> bool:
+        moved = False
+        while len(self._left) and self._sent[0] - self._received[0] < _PLACES:
+            piece, self._left = np.split(self._left, [_CHANNEL_BYTES])
+            self._channel[self._sent[0] % _PLACES, : len(piece)] = piece
+            self._sent[0] += 1
+            moved = True
+        self.done = not len(self._left)
+        return moved
+
+
+class _Receive(_Transfer):
+    """One message from another rank, into ``data``."""
+
+    def __init__(self, links: SharedMemory, peer: int, data: np.ndarray) -> None:
+        super().__init__(links)
+        self._channel = links.segment.channels[peer, links.rank]
+        self._sent = links.segment.sent[peer, links.rank : links.rank + 1]
+        self._received = links.segment.received[peer, links.rank : links.rank + 1]
+        self._left = data
+
+    def advance(self) -> bool:
+        moved = False
+        while len(self._left) and self._received[0] < self._sent[0]:
+            piece, self._left = np.split(self._left, [_CHANNEL_BYTES])
+            piece[:] = self._channel[self._received[0] % _PLACES, : len(piece)]
+            self._received[0] += 1
+            moved = True
+        self.done = not len(self._left)
+        return moved
+
+
+class _Gather(_Transfer):
+    """Every rank's ``mine`` (uint8 ``[n]``), into ``out`` ``[P, n]``."""
+
+    def __init__(self, links: SharedMemory, mine: np.ndarray, out: np.ndarray) -> None:
+        super().__init__(links)
+        self._unposted, self._missing = mine, out
+
+    def advance(self) -> bool:
+        segment, rank, moved = self._links.segment, self._links.rank, False
+        posted, read = segment.posted, segment.read
+        if len(self._unposted) and posted[rank] - read.min() < _PLACES:
+            piece, self._unposted = np.split(self._unposted, [_BOARD_BYTES])
+            segment.boards[rank, posted[rank] % _PLACES, : len(piece)] = piece
+            posted[rank] += 1
+            moved = True
+        if self._missing.shape[1] and read[rank] < posted.min():
+            pieces, self._missing = np.split(self._missing, [_BOARD_BYTES], axis=1)
+            pieces[:] = segment.boards[:, read[rank] % _PLACES, : pieces.shape[1]]
+            read[rank] += 1
+            moved = True
+        self.done = not self._missing.shape[1]
+        return moved
+
+
+class _Sum(NamedTuple):
+    """Adds up what has been gathered, in the order of ranks, so that all get the same bits."""
+
+    gather: _Gather
+    parts: Tensor
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.gather.wait()
+        self.tensor.copy_(self.parts.sum(0))
+
+
+class SharedMemory(Communicator):
+    """A `Communicator` for the CPU tensors of ranks that are processes of one host.
+
+    Made by `connect`. ``processes`` are the ranks', in order; ``inbox`` is the reading end of this
+    rank's pipe. Nothing that is passed is closed.
+
+    Raises `OSError` if something of another process cannot be opened.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        processes: Sequence[_Process],
+        inbox: int,
+    ) -> None:
+        super().__init__(group)
+        self._timeout = timeout.total_seconds()
+        self._ranks: dict[int, int] = {}  # by pidfd
+        self._ends, self._inbox_or_end = select.poll(), select.poll()
+        with contextlib.ExitStack() as files:
+
+            def opened(fd: int) -> int:
+                files.callback(os.close, fd)
+                return fd
+
+            def file_of(rank: int, fd: int, flags: int) -> int:
+                return opened(os.open(f"/proc/{processes[rank].pid}/fd/{fd}", flags))
+
+            self._inbox = opened(os.dup(inbox))
+            os.set_blocking(self._inbox, False)
+            self._inbox_or_end.register(self._inbox, select.POLLIN)
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            for rank in others:
+                end = opened(os.pidfd_open(processes[rank].pid))
+                self._ranks[end] = rank
+                self._ends.register(end, select.POLLIN)
+                self._inbox_or_end.register(end, select.POLLIN)
+            flags = os.O_WRONLY | os.O_NONBLOCK
+            self._outboxes = (
+                [file_of(rank, processes[rank].pipe, flags) for rank in others]
+                if self.rank == 0
+                else []
+            )
+            self.segment = _Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
+            self._files = files.pop_all()
+        # Under way: collectives, messages to each rank, messages from each rank, in their order.
+        self._queues: list[deque[_Transfer]] = [deque() for _ in range(1 + 2 * self.size)]
+
+    def close(self) -> None:
+        """Close the files; the memory goes with the last process that maps it."""
+        self._files.close()
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Move everything that is under way until ``done``.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank's process has ended, or nothing has moved for the time-out.
+        """
+        looks, last_move = 0, time.monotonic()
+        while not done():
+            if self._advance():
+                looks, last_move = 0, time.monotonic()
+                continue
+            looks += 1
+            if looks <= _SHORT_SLEEPS:
+                time.sleep(_SHORT_SLEEP)
+                continue
+            ended = self._ends.poll(_LONG_SLEEP_MS)
+            # What a rank wrote before it ended still counts.
+            if ended and not self._advance():
+                raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
+            if time.monotonic() - last_move > self._timeout:
+                raise self._silence()
+
+    def _silence(self) -> RuntimeError:
+        return RuntimeError(f"no rank has answered for {self._timeout:g} s (collective_timeout)")
+
+    def _under_way(self) -> bool:
+        return any(self._queues)
+
+    def _advance(self) -> bool:
+        moved = False
+        for queue in self._queues:
+            while queue:
+                moved |= queue[0].advance()
+                if not queue[0].done:
+                    break
+                queue.popleft()
+        return moved
+
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[Work]:
+        arriving = [_Receive(self, peer, _bytes(buffer)) for peer, buffer in receives]
+        leaving = [_Send(self, peer, _bytes(tensor)) for peer, tensor in sends]
+        for (peer, _), receive in zip(receives, arriving, strict=True):
+            self._queues[1 + self.size + peer].append(receive)
+        for (peer, _), send in zip(sends, leaving, strict=True):
+            self._queues[1 + peer].append(send)
+        self._advance()
+        return [*arriving, *leaving]
+
+    def _gather(self, tensor: Tensor, out: Tensor) -> _Gather:
+        gather = _Gather(self, _bytes(tensor), _bytes(out).reshape(self.size, -1))
+        self._queues[0].append(gather)
+        self._advance()
+        return gather
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        self._gather(tensor, out).wait()
+
+    def _all_reduce(self, tensor: Tensor) -> Work:
+        parts = tensor.new_empty((self.size, *tensor.shape))
+        return _Sum(self._gather(tensor.contiguous(), parts), parts, tensor)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        data = memoryview(_bytes(tensor))
+        if self.rank == 0:
+            for outbox in self._outboxes:
+                self._write(outbox, data)
+        else:
+            self._read(data)
+
+    def _write(self, outbox: int, data: memoryview) -> None:
+        writable = select.poll()
+        writable.register(outbox, select.POLLOUT)
+        while data:
+            self._sleep_until(writable)
+            try:
+                data = data[os.write(outbox, data) :]
+            except BrokenPipeError:
+                raise RuntimeError("a rank has ended") from None
+
+    def _read(self, data: memoryview) -> None:
+        while data:
+            ready = self._sleep_until(self._inbox_or_end)
+            if self._inbox not in ready:
+                raise RuntimeError(f"rank {self._ranks[ready.pop()]} has ended")
+            data = data[os.readv(self._inbox, [data]) :]
+
+    def _sleep_until(self, poll: select.poll) -> set[int]:
+        """Return the files that are ready, which takes no CPU time unless transfers are under way.
+
+        Those are moved meanwhile: another rank may wait for one of them before it writes.
+        """
+        self.wait_for(lambda: bool(poll.poll(0)) or not self._under_way())
+        ready = poll.poll(1000 * self._timeout)
+        if not ready:
+            raise self._silence()
+        return {fd for fd, _ in ready}
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor, uint8 ``[n]``."""
+    array: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array

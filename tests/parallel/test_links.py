@@ -1,0 +1,195 @@
+"""Shared memory against gloo: the same bytes arrive, and a lost rank is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator, Pending
+from razor_dist.parallel.shared_memory import SharedMemory, connect
+from tests.ranks import RankPool
+
+# Bytes around one place, and several places, of a channel and of the boards.
+SIZES = [0, 1, 7, 4096, (256 << 10) - 1, (256 << 10) + 1, 512 << 10, (1 << 20) + 12, 3 << 20]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+# Small whole numbers, whose sums are exact in bf16, so that their order does not matter.
+def numbers(seed: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-50, 50, (nbytes // dtype.itemsize,), generator=generator).to(dtype)
+
+
+def communicate(comm: Communicator, seed: int) -> list[Tensor]:
+    """Make the same random transfers on all ranks, waiting in each rank's own order."""
+    draw, order = random.Random(seed), random.Random(seed + comm.rank)
+    pending: list[Pending] = []
+    results: list[Tensor] = []
+    for number in range(12):
+        nbytes, dtype = draw.choice(SIZES), draw.choice(DTYPES)
+        mine = numbers(100 * number + comm.rank, nbytes, dtype)
+        match draw.choice(["shift", "exchange", "gather", "reduce", "broadcast"]):
+            case "shift":
+                offset = draw.randrange(1, comm.size)
+                pending.append(comm.shift(mine, torch.empty_like(mine), offset, "ring"))
+            case "exchange":
+                others = [rank for rank in range(comm.size) if rank != comm.rank]
+                buffers = [(rank, torch.empty_like(mine)) for rank in others]
+                pending.append(comm.exchange([(rank, mine) for rank in others], buffers, "halo"))
+            case "gather":
+                results.append(comm.all_gather(mine, "merge"))
+            case "reduce":
+                pending.append(comm.all_reduce(mine, "compensation"))
+            case "broadcast":
+                comm.broadcast(mine, "control")
+                results.append(mine)
+        results += [t for p in pending[-1:] for t in p.received]
+        if order.random() < 0.4 and pending:
+            pending.pop(order.randrange(len(pending))).wait()
+    order.shuffle(pending)
+    for transfer in pending:
+        transfer.wait()
+    return results
+
+
+def over_both(comm: Communicator, seed: int) -> None:
+    assert isinstance(comm, SharedMemory)
+    gloo = Communicator(comm.group)
+    comm.bytes_sent.clear()
+    ours, theirs = communicate(comm, seed), communicate(gloo, seed)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert comm.bytes_sent == gloo.bytes_sent
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_same_arrives_as_over_gloo(ranks: Callable[[int], RankPool], size: int) -> None:
+    @settings(max_examples=12, deadline=None)
+    @given(st.integers(0, 10**6))
+    def check(seed: int) -> None:
+        ranks(size).run(over_both, seed)
+
+    check()
+
+
+def sums(comm: Communicator) -> Tensor:
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+    return comm.all_reduce(tensor, "compensation").wait()[0]
+
+
+def test_a_sum_has_the_same_bits_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+    first, *others = ranks(4).run(sums)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@contextmanager
+def own_pool(size: int) -> Iterator[RankPool]:
+    """Ranks that may be killed."""
+    pool = RankPool(size)
+    try:
+        yield pool
+    finally:
+        for process in pool._processes:
+            process.kill()
+        pool.close()
+
+
+def lose_rank_1(comm: Communicator, how: signal.Signals, operation: str, timeout: float) -> str:
+    """End or stop rank 1 in the middle of an operation; return what another rank is told."""
+    links = connect(dist.group.WORLD, timedelta(seconds=timeout))
+    assert links is not None
+    links.all_gather(torch.ones(1), "control")
+    if comm.rank == 1:
+        os.kill(os.getpid(), how)
+    large = torch.ones(4 << 20)
+    try:
+        match operation:
+            case "broadcast":
+                # Of rank 0's messages, more than the pipe to rank 1 holds.
+                links.broadcast(large, "control")
+            case "gather":
+                links.all_gather(large, "merge")
+            case "exchange":
+                peer = [(1, large)]
+                links.exchange(peer, [(1, torch.empty_like(large))], "ring").wait()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "exchange"])
+def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with own_pool(3) as pool:
+        with pytest.raises((EOFError, ConnectionResetError)):  # rank 1 answers nothing
+            pool.run(lose_rank_1, signal.SIGKILL, operation, 600)
+        # Rank 0 has answered by now, and not after the 600 s of the collectives' time-out.
+        assert pool.answers[0] in ("rank 1 has ended", "a rank has ended")
+    assert set(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "exchange"])
+def test_a_rank_that_is_stopped_is_given_up_after_the_timeout(operation: str) -> None:
+    with own_pool(2) as pool:
+        with pytest.raises(TimeoutError):  # rank 1 answers nothing
+            pool.run(lose_rank_1, signal.SIGSTOP, operation, 1, timeout=4)
+        assert re.fullmatch(r"no rank has answered for 1 s \(.*\)", pool.answers[0])
+
+
+def wait_idly(comm: Communicator) -> float:
+    """Return the CPU seconds that waiting for a plan of rank 0 takes."""
+    used = psutil.Process().cpu_times
+    before = sum(used()[:2])
+    if comm.rank == 0:
+        time.sleep(3)
+    comm.broadcast(torch.zeros(256, dtype=torch.int64), "control")
+    return sum(used()[:2]) - before
+
+
+def test_ranks_that_wait_for_a_plan_take_no_cpu_time(ranks: Callable[[int], RankPool]) -> None:
+    assert max(ranks(4).run(wait_idly)) <= 0.02
+
+
+def elsewhere(comm: Communicator) -> bool:
+    """One rank says that it is on another host."""
+    from razor_dist.parallel import shared_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(shared_memory, "_host", lambda: ("another",))
+        before = len(os.listdir("/proc/self/fd"))
+        links = connect(dist.group.WORLD, timedelta(seconds=9))
+        return links is None and len(os.listdir("/proc/self/fd")) == before
+
+
+def cannot_open(comm: Communicator) -> bool:
+    """One rank may not open the files of the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
+        before = len(os.listdir("/proc/self/fd"))
+        links = connect(dist.group.WORLD, timedelta(seconds=9))
+        return links is None and len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("reason", [elsewhere, cannot_open])
+def test_where_memory_cannot_be_shared_no_rank_does(
+    ranks: Callable[[int], RankPool], reason: Callable[[Communicator], bool]
+) -> None:
+    assert ranks(3).run(reason) == [True] * 3
