@@ -92,6 +92,9 @@ class EngineConfig(BaseModel):
         "own", "Ring attention code; ring_flash_attn is CUDA's."
     )
     cuda_graphs: bool = _ranks(True, "Decode in CUDA graphs where that is possible.")
+    shared_memory: bool = _ranks(
+        True, "Ranks of one host talk through memory that they share; off: over gloo."
+    )
     threads: int | None = _ranks(
         None, "Threads per rank; none: cores divided by the host's ranks.", ge=1
     )

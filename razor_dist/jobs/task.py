@@ -28,6 +28,7 @@ _INDIFFERENT = {
     "page_size",
     "chunked_prefill_size",
     "cuda_graphs",
+    "shared_memory",
     "threads",
     "collective_timeout",
     "heartbeat_timeout",

@@ -46,7 +46,9 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     dist.all_gather_object(devices, name)
     if backend_of(devices) == "nccl":
         return Communicator(dist.new_group(backend="nccl", timeout=timeout))
-    links = shared_memory.connect(dist.group.WORLD, timeout) or Communicator(dist.group.WORLD)
+    links = Communicator(dist.group.WORLD)
+    if config.shared_memory:
+        links = shared_memory.connect(dist.group.WORLD, timeout) or links
     if device.type == "cpu":
         return links
     if config.ring == "ring_flash_attn":

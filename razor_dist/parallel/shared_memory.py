@@ -385,6 +385,7 @@ class SharedMemory(Communicator):
             raise self._silence()
         return {fd for fd, _ in ready}
 
+
 def _bytes(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor, uint8 ``[n]``."""
     array: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
