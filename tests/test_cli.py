@@ -24,8 +24,9 @@ SERVE_OPTIONS = """
     --attention --block --collective-timeout --compensation --config --cuda-graphs --device --dtype
     --generation-config --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level
     --max-body-mb --max-model-len --max-num-seqs --max-queue --model --no-compensation
-    --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill --ring --seed
-    --served-model-name --shared-memory --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights
+    --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill --ring
+    --seed --served-model-name --shared-memory --sink-tokens --threads --trust-remote-code
+    --chunked-prefill-size --weights
     --window-max --window-min --window-ratio --world-size
 """
 
@@ -84,9 +85,9 @@ NEEDLE_OPTIONS = """
     --document-depth-percents --dtype --duo-head-map --engines --generation-config --haystack
     --head-map --heartbeat-timeout --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs
     --methods --model --needles --new-folder --out --page-size --placement --prefill --preset
-    --query --ray --ray-address --repeats --retry-failed --ring --seed --share-depths --shared-memory
-    --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights --window-max --window-min
-    --window-ratio --world-size
+    --query --ray --ray-address --repeats --retry-failed --ring --seed --share-depths
+    --shared-memory --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights
+    --window-max --window-min --window-ratio --world-size
 """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),

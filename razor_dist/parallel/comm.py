@@ -157,7 +157,7 @@ class _Landing(NamedTuple):
 
 
 class HostLinks(Communicator):
-    """A `Communicator` for tensors on a device, over one for the host's: for ranks that share a GPU.
+    """A `Communicator` for tensors on a device, over one for the host's, where ranks share a GPU.
 
     NCCL refuses two ranks on one device. So several ranks can be tried on one GPU, slowly.
     """
