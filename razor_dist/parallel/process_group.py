@@ -48,7 +48,8 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
         return Communicator(dist.new_group(backend="nccl", timeout=timeout))
     links = Communicator(dist.group.WORLD)
     if config.shared_memory:
-        links = shared_memory.connect(dist.group.WORLD, timeout) or links
+        assert links.group is not None
+        links = shared_memory.connect(links.group, timeout) or links
     if device.type == "cpu":
         return links
     if config.ring == "ring_flash_attn":

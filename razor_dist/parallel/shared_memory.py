@@ -350,7 +350,7 @@ class SharedMemory(Communicator):
         return _Sum(self._gather(tensor.contiguous(), parts), parts, tensor)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        data = memoryview(_bytes(tensor))
+        data = _bytes(tensor).data
         if self.rank == 0:
             for outbox in self._outboxes:
                 self._write(outbox, data)
