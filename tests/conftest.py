@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Read as torch is loaded, here and in the processes that tests start: threads that spin while they
+# wait for one that has no core took three times the CPU, and up to ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +18,10 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _threads() -> None:
-    # As many test processes as cores: threads of one would wait for those of another.
+    # As many test processes as cores: threads of one would wait for those of another. For each
+    # test, since commands that compute in this process set their own number.
     torch.set_num_threads(1)
 
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "transformers", "tests.cases"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch.distributed", "transformers", "tests.cases"])
 
 
 def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
@@ -66,8 +66,8 @@ class RankPool:
         rendezvous = f"file://{self._directory.name}/store"
         self._pipes, self._processes = [], []
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
+            ours, theirs = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(
                 target=_serve, args=(rank, size, rendezvous, theirs), daemon=True
             )
             process.start()

@@ -6,19 +6,25 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from razor_dist import cli
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.outputs import RequestOutput
+from razor_dist.jobs import host_engine
 from razor_dist.jobs.results import read_job
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.test_summary import document
+from tests.ranks import FORKSERVER
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 
@@ -133,55 +139,72 @@ def test_mistakes_are_told_before_an_engine_is_opened(
     assert not opened and not Path("out").exists()
 
 
-SLOW = """
-import sys, time
-from pathlib import Path
-from razor_dist import cli
-from razor_dist.jobs import host_engine
-from tests.jobs.quoter import Quoter
+class Stopping(Quoter):
+    """Answers four prompts, notes a fifth, and answers that one when it is closed."""
 
-class Slow(Quoter):
-    def generate(self, prompts, params):
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__(max_model_len)
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def generate(
+        self, prompts: Sequence[Mapping[str, Any]], params: SamplingParams
+    ) -> list[RequestOutput]:
         outputs = super().generate(prompts, params)
-        with open("asked", "a") as file:
-            print(hash(self.prompts[-1]), file=file)
-        time.sleep(float(sys.argv[1]))
+        Path("asked").write_text("\0".join(self.prompts))
+        if len(self.prompts) == 5:
+            self._closed.wait()
         return outputs
 
-host_engine.LLM = lambda **settings: Slow(300)
-sys.exit(cli.main(sys.argv[2:]))
-"""
+
+def stopping_job(folder: Path, command: list[str]) -> None:
+    """Run a job whose engine stops at the fifth prompt; its log is the file ``told``."""
+    os.chdir(folder)
+    with open("told", "w") as told:
+        os.dup2(told.fileno(), 2)
+    # A shell that starts the tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with mock.patch.object(host_engine, "LLM", lambda **settings: Stopping(300)):
+        sys.exit(cli.main(command))
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_job_that_is_ended_goes_on_with_the_next_part(folder: Path, end: signal.Signals) -> None:
-    Path("in/long.md").write_text(document(60))
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "0"}
-    command = ["summarize", "in/long.md", "--out", "out", "--max-tokens", "60", *FLAGS]
+def test_a_job_that_is_ended_goes_on_with_the_next_part(
+    folder: Path, opened: list[Quoter], end: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("in/long.md").write_text(document(12))
+    sizes = ["--max-model-len", "300", "--max-tokens", "60"]
+    command = ["summarize", "in/long.md", "--out", "out", *sizes, *FLAGS]
+    first = FORKSERVER.Process(target=stopping_job, args=(folder, command))
+    first.start()
+    parts, asked, told = Path("out/parts.jsonl"), Path("asked"), Path("told")
 
-    def start(seconds: float) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", SLOW, str(seconds), *command]
-        return subprocess.Popen(arguments, env=env, stderr=subprocess.PIPE, text=True)
+    def in_work() -> bool:
+        return parts.exists() and asked.read_text().count("\0") == 4
 
-    first = start(0.3)
-    parts = Path("out/parts.jsonl")
-    while not (parts.exists() and parts.read_bytes().count(b"\n") >= 4):
-        assert first.poll() is None, first.communicate()
+    while not (in_work() and parts.read_bytes().count(b"\n") == 4):
+        assert first.is_alive(), told.read_text()
         time.sleep(0.02)
-    first.send_signal(end)
-    told = first.communicate(timeout=120)[1]
-    assert re.search(r"in/long.md#\w+: part 3 of \d+ done \| .* tokens/s, .* left", told)
-    assert ("run it again to continue" in told) == (end == signal.SIGINT)
+    while "part 4 of" not in told.read_text():
+        time.sleep(0.02)
+    before = asked.read_text().split("\0")
+    assert first.pid is not None
+    os.kill(first.pid, end)
+    first.join(120)
+    assert first.exitcode == (-signal.SIGKILL if end == signal.SIGKILL else 130)
+    assert re.search(r"in/long.md#\w+: part 3 of 12 done \| .* tokens/s, .* left", told.read_text())
+    assert ("run it again to continue" in told.read_text()) == (end == signal.SIGINT)
     assert not Path("out/results.jsonl").read_bytes()
-    stored = parts.read_bytes().count(b"\n")
-    before = Path("asked").read_text().split()
+    assert parts.read_bytes().count(b"\n") == 4
 
-    second = start(0)
-    told = second.communicate(timeout=300)[1]
-    assert second.returncode == 0 and f"{stored} of " in told
-    asked = Path("asked").read_text().split()
-    assert len(asked) - len(set(asked)) == len(before) - stored <= 2, "only what was in work"
+    with caplog.at_level("INFO"):
+        assert cli.main(command) == 0
+    assert "4 of 12 parts are there already" in caplog.text
+    after = opened[0].prompts
+    assert set(before) & set(after) == {before[4]}, "only what was in work"
+    assert len(set(before) | {prompt for prompt in after if "Chapter" in prompt}) == 12
     assert results()["in/long.md"]["status"] == "done" and not parts.exists()
 
 
