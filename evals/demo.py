@@ -28,6 +28,7 @@ from rich.table import Column, Table
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import reference_paragraphs
+from razor_dist.frontend.guard import guarded
 
 MODEL = "smollm2"
 DOCUMENT_TOKENS = 7000
@@ -172,10 +173,8 @@ def build_document(paragraphs: Sequence[str], count_tokens: Callable[[str], int]
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[str]:
     """Run ``razor-dist serve`` on a free port during a ``with`` block; yields its address."""
-    # It dies with this process, even if that is killed.
-    guard = [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()), "razor_dist"]
     process = subprocess.Popen(
-        [*guard, "serve", "--port=0", "--log-level=warning", *flags],
+        guarded("razor_dist", "serve", "--port=0", "--log-level=warning", *flags),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -322,8 +321,16 @@ class Savings:
 
     def tables(self) -> RenderableType:
         """Both comparisons, to print."""
-        parts: list[RenderableType] = [self._memory()]
-        if self.retrieval_fraction < 1 and self.kv_bytes_per_rank >= self.full_per_rank:
+        held, share = self.kv_bytes_per_rank, self.full_per_rank
+        memory = _table("keys and values", "MB", "razor / it")
+        memory.add_row("razor, most on one rank (measured)", _mb(held), "")
+        full = {"all on one rank": share * self.world_size}
+        if self.world_size > 1:
+            full = {f"a rank's share of {self.world_size}": share, **full}
+        for name, nbytes in full.items():
+            memory.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
+        parts: list[RenderableType] = [memory]
+        if self.retrieval_fraction < 1 and held >= share:
             parts.append(
                 f"Every rank holds the streaming heads' window whole, {self.window_tokens:,.0f} "
                 f"tokens; a share of full attention's is {self.tokens / self.world_size:,.0f}. "
@@ -331,17 +338,6 @@ class Savings:
                 f"attention from about {self.window_tokens * self.world_size:,.0f} tokens on.\n"
             )
         return Group(*parts, *([self._traffic()] if self.world_size > 1 else []))
-
-    def _memory(self) -> Table:
-        held, share = self.kv_bytes_per_rank, self.full_per_rank
-        table = _table("keys and values", "MB", "razor / it")
-        table.add_row("razor, most on one rank (measured)", _mb(held), "")
-        full = {"all on one rank": share * self.world_size}
-        if self.world_size > 1:
-            full = {f"a rank's share of {self.world_size}": share, **full}
-        for name, nbytes in full.items():
-            table.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
-        return table
 
     def _traffic(self) -> Table:
         rows: dict[str, float] = {**self.bytes_sent}

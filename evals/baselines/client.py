@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import EngineError
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
+from razor_dist.frontend.guard import guarded
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.frontend.ranks import without_torchrun
@@ -47,10 +47,9 @@ class PressLLM:
         self._kept = 0
         self._calling = threading.Lock()
         self._connection, theirs = Pipe()
-        guard = (sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid()))
         threads = {"OMP_NUM_THREADS": str(config.threads_per_rank(1))}
         self._process = subprocess.Popen(
-            [*guard, _WORKER, str(theirs.fileno())],
+            guarded(_WORKER, str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=without_torchrun(os.environ) | threads,

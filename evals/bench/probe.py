@@ -12,7 +12,6 @@ times the memory as there are layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,23 +67,15 @@ def run(settings: ProbeBenchSettings) -> BenchRecord:
         rows.append([name, f"{cost['tokens']:,}", f"{cost['seconds']:.1f}", *mib])
     if len(notes) == len(costs):
         raise ConfigError(costs["probe"]["failed"])
-    difference = score_difference(costs)
-    if difference is not None:
+    scores = [cost.pop("scores") for cost in costs.values() if "scores" in cost]
+    difference = None
+    if len(scores) == 2:
+        a, b = (torch.tensor(list(found.values()), dtype=torch.float64) for found in scores)
+        # Relative to the largest; random weights may score 0 everywhere.
+        difference = float((a - b).abs().max() / (a.max() or 1.0))
         notes.append(f"Scores differ by at most {difference:.1e} of the largest.")
     figures = {"costs": costs, "largest_difference_of_scores": difference}
     return BenchRecord("probe", settings, figures, [Table("", rows)], notes)
-
-
-def score_difference(costs: Mapping[str, dict[str, Any]]) -> float | None:
-    """Take the scores out of the costs, and return by how much the two probes' differ at most.
-
-    Relative to the largest score: they should be the same numbers. None without both.
-    """
-    scores = [cost.pop("scores") for cost in costs.values() if "scores" in cost]
-    if len(scores) < 2:
-        return None
-    a, b = (torch.tensor(list(found.values()), dtype=torch.float64) for found in scores)
-    return float((a - b).abs().max() / (a.max() or 1.0))  # random weights may score 0 everywhere
 
 
 class MaterialisedContext(ProbeContext):

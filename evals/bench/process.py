@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from razor_dist.frontend.guard import guarded
+
 
 def call(
     module: str,
@@ -28,9 +30,8 @@ def call(
     """
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         result = Path(folder) / "result.json"
-        guard = [sys.executable, "-m", "razor_dist.frontend.guard", str(os.getpid())]
         process = subprocess.Popen(
-            [*guard, __name__, module, function, json.dumps(arguments), str(result)],
+            guarded(__name__, module, function, json.dumps(arguments), str(result)),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -44,7 +44,7 @@ class Haystack:
     """
 
     def __init__(self, name: str, encode: Encode, text: str | None = None) -> None:
-        self.name, paragraphs = same_paragraphs(name, text)
+        name, paragraphs = same_paragraphs(name, text)
         self._encode = encode
         # Sentences are tokenised one by one, so that a needle between two changes neither.
         self._sentences = [
@@ -54,7 +54,7 @@ class Haystack:
         ]
         if not self._sentences:
             raise ConfigError(
-                f"the haystack {self.name} has no prose: give texts with paragraphs of at least "
+                f"the haystack {name} has no prose: give texts with paragraphs of at least "
                 "200 characters"
             )
 

@@ -70,7 +70,7 @@ from razor_dist.evals.needle.tokenizer import (
     needle_vocabulary,
 )
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.models.loader import model_fingerprint, save_model
+from razor_dist.models.loader import save_model
 
 HEAD_MAP: Final = "head_map.json"
 """The head map's name in the model's folder."""
@@ -101,24 +101,22 @@ def build_needle_model(folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = needle_vocabulary()
-    model = _construct(_config(vocabulary), vocabulary)
+    model = _construct(vocabulary)
     save_model(model, folder)
     needle_tokenizer(MAX_TOKENS).save_pretrained(folder)
-    HeadMap(
-        model="needle",
-        fingerprint=model_fingerprint(model.config),
+    HeadMap.of_model(
+        "needle",
+        model.config,
         method="constructed",
         settings={},
-        query_heads=_KV_HEADS * _GROUP,
         retrieval=RETRIEVAL,
         selected={"induction": ((1, 0),), "echo": ((1, 1),)},
-        scores={},
     ).save(folder / HEAD_MAP)
     return folder
 
 
-def _config(vocabulary: dict[str, int]) -> GlmConfig:
-    return GlmConfig(
+def _construct(vocabulary: dict[str, int]) -> GlmForCausalLM:
+    config = GlmConfig(
         vocab_size=len(vocabulary),
         hidden_size=_HIDDEN,
         intermediate_size=2 * _CODE,
@@ -139,22 +137,6 @@ def _config(vocabulary: dict[str, int]) -> GlmConfig:
         pad_token_id=vocabulary[END],
         dtype="float32",
     )
-
-
-def _codes(count: int) -> Tensor:
-    """Return the codewords, ±1, of the numbers below ``count``, float32 ``[count, 15]``."""
-    number = torch.arange(count)
-    # A bit is checked by the parities whose places are the bits of its own column.
-    columns = [c for c in range(1, _CODE + 1) if c.bit_count() > 1]
-    data = torch.stack([number >> bit & 1 for bit in range(_DATA_BITS)], dim=1)
-    parity = [
-        data[:, [c >> check & 1 == 1 for c in columns]].sum(1) % 2
-        for check in range(_CODE - _DATA_BITS)
-    ]
-    return 2.0 * torch.cat([data, torch.stack(parity, dim=1)], dim=1) - 1.0
-
-
-def _construct(config: GlmConfig, vocabulary: dict[str, int]) -> GlmForCausalLM:
     model = GlmForCausalLM(config)
     model.generation_config = GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, do_sample=False
@@ -176,6 +158,19 @@ def _construct(config: GlmConfig, vocabulary: dict[str, int]) -> GlmForCausalLM:
         _gate(upper.mlp, after, 0, by="ready", source="found", target="answer")
         _gate(upper.mlp, after, 1, by="relay", source="beside", target="answer")
     return model
+
+
+def _codes(count: int) -> Tensor:
+    """Return the codewords, ±1, of the numbers below ``count``, float32 ``[count, 15]``."""
+    number = torch.arange(count)
+    # A bit is checked by the parities whose places are the bits of its own column.
+    columns = [c for c in range(1, _CODE + 1) if c.bit_count() > 1]
+    data = torch.stack([number >> bit & 1 for bit in range(_DATA_BITS)], dim=1)
+    parity = [
+        data[:, [c >> check & 1 == 1 for c in columns]].sum(1) % 2
+        for check in range(_CODE - _DATA_BITS)
+    ]
+    return 2.0 * torch.cat([data, torch.stack(parity, dim=1)], dim=1) - 1.0
 
 
 def _unit(squared_norm: float) -> float:

@@ -210,14 +210,12 @@ def _short(tokens: int) -> str:
 
 
 class Panel(NamedTuple):
-    """One map."""
+    """One map; its values are ``[depths, lengths]``."""
 
     title: str
-    lengths: Sequence[int]
-    depths: Sequence[float]
-    values: NDArray[np.float64]  # [depths, lengths]; NaN where nothing was asked
-    # Rows and columns of the cells of which some questions have no answer yet.
-    unfinished: frozenset[tuple[int, int]] = frozenset()
+    run: NeedleRun
+    values: NDArray[np.float64]  # NaN where nothing was asked
+    unfinished: NDArray[np.bool_]  # True where some questions have no answer yet
 
 
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
@@ -243,10 +241,10 @@ def _picture(
     panels = [panel for run in runs for panel in _panels(run, difference, len(runs) > 1)]
     if not panels:
         return ""
-    longest = max(len(panel.lengths) for panel in panels)
+    longest = max(len(panel.run.lengths) for panel in panels)
     columns = min(2 if longest > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)
-    width, height = 2.2 + 0.5 * longest, 1.6 + 0.32 * max(len(panel.depths) for panel in panels)
+    width, height = 2.2 + 0.5 * longest, 1.6 + 0.32 * max(len(panel.run.depths) for panel in panels)
     figure = Figure((width * columns + 1, height * rows + 0.4), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     colours, low = ("PuOr", -1.0) if difference else ("cividis", 0.0)
@@ -261,16 +259,17 @@ def _picture(
 
 def _panels(run: NeedleRun, difference: bool, named: bool) -> Iterator[Panel]:
     """Return a panel for each method; for differences, of all but full attention."""
-    for method in run.answered:
-        title, unfinished = method, run.unfinished(method)
-        values = np.array(run.scores(method), dtype=float)
-        if difference:
-            if method == FULL or FULL not in run.answered:
-                continue
-            title, unfinished = f"full - {method}", unfinished | run.unfinished(FULL)
-            values = run.differences(method)
-        title = f"{run.name}: {title}" if named else title
-        yield Panel(title, run.lengths, run.depths, values, unfinished)
+    prefix = f"{run.name}: " if named else ""
+    maps = {
+        method: (np.array(run.scores(method), dtype=float), np.array(run.unfinished(method)))
+        for method in run.answered
+    }
+    for method, (values, unfinished) in maps.items():
+        if not difference:
+            yield Panel(prefix + method, run, values, unfinished)
+        elif method != FULL and FULL in maps:
+            full, lacking = maps[FULL]
+            yield Panel(f"{prefix}full - {method}", run, full - values, unfinished | lacking)
 
 
 def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
@@ -281,12 +280,12 @@ def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage
     image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="auto")
     axis.set_facecolor("0.85")  # where nothing was asked
     for (row, column), value in np.ndenumerate(values):
-        unasked = np.isnan(value)
-        missing = unasked or (row, column) in panel.unfinished
-        text = "" if unasked else f"{value:.2f}"
-        colour = "w" if not unasked and sum(image.cmap(image.norm(value))[:3]) < 1.5 else "k"
-        shown = f"{text}?" if missing and row < down and column < across else text
-        axis.text(column, row, shown, ha="center", va="center", fontsize=7, color=colour)
+        asked = not np.isnan(value)
+        text = f"{value:.2f}" if asked else ""
+        if row < down and column < across and panel.unfinished[row, column]:
+            text += "?"
+        colour = "w" if asked and sum(image.cmap(image.norm(value))[:3]) < 1.5 else "k"
+        axis.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     # Borders between cells, and a wider one before the means.
     axis.set_xticks(np.arange(across) + 0.5, minor=True)
     axis.set_yticks(np.arange(down) + 0.5, minor=True)
@@ -294,9 +293,9 @@ def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage
     axis.tick_params(which="minor", length=0)
     axis.axvline(across - 0.5, color="w", linewidth=3)
     axis.axhline(down - 0.5, color="w", linewidth=3)
-    lengths = [*map(_short, panel.lengths), "mean"]
+    lengths = [*map(_short, panel.run.lengths), "mean"]
     axis.set_xticks(range(across + 1), lengths, rotation=45, fontsize=8)
-    axis.set_yticks(range(down + 1), [*(f"{d:g}" for d in panel.depths), "mean"], fontsize=8)
+    axis.set_yticks(range(down + 1), [*(f"{d:g}" for d in panel.run.depths), "mean"], fontsize=8)
     axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel("tokens", fontsize=9)
     axis.set_ylabel("depth of the needle, %", fontsize=9)

@@ -9,9 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.markdown import markdown
 from razor_dist.jobs.results import read_job
@@ -186,19 +183,9 @@ class NeedleRun(NeedleResults):
             for row in self._by_place(method)
         ]
 
-    def differences(self, method: str) -> NDArray[np.float64]:
-        """Return full attention's `scores` less a method's; NaN where one was not asked."""
-        full, own = self.scores(FULL), self.scores(method)
-        return np.array(full, dtype=float) - np.array(own, dtype=float)
-
-    def unfinished(self, method: str) -> frozenset[tuple[int, int]]:
-        """Return the rows and columns of `scores` where a method lacks some of its answers."""
-        return frozenset(
-            (row, column)
-            for row, cells in enumerate(self._by_place(method))
-            for column, found in enumerate(cells)
-            if len(found) < self._due
-        )
+    def unfinished(self, method: str) -> list[list[bool]]:
+        """Tell of each of `scores` if the method lacks some of its answers."""
+        return [[len(found) < self._due for found in row] for row in self._by_place(method)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary of all methods, and the mean score of every place."""

@@ -97,14 +97,15 @@ class HeadMapComparison:
     def _kv_heads(self) -> int:
         return sum(map(len, next(iter(self.maps.values())).retrieval))
 
-    def overlaps(self) -> list[tuple[float, str, str, Overlap, float]]:
+    def overlaps(self) -> list[dict[str, Any]]:
         """Return the overlap of each two maps at each budget, and that of random heads."""
         found = []
         for percent in sorted(self.percents):
             for a, b in combinations(self.maps, 2):
                 first, second = (set(self.choices[name, percent].kept) for name in (a, b))
                 chance = len(first) * len(second) / self._kv_heads
-                found.append((percent, a, b, Overlap.of(first, second), chance))
+                about = {"percent": percent, "a": a, "b": b, "both_by_chance": chance}
+                found.append(about | asdict(Overlap.of(first, second)))
         return found
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
@@ -119,20 +120,15 @@ class HeadMapComparison:
                 }
                 for (name, percent), choice in self.choices.items()
             ],
-            "overlap": [
-                {"percent": percent, "a": a, "b": b, "both_by_chance": chance} | asdict(overlap)
-                for percent, a, b, overlap, chance in self.overlaps()
-            ],
+            "overlap": self.overlaps(),
             "scores": _summaries(self.methods, results),
         }
 
     def page(self, results: NeedleResults) -> str:
         """Return everything as Markdown tables."""
         shared = [["KV heads kept", "maps", "in both", "by chance", "Jaccard"]]
-        shared += [
-            [f"{p:g} %", f"{a}, {b}", str(both.both), f"{chance:.1f}", f"{both.jaccard:.2f}"]
-            for p, a, b, both, chance in self.overlaps()
-        ]
+        form = ("{percent:g} %", "{a}, {b}", "{both}", "{both_by_chance:.1f}", "{jaccard:.2f}")
+        shared += [[cell.format(**found) for cell in form] for found in self.overlaps()]
         selected = [["map", "KV heads kept", "induction query heads", "echo query heads"]]
         for (name, percent), choice in self.choices.items():
             if choice.selected:

@@ -143,33 +143,33 @@ def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     # Greedy, so that the answer is the prompt's and the settings' alone.
     params = SamplingParams(temperature=0, max_tokens=preset.answer_tokens)
     cells: list[dict[str, Any]] = []
-    # Of each reading: before its prefill, between, and after its answers.
-    meters: list[list[Mapping[str, Any]]] = []
+    spent: dict[str, Counter[str]] = {"prefill": Counter(), "answer": Counter()}
+    kv_bytes = 0
     for reading in made:
         begun = _stats(llm)
         with llm.prefill(reading.prefix) as prefix:
             read = _stats(llm)
             prompts = [{"prompt_token_ids": question.ids} for question in reading.questions]
             outputs = llm.generate(prompts, params, prefix=prefix)
-            meters.append([begun, read, _stats(llm)])
+            answered = _stats(llm)
+        for name, before, after in (("prefill", begun, read), ("answer", read, answered)):
+            spent[name].update(after["spent"])
+            spent[name].subtract(before["spent"])
+        kv_bytes = max(kv_bytes, *read["kv_bytes_per_rank"])
         for question, output in zip(reading.questions, outputs, strict=True):
             answer, expected = output.outputs[0].text, question.expected
             score = preset.score(answer, expected)
             about = {"expected": expected, "answer": answer, "score": score}
             cells.append(question.spot._asdict() | about)
-    kv_bytes = max(max(read["kv_bytes_per_rank"]) for _, read, _ in meters)
     result: dict[str, Any] = {"cells": cells, "kv_bytes": kv_bytes}
     timing: dict[str, Any] = {}
-    for name, first in (("prefill", 0), ("answer", 1)):
-        spent: Counter[str] = Counter()
-        for meter in meters:
-            spent.update(meter[first + 1]["spent"])
-            spent.subtract(meter[first]["spent"])
-        timing |= {f"{name}_{unit}": round(spent.pop(unit), 3) for unit in _UNITS if unit in spent}
-        if spent:
-            result[f"{name}_bytes"] = dict(spent)
-    if "peak_rss_per_rank" in meters[-1][2]:
-        timing["rss_bytes"] = max(meters[-1][2]["peak_rss_per_rank"])
+    for name, counter in spent.items():
+        units = [unit for unit in _UNITS if unit in counter]
+        timing |= {f"{name}_{unit}": round(counter.pop(unit), 3) for unit in units}
+        if counter:
+            result[f"{name}_bytes"] = dict(counter)
+    if "peak_rss_per_rank" in answered:
+        timing["rss_bytes"] = max(answered["peak_rss_per_rank"])
     return result | {"timing": timing}
 
 

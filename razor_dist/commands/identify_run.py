@@ -159,7 +159,7 @@ def _razor(model: ModelSource, options: Any) -> HeadMap:
     start = start_tokens(model.tokenizer)
     with _progress("probing layers", loaded.config.num_hidden_layers) as (tick, seconds):
         result = razor.probe(loaded, vocabulary, settings, tick, start)
-    found = razor.head_map(model.name, loaded.config, result, settings, model.dtype)
+    found = razor.head_map(model.name, loaded, result, settings)
     limit = (
         "" if result.tokens == settings.tokens else f", the most that fit; {settings.tokens} asked"
     )
@@ -185,9 +185,7 @@ def _onthefly(model: ModelSource, options: Any) -> HeadMap:
     with _progress("measuring samples", settings.samples) as (tick, seconds):
         scores = onthefly.measure(loaded, source.sample, settings, tick)
     typer.echo(f"{settings.samples} samples; {seconds()}")
-    found = onthefly.head_map(
-        model.name, loaded.config, scores, settings, source.settings, model.dtype
-    )
+    found = onthefly.head_map(model.name, loaded, scores, settings, source.settings)
     typer.echo(_kept_by_score(found))
     return found
 
@@ -196,8 +194,7 @@ def _alibi(model: ModelSource, options: Any) -> HeadMap:
     settings = _settings(ScopeSettings, options)
     loaded: Any = model.load()
     with _progress("measuring layers", loaded.config.num_hidden_layers) as (tick, seconds):
-        measured = scope.measure(loaded, settings, tick)
-    found = scope.head_map(model.name, loaded.config, measured, settings, model.dtype)
+        found = scope.head_map(model.name, loaded, settings, tick)
     typer.echo(f"scopes at epsilon {settings.epsilon:g}, {settings.bound} bound; {seconds()}")
     context = found.settings["context"]
     typer.echo(f"kept {HeadMapSummary.of('', found)}: window of {context} tokens or more")

@@ -17,6 +17,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def guarded(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module in a process that dies with this one."""
+    return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process once its parent is gone (Linux; elsewhere do nothing)."""
     if not sys.platform.startswith("linux"):

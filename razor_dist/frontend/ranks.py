@@ -7,13 +7,13 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from razor_dist.config.schema import EngineConfig
+from razor_dist.frontend.guard import guarded
 
 # What torchrun sets in its children; our own ranks must not read it as theirs.
 _TORCHRUN = re.compile(
@@ -106,14 +106,13 @@ class RankGroup(Ranks):
         """
         config_file = folder / "config.json"
         config_file.write_text(config.engine_json())
-        arguments = [str(os.getpid()), module, "--config-json", str(config_file)]
-        arguments += ["--socket", str(socket_path)]
+        options = ("--config-json", str(config_file), "--socket", str(socket_path))
         shared = cls._environment(config, folder)
         processes: list[asyncio.subprocess.Process] = []
         try:
             for rank in range(config.world_size):
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "razor_dist.frontend.guard", *arguments),
+                    *guarded(module, *options),
                     stdin=asyncio.subprocess.DEVNULL,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,

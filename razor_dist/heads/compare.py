@@ -97,8 +97,14 @@ def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
     """
     if len(maps) < 2:
         raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
-    for name, head_map in maps[1:]:
-        _check_sizes(*maps[0], name, head_map)
+    (first, a), *others = maps
+    for name, b in others:
+        for (what, mine), theirs in zip(a.sizes.items(), b.sizes.values(), strict=True):
+            if mine != theirs:
+                raise HeadMapError(
+                    f"cannot compare maps of different models: {first}, made for {a.model!r}, has "
+                    f"{mine} {what}, but {name}, made for {b.model!r}, has {theirs}"
+                )
     # A map for any model ("full", "streaming") raises no doubt.
     bound = [(name, head_map) for name, head_map in maps if head_map.fingerprint != "any"]
     return Comparison(
@@ -111,16 +117,6 @@ def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
             if head_map.fingerprint != bound[0][1].fingerprint
         ),
     )
-
-
-def _check_sizes(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> None:
-    for what, mine in a.sizes.items():
-        theirs = b.sizes[what]
-        if mine != theirs:
-            raise HeadMapError(
-                f"cannot compare maps of different models: {a_name}, made for {a.model!r}, has "
-                f"{mine} {what}, but {b_name}, made for {b.model!r}, has {theirs}"
-            )
 
 
 def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:

@@ -155,7 +155,18 @@ def choose(head_map: HeadMap, kv_heads: int) -> Choice:
     """
     selected: dict[str, int] = {}
     if head_map.scores.keys() >= {"induction", "echo"}:
-        kept, selected = _by_query_heads(head_map, kv_heads)
+        selected = {"echo": 0, "induction": 0}
+        # Insertion-ordered: the KV heads, first come first.
+        found: dict[tuple[int, int], None] = {}
+        echo, induction = (ranked(head_map.scores[kind]) for kind in selected)
+        echo = echo[: heads_of_percent(_ECHO_PERCENT, len(echo))]
+        for kind, order in (("echo", echo), ("induction", induction)):
+            for layer, head in order:
+                if len(found) == kv_heads:
+                    break
+                selected[kind] += 1
+                found[layer, head // head_map.group] = None
+        kept = tuple(found)
     elif len(head_map.kv_scores) == 1 and not head_map.scores:
         (scores,) = head_map.kv_scores.values()
         kept = ranked(scores)[:kv_heads]
@@ -167,18 +178,3 @@ def choose(head_map: HeadMap, kv_heads: int) -> Choice:
         )
     retrieval = flags(kept, len(head_map.retrieval), len(head_map.retrieval[0]))
     return Choice(kept, retrieval, selected)
-
-
-def _by_query_heads(head_map: HeadMap, kv_heads: int) -> tuple[Pairs, dict[str, int]]:
-    echo = ranked(head_map.scores["echo"])
-    echo = echo[: heads_of_percent(_ECHO_PERCENT, len(echo))]
-    selected = {"echo": 0, "induction": 0}
-    # Insertion-ordered: the KV heads, first come first.
-    kept: dict[tuple[int, int], None] = {}
-    for kind, order in (("echo", echo), ("induction", ranked(head_map.scores["induction"]))):
-        for layer, head in order:
-            if len(kept) == kv_heads:
-                break
-            selected[kind] += 1
-            kept[layer, head // head_map.group] = None
-    return tuple(kept), selected

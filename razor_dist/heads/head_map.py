@@ -152,28 +152,16 @@ class HeadMap:
         return len(chosen) / (len(self.retrieval) * self.query_heads)
 
     @classmethod
-    def of_model(
-        cls,
-        name: str,
-        config: PretrainedConfig,
-        *,
-        method: str,
-        settings: dict[str, Any],
-        retrieval: Flags,
-        **tables: Any,
-    ) -> HeadMap:
-        """Build a map of the model that a configuration describes; ``tables`` are other fields."""
+    def of_model(cls, name: str, config: PretrainedConfig, **fields: Any) -> HeadMap:
+        """Build a map of the model that a configuration describes, with the other ``fields``."""
         from razor_dist.models.loader import model_fingerprint
         from razor_dist.models.shape import ModelShape
 
         return cls(
             model=name,
             fingerprint=model_fingerprint(config),
-            method=method,
-            settings=settings,
             query_heads=ModelShape.from_config(config).query_heads,
-            retrieval=retrieval,
-            **{"selected": {}, "scores": {}, **tables},
+            **{"selected": {}, "scores": {}, **fields},
         )
 
     @classmethod
@@ -216,9 +204,16 @@ class HeadMap:
             raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the map as JSON, one layer a line; equal maps give equal files."""
+        """Write the map as JSON, one layer a line; equal maps give equal files.
+
+        Optional fields that are empty are left out, as in files from before there were any.
+        """
+        optional = ("kv_scores", "windows", "verification")
+        fields = dataclasses.asdict(self).items()
+        stored = {name: value for name, value in fields if value or name not in optional}
+        text = _STRING_OR_ROW.sub(_on_one_line, json.dumps(stored, indent=2)) + "\n"
         try:
-            Path(path).write_text(_readable_json(dataclasses.asdict(self)), encoding="utf-8")
+            Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
             raise HeadMapError(f"cannot write the head map {path}: {error.strerror}") from error
 
@@ -264,16 +259,6 @@ def first_fault(error: ValidationError) -> str:
     field = ".".join(str(part) for part in fault["loc"])
     message = fault["msg"].removeprefix("Value error, ")
     return f"{field}: {message}" if field else message
-
-
-def _readable_json(fields: dict[str, Any]) -> str:
-    """Format a map's fields as JSON with a layer's row on one line, which ``json`` cannot do.
-
-    Optional fields that are empty are left out, as in files from before there were any.
-    """
-    optional = ("kv_scores", "windows", "verification")
-    stored = {key: value for key, value in fields.items() if value or key not in optional}
-    return _STRING_OR_ROW.sub(_on_one_line, json.dumps(stored, indent=2)) + "\n"
 
 
 def _on_one_line(match: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from razor_dist.config.errors import ModelError
 from razor_dist.heads.decision import Scores, by_sparsity, published_sparsity, rounded
@@ -138,27 +138,22 @@ def measure(
 
 
 def head_map(
-    model_name: str,
-    config: PretrainedConfig,
+    name: str,
+    model: PreTrainedModel,
     scores: Scores,
     settings: OnTheFlySettings,
     passkeys: PasskeySettings,
-    dtype: torch.dtype,
 ) -> HeadMap:
     """Build the head map that the scores of `measure` decide, with all settings recorded."""
     sparsity = settings.sparsity
     if sparsity is None:
-        sparsity = published_sparsity(ModelShape.from_config(config).group)
+        sparsity = published_sparsity(ModelShape.from_config(model.config).group)
+    used = {"sparsity": sparsity, "passkeys": asdict(passkeys), "dtype": dtype_name(model.dtype)}
     return HeadMap.of_model(
-        model_name,
-        config,
+        name,
+        model.config,
         method="onthefly",
-        settings={
-            **asdict(settings),
-            "sparsity": sparsity,
-            "passkeys": asdict(passkeys),
-            "dtype": dtype_name(dtype),
-        },
+        settings=asdict(settings) | used,
         retrieval=by_sparsity(scores, sparsity),
         kv_scores={KIND: scores},
     )

@@ -12,7 +12,6 @@ data, and ranks that draw the same sample need not send it.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs
+from razor_dist.documents.corpus import folder_paragraphs, reference_paragraphs, sentences_of
 from razor_dist.heads.settings import PasskeySettings
 
 # Common words, most of them one token in any tokenizer of English.
@@ -40,7 +39,6 @@ _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth"
 _INTRODUCTION = "Here is a long text with passkeys in it. Remember them.\n\n"
 _PASSKEY = "\n\nRemember: the {} passkey is"
 _RECALL = "\n\nWhat is the {} passkey in the text? The {} passkey is"
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Passkeys:
         self._sentences = [
             encode(("\n\n" if index == 0 else " ") + sentence)
             for paragraph in paragraphs
-            for index, sentence in enumerate(_SENTENCE_END.split(" ".join(paragraph.split())))
+            for index, sentence in enumerate(sentences_of(paragraph))
         ]
         if not any(self._sentences):
             raise ConfigError("there is no text to hide passkeys in")

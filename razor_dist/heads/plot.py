@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -32,9 +31,7 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
     # A cell is at least as wide as tall, and small models do not get a tiny picture.
     widths = [max(3.6, 0.24 * len(rows[0])) + 0.9 for rows in kinds.values()]
     height = max(4.0, 0.2 * len(head_map.retrieval)) + 1.6
-    figure = Figure(figsize=(sum(widths), height), dpi=150)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained")
+    figure = Figure(figsize=(sum(widths), height), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axis, (kind, rows) in zip(axes, kinds.items(), strict=True):
         _panel(figure, axis, head_map, kind, rows)
@@ -57,20 +54,16 @@ def plot_head_map(head_map: HeadMap, path: str | Path) -> None:
         raise HeadMapError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
-def _norm(rows: Scores, of_query_heads: bool) -> Normalize | None:
-    lowest, top = min(map(min, rows)), max(map(max, rows))
-    if of_query_heads:
-        # Logarithmic: the best heads score a thousand times more than the weakest chosen ones.
-        return LogNorm(vmin=top * _FAINTEST, vmax=top, clip=True) if top > 0 else None
-    # A gate is a share of 1: equal differences are to look equal, and equal gates in two pictures.
-    return Normalize(vmin=min(0.0, lowest), vmax=max(1.0, top))
-
-
 def _panel(figure: Figure, axis: Axes, head_map: HeadMap, kind: str, rows: Scores) -> None:
     heads = len(rows[0])
     group = heads // len(head_map.retrieval[0])  # columns per KV head
     of_query_heads = kind in head_map.scores
-    norm = _norm(rows, of_query_heads)
+    lowest, top = min(map(min, rows)), max(map(max, rows))
+    # A gate is a share of 1: equal differences are to look equal, and equal gates in two pictures.
+    norm: Normalize | None = Normalize(vmin=min(0.0, lowest), vmax=max(1.0, top))
+    if of_query_heads:
+        # Logarithmic: the best heads score a thousand times more than the weakest chosen ones.
+        norm = LogNorm(vmin=top * _FAINTEST, vmax=top, clip=True) if top > 0 else None
     image = axis.imshow(rows, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
     bar = figure.colorbar(
         image, ax=axis, aspect=45, pad=0.02, extend="min" if of_query_heads else None

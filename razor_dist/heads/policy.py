@@ -23,6 +23,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.validation import check_least
 
 _SETTINGS = EngineConfig.model_fields
+_NO_RATIO = 2**62  # of which any context is at most 1
 
 
 class WindowRun(NamedTuple):
@@ -81,10 +82,8 @@ class StreamingPolicy:
 
     def window(self, position: int) -> int:
         """L(i): the length in tokens that the window of query ``position`` must cover."""
-        length = self.window_min
-        if self.window_ratio is not None:
-            length = max(length, -(-(position + 1) // self.window_ratio))
-        return length if self.window_max is None else min(length, self.window_max)
+        length = max(self.window_min, -(-(position + 1) // (self.window_ratio or _NO_RATIO)))
+        return min(length, self.window_max or length)
 
     def start(self, position: int) -> int:
         """s(i): the first position in the window of query ``position``; never decreases."""
@@ -103,11 +102,8 @@ class StreamingPolicy:
     def starts(self, begin: int, end: int) -> np.ndarray:
         """s(i) for every query in ``[begin, end)``, int64."""
         i = np.arange(begin, end, dtype=np.int64)
-        length = np.full_like(i, self.window_min)
-        if self.window_ratio is not None:
-            length = np.maximum(length, -(-(i + 1) // self.window_ratio))
-        if self.window_max is not None:
-            length = np.minimum(length, self.window_max)
+        share = -(-(i + 1) // (self.window_ratio or _NO_RATIO))
+        length = np.clip(share, self.window_min, self.window_max)
         return np.maximum(0, self.block * ((i + 1 - length) // self.block))
 
     def runs(self, begin: int, end: int) -> list[WindowRun]:

@@ -179,25 +179,16 @@ def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: Pretrain
 
 
 def head_map(
-    model_name: str,
-    config: PretrainedConfig,
-    result: ProbeScores,
-    settings: RazorSettings,
-    dtype: torch.dtype,
+    name: str, model: PreTrainedModel, result: ProbeScores, settings: RazorSettings
 ) -> HeadMap:
     """Build the head map that a probe's scores decide, with all settings recorded."""
-    decision, _ = result.decide(settings, ModelShape.from_config(config).group)
+    decision, _ = result.decide(settings, ModelShape.from_config(model.config).group)
+    used = {"tokens": result.tokens, "tokens_requested": settings.tokens}
     return HeadMap.of_model(
-        model_name,
-        config,
+        name,
+        model.config,
         method="razor",
-        settings={
-            **asdict(settings),
-            "tokens": result.tokens,
-            "tokens_requested": settings.tokens,
-            "dtype": dtype_name(dtype),
-        },
-        retrieval=decision.retrieval,
-        selected=decision.selected,
+        settings=asdict(settings) | used | {"dtype": dtype_name(model.dtype)},
         scores=result.scores,
+        **decision._asdict(),
     )

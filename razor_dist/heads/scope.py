@@ -33,9 +33,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from razor_dist.heads.decision import Scores, ranked, rounded
+from razor_dist.heads.decision import ranked, rounded
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.settings import Bound, ScopeSettings
 from razor_dist.models.alibi import AlibiModel, LayerWeights
@@ -47,35 +46,30 @@ KIND: Final = "scope"  # of score, in `HeadMap.scores`: L of each query head, in
 
 def scopes(weights: LayerWeights, slopes: Tensor, epsilon: float, bound: Bound = "paper") -> Tensor:
     """Compute L of every query head of a layer from its ``slopes``, float64 ``[H]``, in tokens."""
-    content = _paper_bound(weights) if bound == "paper" else _strict_bound(weights)
+    content = _product_bound(weights, bound)
     return (content - math.log(epsilon)) / slopes.double().cpu()
 
 
-def _paper_bound(w: LayerWeights) -> Tensor:
-    """Bound the product of a query and a key as Theorem 1 does, ``[H]``."""
-    squares = w.gain.double().square().sum() + w.shift.double().square().sum()
-    query, key = _query(w, torch.ones_like(w.gain), w.shift.new_zeros(())), _key(w)
-    if w.query_bias is not None:
-        squares = squares + 0.5  # of the input that is always 1: 2 * 0.5
-    if w.clip is None:
-        return (_product_norm(query, key) * 2 * squares).cpu()
-    size = query.shape[1]
-    norms = [
-        (torch.linalg.matrix_norm(x, 2) * (2 * squares).sqrt()).clamp(max=w.clip * size**0.5)
-        for x in (query / w.scale, key)
-    ]
-    return (norms[0] * norms[1] * w.scale).cpu()
+def _product_bound(w: LayerWeights, bound: Bound) -> Tensor:
+    """Bound the product of a query and a key as Theorem 1 does, or for all inputs, ``[H]``.
 
-
-def _strict_bound(w: LayerWeights) -> Tensor:
-    """Bound ``q (k_n - k_m)`` for all weights and inputs, ``[H]``."""
-    width = w.gain.numel()
-    query, key = _query(w, w.gain, w.shift), _key(w) * w.gain.double()
+    The strict bound is that of a query and the difference of two keys.
+    """
+    if bound == "paper":
+        query, key = _query(w, torch.ones_like(w.gain), w.shift.new_zeros(())), _key(w)
+        squares = w.gain.double().square().sum() + w.shift.double().square().sum()
+        if w.query_bias is not None:
+            squares = squares + 0.5  # of the input that is always 1: 2 * 0.5
+        of_query = of_key = float(2 * squares) ** 0.5
+    else:
+        query, key = _query(w, w.gain, w.shift), _key(w) * w.gain.double()
+        of_query, of_key = (w.gain.numel() + 1) ** 0.5, 2 * w.gain.numel() ** 0.5
     if w.clip is None:
-        return (_product_norm(query, key) * (width + 1) ** 0.5 * 2 * width**0.5).cpu()
+        return (_product_norm(query, key) * of_query * of_key).cpu()
     most = w.clip * query.shape[1] ** 0.5
-    one = (torch.linalg.matrix_norm(query / w.scale, 2) * (width + 1) ** 0.5).clamp(max=most)
-    two = (torch.linalg.matrix_norm(key, 2) * 2 * width**0.5).clamp(max=2 * most)
+    one = (torch.linalg.matrix_norm(query / w.scale, 2) * of_query).clamp(max=most)
+    keys = 1 if bound == "paper" else 2
+    two = (torch.linalg.matrix_norm(key, 2) * of_key).clamp(max=keys * most)
     return (one * two * w.scale).cpu()
 
 
@@ -113,46 +107,33 @@ def window_of(scope: float, context: int) -> int | None:
     return window if window < context else None
 
 
-def measure(
-    model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None] | None = None
-) -> Scores:
-    """Compute L of every query head, ``[layers][query heads]``; ``on_layer`` after each layer."""
+def head_map(
+    name: str, model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None]
+) -> HeadMap:
+    """Build the head map of scopes; those of a KV head's query heads give its window.
+
+    ``on_layer`` is called with the index of each layer that is measured.
+    """
+    shape = ModelShape.from_config(model.config)
+    context, group = settings.context_tokens or shape.max_positions, shape.group
     rows = []
-    for layer in range(ModelShape.from_config(model.config).layers):
+    for layer in range(shape.layers):
         weights = model.layer_weights(layer)
         slopes = model.slopes(weights.key.device)
         rows.append(scopes(weights, slopes, settings.epsilon, settings.bound).tolist())
-        if on_layer is not None:
-            on_layer(layer)
-    return rounded(rows)
-
-
-def head_map(
-    model_name: str,
-    config: PretrainedConfig,
-    found: Scores,
-    settings: ScopeSettings,
-    dtype: torch.dtype,
-) -> HeadMap:
-    """Build the head map of scopes; those of a KV head's query heads give its window."""
-    shape = ModelShape.from_config(config)
-    context = settings.context_tokens or shape.max_positions
-    group = shape.group
+        on_layer(layer)
+    found = rounded(rows)
     windows = tuple(
         tuple(window_of(max(row[h : h + group]), context) for h in range(0, len(row), group))
         for row in found
     )
     reaching = tuple((i, j) for i, j in ranked(found) if window_of(found[i][j], context) is None)
+    own = {"epsilon": settings.epsilon, "bound": settings.bound}
     return HeadMap.of_model(
-        model_name,
-        config,
+        name,
+        model.config,
         method="alibi",
-        settings={
-            "epsilon": settings.epsilon,
-            "bound": settings.bound,
-            "context": context,
-            "dtype": dtype_name(dtype),
-        },
+        settings=own | {"context": context, "dtype": dtype_name(model.dtype)},
         retrieval=tuple(tuple(window is None for window in row) for row in windows),
         selected={KIND: reaching},
         scores={KIND: found},

@@ -39,6 +39,7 @@ class AlibiModel(Protocol):
     """Methods that a model with an adapter has beyond transformers' models."""
 
     config: Any
+    dtype: torch.dtype
 
     def slopes(self, device: torch.device) -> Tensor:
         """float32 ``[H]``, the same in every layer."""

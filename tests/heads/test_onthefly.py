@@ -75,7 +75,7 @@ def test_finds_the_planted_heads(tmp_path: Path) -> None:
     scores = measure(model, samples.sample, settings)
     others = [scores[layer][head] for layer, head in HEADS if (layer, head) not in RETRIEVAL]
     assert min(scores[layer][head] for layer, head in RETRIEVAL) > 0.5 > 0.03 > max(others)
-    found = head_map("planted", model.config, scores, settings, samples.settings, torch.float32)
+    found = head_map("planted", model, scores, settings, samples.settings)
     assert found.method == "onthefly" and found.kv_scores == {KIND: scores}
     assert {(i, j) for i, j in HEADS if found.retrieval[i][j]} == RETRIEVAL
     found.validate(ModelShape.from_config(model.config), model_fingerprint(model.config))

@@ -127,7 +127,7 @@ def test_finds_the_planted_heads(tmp_path: Path) -> None:
     # 2 of the 12 query heads by each score: one group.
     settings = RazorSettings(induction_percent=16.7, echo_percent=16.7, tokens=250)
     result = probe(model, plain_vocabulary(None, model.config), settings)
-    found = head_map("planted", model.config, result, settings, torch.float32)
+    found = head_map("planted", model, result, settings)
     planted = {"induction": INDUCTION, "echo": ECHO}
     for kind, (layer, head) in planted.items():
         own = [(layer, 2 * head), (layer, 2 * head + 1)]
