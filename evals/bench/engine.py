@@ -14,8 +14,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ def run(settings: EngineBenchSettings) -> BenchRecord:
         "full_attention_generates_the_tokens_of_transformers": same,
         "one_process": [timing.as_json() for timing in single.values()],
         "ranks": [timing.as_json() for timing in parallel.values()],
-        "ratios": [{**vars(ratio), "met": ratio.met} for ratio in compared],
+        "ratios": [ratio._asdict() for ratio in compared],
     }
     times = [["", "prefill, s", "decode, ms/token"]]
     for timing in [*single.values(), *parallel.values()]:
@@ -221,18 +220,13 @@ def _measure(llm: LLM, prompt: list[int]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """A comparison of two medians, and the bar it is held to (None: reported only)."""
 
     name: str
     value: float
     bar: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """True if the bar is met; None without one."""
-        return None if self.bar is None else self.value <= self.bar
+    met: bool | None
 
 
 def ratios(
@@ -250,9 +244,10 @@ def ratios(
         many = parallel[rank_name("razor", size)]
         pairs.append((f"razor, P={size} / P={first}", many, one, (first, size)))
     return [
-        Ratio(f"{phase}, {name}", getattr(a, phase) / getattr(b, phase), bar)
+        Ratio(f"{phase}, {name}", value, bar, None if bar is None else value <= bar)
         for name, a, b, key in pairs
         for phase, bar in zip(("prefill", "decode"), bars.get(key, (None, None)), strict=True)
+        for value in [getattr(a, phase) / getattr(b, phase)]
     ]
 
 

@@ -88,12 +88,12 @@ class MaterialisedContext(ProbeContext):
         future = torch.ones(total, total, dtype=torch.bool, device=k.device).triu(1)
         weights = logits.masked_fill_(future, float("-inf")).softmax(-1)
         del logits, future
-        n = self._tokens
-        for r in range(1, self._repeats):
-            here = slice(self._start + r * n, self._start + (r + 1) * n)
+        n = self.tokens
+        for r in range(1, self.repeats):
+            here = slice(self.start + r * n, self.start + (r + 1) * n)
             for earlier in range(r):
                 for kind, shift in enumerate((1, 0)):  # induction, echo
-                    begin = self._start + earlier * n + shift
+                    begin = self.start + earlier * n + shift
                     there = weights[..., here, begin : begin + n].diagonal(dim1=-2, dim2=-1)
                     summed = there.sum(-1, dtype=torch.float64).flatten()
                     self._weight[kind, layer, :, r] += summed.cpu()

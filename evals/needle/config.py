@@ -94,7 +94,14 @@ class NeedleConfig(ComparingConfig):
         return [method for method in self.methods if method in PRESSES]
 
     def _check(self) -> None:
-        self._check_lists()
+        for name, stem in _RANGES.items():
+            ends = sorted(end for end in self.model_fields_set if end.startswith(stem))
+            if getattr(self, name) is not None and ends:
+                raise ConfigError(f"give either {name} or {ends[0]}, not both")
+        if min(lengths := self.context_lengths or (1,)) < 1:
+            raise ConfigError(f"context_lengths must be at least 1 each, got {list(lengths)}")
+        for percent in self.document_depth_percents or ():
+            check_percent("document_depth_percents", percent)
         low, high = self.document_depth_percent_min, self.document_depth_percent_max
         if low > high:
             raise ConfigError(
@@ -112,16 +119,6 @@ class NeedleConfig(ComparingConfig):
         for press in self.presses:
             self.engine(press, 1)  # which may refuse
         self._check_preset()
-
-    def _check_lists(self) -> None:
-        for name, stem in _RANGES.items():
-            ends = sorted(end for end in self.model_fields_set if end.startswith(stem))
-            if getattr(self, name) is not None and ends:
-                raise ConfigError(f"give either {name} or {ends[0]}, not both")
-        if min(lengths := self.context_lengths or (1,)) < 1:
-            raise ConfigError(f"context_lengths must be at least 1 each, got {list(lengths)}")
-        for percent in self.document_depth_percents or ():
-            check_percent("document_depth_percents", percent)
 
     def _check_preset(self) -> None:
         settings = self.settings

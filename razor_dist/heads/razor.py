@@ -53,6 +53,7 @@ class ProbeScores:
         return decide(self.scores, *percents, group), decide(self.per_token, *percents, group)
 
 
+@dataclass
 class ProbeContext:
     """An `AttentionContext` that computes exact causal attention and measures its weights.
 
@@ -60,40 +61,36 @@ class ProbeContext:
     the first repetition. ``on_layer`` is called with the index of each layer that is measured.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        tokens: int,
-        repeats: int,
-        start: int = 0,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> None:
-        self._tokens = tokens
-        self._repeats = repeats
-        self._start = start
-        self._on_layer = on_layer
+    shape: ModelShape
+    tokens: int
+    repeats: int
+    start: int = 0
+    on_layer: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
         # weight[kind, layer, head, r]: summed weight of repetition r's tokens on all of their r
         # earlier occurrences.
-        self._weight = torch.zeros(2, shape.layers, shape.query_heads, repeats, dtype=torch.float64)
+        sizes = (2, self.shape.layers, self.shape.query_heads, self.repeats)
+        self._weight = torch.zeros(sizes, dtype=torch.float64)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
         out, lse = query.attend(k, v, causal=True)
-        for r in range(1, self._repeats):
+        for r in range(1, self.repeats):
             self._weight[:, layer, :, r] = self._repetition(query, k, lse, r).cpu()
-        if self._on_layer is not None:
-            self._on_layer(layer)
+        if self.on_layer is not None:
+            self.on_layer(layer)
         return out.to(query.q.dtype).flatten(0, 1).transpose(0, 1)
 
     def _repetition(self, query: Query, k: Tensor, lse_KGT: Tensor, r: int) -> Tensor:
         """Sum the weight of repetition ``r`` on induction and echo tokens, float64 ``[2, H]``."""
-        n = self._tokens
-        here = slice(self._start + r * n, self._start + (r + 1) * n)
+        n = self.tokens
+        here = slice(self.start + r * n, self.start + (r + 1) * n)
         q = query.q[:, :, here].float() * query.scale
         total = torch.zeros(2, *q.shape[:2], dtype=torch.float64, device=q.device)
         for earlier in range(r):
             for kind, shift in enumerate((1, 0)):  # induction, echo
-                start = self._start + earlier * n + shift
+                start = self.start + earlier * n + shift
                 keys = k[:, None, start : start + n].float()
                 weights = torch.exp((q * keys).sum(-1) - lse_KGT[:, :, here])
                 total[kind] += weights.sum(-1, dtype=torch.float64)
@@ -101,7 +98,7 @@ class ProbeContext:
 
     def scores(self) -> ProbeScores:
         """Return the scores of every layer, once all have been measured."""
-        n, repeats = self._tokens, self._repeats
+        n, repeats = self.tokens, self.repeats
         pairs = n * repeats * (repeats - 1) // 2
         occurrences = torch.arange(repeats, dtype=torch.float64).clamp(min=1)
         by_pair = self._weight.sum(-1) / pairs
