@@ -113,7 +113,15 @@ def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(settings.threads)
     config = EngineConfig(model=settings.source, device=settings.device, dtype=settings.dtype)
     device = torch_device(config, 0)
-    model, vocabulary = _load(settings, device, torch_dtype(config, device))
+    dtype = torch_dtype(config, device)
+    if settings.shape is not None:
+        torch.manual_seed(settings.seed)
+        model = random_model(settings.shape, device, dtype)
+        vocabulary = torch.arange(ModelShape.from_config(model.config).vocab_size)
+    else:
+        path = resolve_model(settings.source)
+        model = load_model(path, device=device, dtype=dtype)
+        vocabulary = plain_vocabulary(load_tokenizer(path), model.config)
     if work == "training":
         return _training(settings, model, device)
     razor = RazorSettings(tokens=settings.tokens, repeats=settings.repeats, seed=settings.seed)
@@ -134,19 +142,6 @@ def refuse_alibi(settings: ProbeBenchSettings) -> None:
             f"and {display_name(settings.source)} is; its heads' scopes follow from its weights, "
             "without a probe or training"
         )
-
-
-def _load(
-    settings: ProbeBenchSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Tensor]:
-    """Return the model, and the token ids that a probe may use."""
-    if settings.shape is not None:
-        torch.manual_seed(settings.seed)
-        model = random_model(settings.shape, device, dtype)
-        return model, torch.arange(ModelShape.from_config(model.config).vocab_size)
-    path = resolve_model(settings.source)
-    model = load_model(path, device=device, dtype=dtype)
-    return model, plain_vocabulary(load_tokenizer(path), model.config)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ asked after the cache was compressed. The task runs in this process: see `replay
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -161,15 +161,6 @@ class GridTask:
         tokens = len(reading.prefix) + len(reading.questions[0].ids) + PRESET.answer_tokens
         result = ask(cast("LLM", MethodEngine(model, method, tokens)), PRESET, [reading])
         return {"method": method.name, "length": place[0], "repeat": 0, **result}
-
-    def run_here(self, model: ReplayModel, say: Callable[[str], None]) -> NeedleResults:
-        """Run all items, saying each answer, and keep the results in memory alone."""
-        results = []
-        for item in self.items():
-            results.append(self.run(model, item))
-            [cell] = results[-1]["cells"]
-            say(f"{item.id}: {'right' if cell['score'] else 'WRONG'}, {cell['answer']!r}")
-        return NeedleResults(results)
 
     def run_in(self, folder: Path) -> NeedleResults:
         """Run what a folder lacks; return the results of this task's methods and documents.

@@ -42,7 +42,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
-Layers = Sequence[tuple[Tensor, Tensor]]
+Layers = Sequence[tuple[Tensor, ...]]
 """Keys and values ``[K, T, D]`` of each layer."""
 
 
@@ -251,11 +251,8 @@ def kept_layers(runner: ModelRunner) -> Layers:
     pages, layout = runner.caches.pages, runner.caches.layout
     assert not layout.streaming_rows, "only full attention keeps every head's keys"
     extents = pages.extents(sequence.table, 0, sequence.table.tokens)
-    return [_joined(pages.segments(layer.retrieval_rows, extents)) for layer in layout.layers]
-
-
-def _joined(segments: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(segments) == 1:
-        return segments[0]
-    keys, values = zip(*segments, strict=True)
-    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+    found = [pages.segments(layer.retrieval_rows, extents) for layer in layout.layers]
+    return [
+        tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*segments, strict=True))
+        for segments in found
+    ]

@@ -12,7 +12,7 @@ from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.grid import PRESET, GridTask, streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, ReplayModel
-from razor_dist.evals.needle.results import FULL
+from razor_dist.evals.needle.results import FULL, NeedleResults
 from razor_dist.heads.head_map import HeadMap, Verification
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.adapters import is_alibi
@@ -106,8 +106,12 @@ class Check:
         grid = GridConfig(**self.config.model_dump() | documents | about)
         own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)
         task = GridTask.plan(grid, [FULL_METHOD, own], [head_map])
-        model = ReplayModel(task.config)
-        found = task.run_here(model, say)
+        model, results = ReplayModel(task.config), []
+        for item in task.items():
+            results.append(task.run(model, item))
+            [cell] = results[-1]["cells"]
+            say(f"{item.id}: {'right' if cell['score'] else 'WRONG'}, {cell['answer']!r}")
+        found = NeedleResults(results)
         of_full, of_map = found.summary(FULL), found.summary(own.name)
         right = [cell.method for cell in found.cells if cell.score == 1]
         name, text = task.haystack
