@@ -39,7 +39,9 @@ class AlibiModel(Protocol):
     """Methods that a model with an adapter has beyond transformers' models."""
 
     config: Any
-    dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def slopes(self, device: torch.device) -> Tensor:
         """float32 ``[H]``, the same in every layer."""
