@@ -60,7 +60,7 @@ def _product_bound(w: LayerWeights, bound: Bound) -> Tensor:
         squares = w.gain.double().square().sum() + w.shift.double().square().sum()
         if w.query_bias is not None:
             squares = squares + 0.5  # of the input that is always 1: 2 * 0.5
-        of_query = of_key = float(2 * squares) ** 0.5
+        of_query = of_key = float(2 * squares.detach()) ** 0.5
     else:
         query, key = _query(w, w.gain, w.shift), _key(w) * w.gain.double()
         of_query, of_key = (w.gain.numel() + 1) ** 0.5, 2 * w.gain.numel() ** 0.5
