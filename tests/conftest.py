@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import preloaded
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
+
+
+preloaded.install()
 
 
 @pytest.fixture(autouse=True)

@@ -258,9 +258,11 @@ def restarts(server: ServerProcess) -> int:
 
 def frontend_of(server: ServerProcess) -> psutil.Process:
     """The frontend of torchrun's job; it is nobody's child once the rank 0 that made it is dead."""
-    mine = ["--agent", str(server.process.pid)]
+    mine = f"--agent {server.process.pid}"
     return next(
-        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == mine
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if " ".join(p.info["cmdline"] or []).rstrip().endswith(mine)
     )
 
 
