@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from razor_dist import LLM, SamplingParams
+from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, health, wait_until
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -21,12 +22,12 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(
-        *(sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"),
-        # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck
-        # one.
-        *("--heartbeat-timeout", "5"),
-    ) as process:
+    command = [sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"]
+    # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
+    command += ["--heartbeat-timeout", "5"]
+    with executed():
+        started = ServerProcess(*command)
+    with started as process:
         process.url(timeout=180)
         yield process
 
