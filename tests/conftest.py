@@ -18,7 +18,6 @@ from tests import preloaded
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 
-
 preloaded.install()
 
 

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import gc
 import inspect
-import io
 import logging
 import os
 import pickle
@@ -293,14 +292,11 @@ def _forget(program: Program) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    buffered = io.DEFAULT_BUFFER_SIZE
-    sys.stdout = sys.__stdout__ = open(1, "w", buffered, closefd=False)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     if program.unbuffered or "PYTHONUNBUFFERED" in program.env:
         sys.stdout.reconfigure(write_through=True)
-    sys.stderr = sys.__stderr__ = open(
-        2, "w", buffered, errors="backslashreplace", closefd=False
-    )
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", errors="backslashreplace", closefd=False)
     sys.stderr.reconfigure(line_buffering=True)
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)

@@ -75,6 +75,7 @@ def start(model: Path) -> Callable[[int], LLM]:
         return LLM(
             str(model),
             world_size=world_size,
+            threads=1,
             head_map=str(model / "heads.json"),
             max_model_len=MAX_LEN,
             max_num_seqs=3,
@@ -301,8 +302,8 @@ def test_a_rank_that_raises_in_mid_prompt_is_an_error_and_comes_back(
 ) -> None:
     monkeypatch.setenv("FAILED_ONCE", str(tmp_path / "failed"))
     with FailingLLM(
-        str(model), world_size=3, attention="streaming", max_model_len=MAX_LEN, page_size=8,
-        chunked_prefill_size=40, window_min=24,
+        str(model), world_size=3, threads=1, attention="streaming", max_model_len=MAX_LEN,
+        page_size=8, chunked_prefill_size=40, window_min=24,
     ) as llm:  # fmt: skip
         with pytest.raises(EngineError, match="the engine failed"):
             llm.generate(DOCUMENT, GREEDY)

@@ -52,6 +52,7 @@ def arguments(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
         *("--model", str(tiny("llama")), "--served-model-name", "tiny"),
         *("--head-map", str(head_map), "--max-model-len", "400"),
         *("--window-min", "24", "--block", "8", "--chunked-prefill-size", "64"),
+        *("--threads", "1"),
     ]
 
 
