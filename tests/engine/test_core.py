@@ -84,7 +84,9 @@ def test_full_attention_generates_what_transformers_generates(
 
 
 @pytest.mark.parametrize("prefill", ["local", "exact"])
-def test_one_kept_prompt_answers_many_questions(prefill: str, tiny: Callable[[str], Path]) -> None:
+def test_one_pinned_prefix_answers_many_questions(
+    prefill: str, tiny: Callable[[str], Path]
+) -> None:
     core = make_core(tiny("llama"), prefill=prefill)
     document = prompt(150, 1)
     core.add("doc", document, GREEDY, pin=True)
@@ -222,7 +224,7 @@ def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
     core = make_core(tiny("llama"))
 
     def draw(**settings: Any) -> list[int]:
-        params = SamplingParams(max_tokens=40, ignore_eos=True, **settings)
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **settings)
         core.add("a", [5, 6, 7], params)
         return tokens(run(core)["a"])
 

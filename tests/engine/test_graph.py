@@ -151,8 +151,13 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
     return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("split", [SPLIT, ((True, True),) * 4, ((False, False),) * 4])
+@pytest.mark.parametrize(
+    ("world", "split"),
+    [
+        *((world, SPLIT) for world in (1, 2, 3)),
+        *((2, ((kind, kind),) * 4) for kind in (True, False)),
+    ],
+)
 def test_recorded_steps_are_the_eager_steps(
     world: int, split: Any, ranks: Ranks, tiny: Tiny
 ) -> None:

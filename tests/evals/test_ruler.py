@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.report import report
 from razor_dist.evals.ruler.tasks import (
@@ -18,6 +20,8 @@ from razor_dist.evals.ruler.tasks import (
     read_squad,
     score,
 )
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.jobs.results import read_job
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
@@ -152,7 +156,28 @@ def test_a_run_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main([*command, "--seed", "1"]) == 2, "other settings need another folder"
 
 
-def test_samples_that_fail_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Mute:
+    """In an engine's place, for what is told of samples that never reach one."""
+
+    failed = False
+
+    def __init__(self, **settings: Any) -> None:
+        self._tokenizer = load_tokenizer(Path(settings["model"]))
+
+    def close(self) -> None:
+        pass
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._tokenizer
+
+    def generate(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+        return [RequestOutput("r", None, prompt, outputs=[CompletionOutput()])]
+
+
+def test_samples_that_fail_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Mute)
     model = make_tiny("llama", tmp_path / "tiny")
     write_letters(model)
     out = tmp_path / "out"

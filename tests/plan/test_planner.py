@@ -119,19 +119,19 @@ def test_what_never_fits() -> None:
 @pytest.mark.parametrize(
     ("given", "retrieval", "message"),
     [
-        ({"window_max": None}, 0.3, "at least as long as a shard"),
+        ({"window_max": None}, 0.3, "at least as long as a shard|nothing is saved"),
         ({"chunked_prefill_size": 65536}, 0.3, "the halo moves 1.8 x all streaming keys"),
         ({}, 0.9, "90% of the KV heads are retrieval heads"),
         ({"prefill": "exact"}, 0.3, "prefill is exact"),
         ({"max_num_seqs": 64}, 0.3, "does not fit"),
-        ({"window_max": None}, 0.3, "nothing is saved"),
     ],
 )
 def test_settings_that_defeat_themselves(
     given: dict[str, Any], retrieval: float, message: str
 ) -> None:
     found = plan(settings(**given), load_device("h200"), context=N, retrieval=retrieval)
-    assert any(message in said for said in found.warnings), found.warnings
+    for part in message.split("|"):
+        assert any(part in said for said in found.warnings), found.warnings
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_step_reads_the_experts_that_it_is_sent_to(tiny: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 40, 333])
-def test_keys_that_a_local_head_sees(prompt: int) -> None:
+def test_keys_that_a_streaming_head_sees(prompt: int) -> None:
     """Counted one by one, by the definition."""
     paper = StreamingPolicy(window_min=16, window_ratio=5, window_max=40, sinks=4, block=8)
     for policy in (paper, dataclasses.replace(paper, compensation=False)):
