@@ -34,6 +34,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
+        if size in pools and pools[size].failed:
+            pools.pop(size).close()  # its ranks may be in the midst of a collective
         if size not in pools:
             pools[size] = RankPool(size)
         return pools[size]

@@ -61,6 +61,7 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.failed = False
         self.answers: list[Any] = []  # what ranks returned in the last call, as far as it went
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = f"file://{self._directory.name}/store"
@@ -81,11 +82,13 @@ class RankPool:
             pipe.send((function, args))
         self.answers = results = []
         for rank, pipe in enumerate(self._pipes):
+            self.failed = True
             if not pipe.poll(timeout):
                 raise TimeoutError(f"rank {rank} did not answer in {timeout} s")
             ok, value = pipe.recv()
             if not ok:
                 raise AssertionError(f"rank {rank} of {self.size} failed:\n{value}")
+            self.failed = False
             results.append(value)
         return results
 

@@ -120,7 +120,8 @@ class Both:
 
 def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, list]:
     """Sequences come, grow past every padded length, are forked and go."""
-    both = Both(comm, case)
+    # Graphs hold collectives of NCCL only; the tape records torch.distributed's.
+    both = Both(Communicator(comm.group), case)
     both.open(0, 41)
     for _ in range(40):  # positions 41..80: three paddings, five blocks
         both.decode(0)
@@ -300,7 +301,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("razor_dist.engine.graph")
     logger.addHandler(handler)
-    tape = Broken(how[comm.rank])
+    tape, comm = Broken(how[comm.rank]), Communicator(comm.group)
     eager, graphs = make_pair(comm, case, tape)
     error = 0.0
     for runner in (eager, graphs):

@@ -107,7 +107,9 @@ def test_a_killed_rank_turns_health_to_503_and_serving_resumes(server: ServerPro
 )
 def test_torchrun_serves(arguments: list[str]) -> None:
     standalone = ["--standalone"] if "--nproc-per-node" in arguments else []
-    with ServerProcess(TORCHRUN, *standalone, *arguments) as server:
+    with executed():
+        started = ServerProcess(TORCHRUN, *standalone, *arguments)
+    with started as server:
         body = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
         url = server.url(timeout=180)
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
