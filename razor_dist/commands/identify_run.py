@@ -251,6 +251,9 @@ def _duo(model: ModelSource, options: Any) -> HeadMap | None:
             on_step=on_step,
             device=model.device,
         )
+    if group is not None and dist.get_world_size(group) > 1:
+        # A process that ends with the group's threads at work is aborted now and then.
+        dist.destroy_process_group()
     if not first:
         return None
     typer.echo(f"{settings.steps} steps; {seconds()}")
