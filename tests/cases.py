@@ -68,7 +68,7 @@ def make_runner(
     """A runner with room for ``sequences`` sequences of the case's length."""
     model, shape = model_and_shape(case.model, case.device)
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
-    longest = max(shard_sizes(0, n, total, case.chunked_prefill_size, comm.size))
+    longest = max(shard_sizes(0, n, total, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
     cache = CacheConfig(
         case.policy,
@@ -92,7 +92,6 @@ def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
             key,
             end=n,
             total=total,
-            chunked_prefill_size=case.chunked_prefill_size,
             max_read=total,
         )
     )

@@ -201,7 +201,6 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
             key,
             end=end,
             total=total,
-            chunked_prefill_size=cut,
             source=key - 1,
             max_read=total,
         )

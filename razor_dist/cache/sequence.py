@@ -63,21 +63,16 @@ def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> l
     return [run for run in found if run]
 
 
-def shard_sizes(
-    begin: int, prompt_end: int, total: int, chunked_prefill_size: int, world_size: int
-) -> list[int]:
+def shard_sizes(begin: int, prompt_end: int, total: int, world_size: int) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
-    ``[begin, prompt_end)`` is prefilled in chunks of ``chunked_prefill_size``, the rest is decoded.
+    ``[begin, prompt_end)`` is prefilled, in whatever chunks (`razor_dist.parallel.zigzag`), and the
+    rest is decoded.
     """
     sizes = [0] * world_size
-    # Chunks of one length are cut alike, wherever they begin.
-    whole, rest = divmod(prompt_end - begin, chunked_prefill_size)
-    for count, length in ((whole, chunked_prefill_size), (1, rest)):
-        if count and length:
-            chunk = Chunk(0, length, world_size)
-            for rank in range(world_size):
-                sizes[rank] += count * chunk.tokens(rank)
+    if prompt_end > begin:
+        prompt = Chunk(begin, prompt_end, world_size)
+        sizes = [prompt.tokens(rank) for rank in range(world_size)]
     decoded = total - prompt_end
     for rank in range(world_size):
         first = (rank - prompt_end) % world_size

@@ -80,6 +80,12 @@ class EngineConfig(BaseModel):
         "the windows.",
         ge=1,
     )
+    max_step_ms: float = _memory(
+        250.0, "About how long a prefill chunk may take while other requests wait.", gt=0
+    )
+    scheduling_policy: Literal["time", "priority"] = _ranks(
+        "time", "Order of prompts; priority: by the requests' field priority first."
+    )
     window_min: Size = _streaming(4000, "Least window of a streaming head, in tokens.", ge=1)
     window_ratio: int | None = _streaming(
         5, "The window is at least 1/ratio of the context; none: constant.", ge=1

@@ -200,7 +200,7 @@ def make_engine(
             model,
             shape,
             layout,
-            cache_config(config, shape, max_model_len, chunked_prefill_size, comm.size, kv_dtype),
+            cache_config(config, shape, max_model_len, comm.size, kv_dtype),
             comm,
             ring or ring_of(config, device, dtype, kv_dtype),
             cuda_recorder(config, comm, device),
@@ -218,6 +218,8 @@ def make_engine(
         chunked_prefill_size=chunked_prefill_size,
         eos_token_ids=eos_token_ids,
         seed=config.seed if config.seed is not None else secrets.randbits(62),
+        max_step=config.max_step_ms / 1000,
+        by_priority=config.scheduling_policy == "priority",
     )
     kept = sum(map(sum, retrieval))
     info = {

@@ -13,6 +13,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.zigzag import whole_shards
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +65,12 @@ def chunk_length(
     world_size: int,
     device: torch.device,
 ) -> int:
-    """Tokens of a prompt that all ranks prefill in one chunk, given `HeadLayout.windows`."""
+    """The most tokens of a prompt that all ranks prefill in one chunk.
+
+    ``windows`` are `HeadLayout.windows`.
+    """
     if config.chunked_prefill_size:
-        return config.chunked_prefill_size
+        return whole_shards(config.chunked_prefill_size, world_size)
     if device.type == "cpu":
         return world_size * _CHUNK_CPU
     if world_size == 1 or config.prefill == "exact":
@@ -85,12 +89,11 @@ def cache_config(
     config: EngineConfig,
     shape: ModelShape,
     max_model_len: int,
-    chunked_prefill_size: int,
     world_size: int,
     dtype: torch.dtype,
 ) -> CacheConfig:
     """A rank's caches of ``dtype``; by default ``max_num_seqs`` sequences of full length fit."""
-    longest = shard_sizes(0, max_model_len, max_model_len, chunked_prefill_size, world_size)
+    longest = shard_sizes(0, max_model_len, max_model_len, world_size)
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
     if config.kv_tokens is None:

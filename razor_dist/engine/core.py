@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from razor_dist.engine.sampler import sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 
 # With log-probabilities of the prompt, every position's logits are computed: short chunks keep
@@ -27,7 +29,8 @@ _LOGPROB_CHUNK_TOKENS = 512
 class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
-    From ``seed`` come the seeds of requests that bring none.
+    From ``seed`` come the seeds of requests that bring none. ``max_step`` and ``by_priority`` are
+    `Turns`' settings.
     """
 
     def __init__(
@@ -37,12 +40,17 @@ class EngineCore:
         chunked_prefill_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int = 0,
+        max_step: float = math.inf,
+        by_priority: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
         self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.scheduler = Scheduler(runner.config, runner.comm.size)
+        self.by_priority, self._clock = by_priority, clock
+        turns = Turns(max_step, by_priority=by_priority)
+        self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
         self._requests: dict[str, Request] = {}
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
@@ -86,6 +94,11 @@ class EngineCore:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
+        if params.priority and not self.by_priority:
+            raise RequestError(
+                "priority is heard only if the engine runs under scheduling_policy: priority",
+                param="priority",
+            )
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
@@ -94,11 +107,7 @@ class EngineCore:
         before = 0 if prefix is None else prefix.end
         chunked_prefill_size = self.chunked_prefill_size
         if params.prompt_logprobs is not None:
-            # Whole chunks whose shards are even: what rounding gives one rank more than another
-            # would add up over many short chunks, and the pools are made for few long ones.
-            parts = 2 * self.runner.comm.size
-            even = max(_LOGPROB_CHUNK_TOKENS // parts, 1) * parts
-            chunked_prefill_size = min(chunked_prefill_size, even)
+            chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
         max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
         seed = params.seed
         if seed is None:
@@ -112,6 +121,7 @@ class EngineCore:
             chunked_prefill_size=chunked_prefill_size,
             generator=torch.Generator().manual_seed(seed),
             prefix=prefix,
+            arrived=self._clock(),
         )
         self.scheduler.add(request)
         self._next_key += 1
@@ -159,7 +169,7 @@ class EngineCore:
             self._run(plan)
             request = self.scheduler.running[plan.sequence]
             if not request.released:  # its id may be another's now
-                admitted.append(_progress_message(request, request.begin))
+                admitted.append(_progress_message(request, request.begin, self._clock()))
         if admitted:
             return admitted  # told now: the first chunk may take long
         plan = self.scheduler.next()
@@ -169,10 +179,13 @@ class EngineCore:
             return []
         if plan.op is Op.PREFILL:
             request = self.scheduler.running[plan.sequence]
+            began = self._clock()
             if plan.begin == request.begin:
-                request.began = time.monotonic()
+                request.began = began
         logits = self._run(plan)
         if plan.op is Op.PREFILL:
+            self.runner.synchronize()
+            self.scheduler.chunk_done(plan, self._clock() - began)
             self._prompt_tokens += plan.end - plan.begin
             return self._after_prefill(plan, logits)
         assert logits is not None
@@ -182,14 +195,13 @@ class EngineCore:
 
     def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
         request = self.scheduler.running[plan.sequence]
-        self.scheduler.chunk_done(request)
         if request.released:
             return []  # needed by those that continue it only, as above
         messages = []
         if self.runner.prompt_logprobs is not None:
             first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
-        messages.append(_progress_message(request, plan.end))
+        messages.append(_progress_message(request, plan.end, self._clock()))
         if plan.last and not request.pinned:
             assert logits is not None
             messages.append(self._advance(request, logits[0]))
@@ -255,7 +267,7 @@ class EngineCore:
         }
 
 
-def _progress_message(request: Request, processed: int) -> Message:
+def _progress_message(request: Request, processed: int, now: float) -> Message:
     """The ``progress`` message of a request of which ``processed`` tokens are in the caches."""
     return {
         "t": "progress",
@@ -263,7 +275,7 @@ def _progress_message(request: Request, processed: int) -> Message:
         "processed": processed,
         "total": request.end,
         "cached": request.begin,
-        "seconds": time.monotonic() - request.began if processed > request.begin else 0.0,
+        "seconds": now - request.began if processed > request.begin else 0.0,
     }
 
 

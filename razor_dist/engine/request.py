@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 
 from razor_dist.engine.messages import Tokens
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.parallel.zigzag import Chunk
 
 
 @dataclass(eq=False)
@@ -21,13 +19,14 @@ class Request:
     prompt: Tokens  # [n], those of ``prefix`` not included
     params: SamplingParams
     max_tokens: int  # to generate at most; 0 if the prompt is only pinned
-    chunked_prefill_size: int  # tokens of the prompt that are prefilled together
+    chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     generator: torch.Generator  # of its random draws
     prefix: Request | None = None  # a pinned prefix that this one continues
-    chunks: deque[Chunk] = field(default_factory=deque)  # still to be prefilled
+    prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
+    arrived: float = 0.0  # when it was queued, by the scheduler's clock
     generated: list[int] = field(default_factory=list)
     # When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
-    # admitted or not: prompts are read one after the other.
+    # admitted or not.
     began: float = 0.0
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     released: bool = False  # the frontend needs this pinned prefix no longer
@@ -50,7 +49,7 @@ class Request:
     @property
     def prefilled(self) -> bool:
         """True once the whole prompt is in the caches; meaningful once admitted."""
-        return not self.chunks
+        return self.prefilled_to == self.end
 
     @property
     def pinned(self) -> bool:

@@ -128,16 +128,21 @@ class ModelRunner:
                 pass
         return None
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         """Let go of what the end of the process group would wait for (`DecodeGraphs.close`)."""
         if self.graphs is not None:
             self.graphs.close()
 
     def _open(self, plan: StepPlan) -> None:
-        sizes = shard_sizes(0, plan.end, plan.total, plan.chunked_prefill_size, self.comm.size)
+        sizes = shard_sizes(0, plan.end, plan.total, self.comm.size)
         scratch = None
         if self.caches.scratch is not None:
-            prompt = shard_sizes(0, plan.end, plan.end, plan.chunked_prefill_size, self.comm.size)
+            prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
             scratch = self.caches.scratch.allocate(prompt[self.comm.rank])
         self.sequences[plan.sequence] = Sequence(
             total=plan.total,
@@ -152,9 +157,8 @@ class ModelRunner:
     def _fork(self, plan: StepPlan) -> None:
         source = self.sequences[plan.source]
         assert source.window is None and source.scratch is None, "fork finished prompts only"
-        size, rank = self.comm.size, self.comm.rank
-        new = shard_sizes(source.length, plan.end, plan.total, plan.chunked_prefill_size, size)
-        table = self.caches.pages.fork(source.table, source.table.tokens + new[rank])
+        new = shard_sizes(source.length, plan.end, plan.total, self.comm.size)[self.comm.rank]
+        table = self.caches.pages.fork(source.table, source.table.tokens + new)
         self.sequences[plan.sequence] = Sequence(
             total=plan.total,
             table=table,

@@ -41,6 +41,7 @@ class SamplingParams:
     ``ignore_eos``       go on after an end-of-sequence token
     ``logprobs``         return the chosen token's log-probability and those of this many likeliest
     ``prompt_logprobs``  the same for every prompt token but the first
+    ``priority``         lower numbers go first, under ``scheduling_policy: priority``
 
     Raises
     ------
@@ -58,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -83,6 +85,7 @@ class SamplingParams:
                 f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
             )
         _check_int("top_k", self.top_k)
+        _check_int("priority", self.priority)
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:

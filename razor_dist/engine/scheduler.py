@@ -13,7 +13,8 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.step import Op, StepPlan
-from razor_dist.parallel.zigzag import chunks
+from razor_dist.engine.turns import Turns
+from razor_dist.parallel.zigzag import whole_shards
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,16 +26,17 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    A prompt's chunks alternate with decode steps of the requests that are already answering, so
-    that a long prompt delays them by one chunk at a time.
+    Prefill chunks alternate with decode steps of the requests that are already answering. Several
+    prompts are prefilled at once: `Turns` says which goes next, and how far, so that nobody is
+    delayed by more than ``max_step`` seconds at a time.
 
     Every rank's pools have the sizes of ``cache``; how much of them is free differs by rank, and is
     known here by the same arithmetic that the ranks allocate with. ``running`` has the admitted
     requests by key, pinned prefixes included.
     """
 
-    def __init__(self, cache: CacheConfig, world_size: int) -> None:
-        self.cache, self.world_size = cache, world_size
+    def __init__(self, cache: CacheConfig, world_size: int, turns: Turns) -> None:
+        self.cache, self.world_size, self.turns = cache, world_size, turns
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         # [2, P]: on every rank, free pages of the pool and of the scratch pool.
@@ -46,11 +48,11 @@ class Scheduler:
 
     def _need(self, request: Request) -> Ints:
         """Pages that a request takes, like ``_free``."""
-        chunk, size = request.chunked_prefill_size, self.world_size
-        new = shard_sizes(request.begin, request.end, request.total, chunk, size)
+        size = self.world_size
+        new = shard_sizes(request.begin, request.end, request.total, size)
         scratch = np.zeros(size, np.int64)
         if request.prefix is None and self.cache.scratch_pages:
-            scratch = self._pages(shard_sizes(0, request.end, request.end, chunk, size))
+            scratch = self._pages(shard_sizes(0, request.end, request.end, size))
         # Full pages are shared with the prefix; a partly filled one is copied.
         held = self._shards(request.prefix)
         return np.stack([self._pages(held + new) - held // self.cache.page_size, scratch])
@@ -59,8 +61,7 @@ class Scheduler:
         """Tokens of a pinned prefix on every rank."""
         if prefix is None:
             return np.zeros(self.world_size, np.int64)
-        chunk = prefix.chunked_prefill_size
-        own = shard_sizes(prefix.begin, prefix.end, prefix.end, chunk, self.world_size)
+        own = shard_sizes(prefix.begin, prefix.end, prefix.end, self.world_size)
         return self._shards(prefix.prefix) + own
 
     def add(self, request: Request) -> None:
@@ -83,22 +84,11 @@ class Scheduler:
         """Refuse a request that is too large even for caches that hold nothing else."""
         size = self.cache.page_size
         pages = self._pages_of([request, *_prefixes(request)]).max()
-        scratch = self._need(request)[1].max()
         if pages > self.cache.num_pages:
             raise RequestError(
                 f"the request needs {pages * size} tokens of KV cache on a rank "
                 f"({request.total} in all), which has {self.cache.num_pages * size}; shorten it or "
                 "start the engine with a larger kv_tokens",
-                code="kv_capacity_exceeded",
-            )
-        # The scratch pages hold a prompt of max_model_len, cut into the usual chunks. Shorter ones,
-        # which log-probabilities of the prompt make, may split less evenly.
-        if scratch > self.cache.scratch_pages:
-            raise RequestError(
-                f"exact prefill needs room for {scratch * size} tokens of the prompt "
-                f"({request.end} in all) on a rank, which has it for "
-                f"{self.cache.scratch_pages * size}; shorten the prompt, ask for no "
-                "prompt_logprobs or start the engine with prefill: local",
                 code="kv_capacity_exceeded",
             )
 
@@ -153,15 +143,12 @@ class Scheduler:
         self.waiting.popleft()
         self._free -= need
         self.running[request.key] = request
-        request.chunks.extend(
-            chunks(request.begin, request.end, request.chunked_prefill_size, self.world_size)
-        )
+        request.prefilled_to = request.begin
         return StepPlan(
             Op.OPEN if prefix is None else Op.FORK,
             request.key,
             end=request.end,
             total=request.total,
-            chunked_prefill_size=request.chunked_prefill_size,
             source=0 if prefix is None else prefix.key,
             # Another may continue a pinned one; an answer's last token is sampled and never read.
             max_read=(self.cache.max_tokens if request.pinned else request.total) - 1,
@@ -173,32 +160,40 @@ class Scheduler:
         decoding = [r for r in self.running.values() if r.prefilled and not r.pinned]
         if prefilling and (self._decoded_last or not decoding):
             self._decoded_last = False
-            return self._prefill_plan(prefilling[0])
+            request = self.turns.choose(prefilling)
+            alone = len(prefilling) == 1 and not decoding and not self.waiting
+            return self._prefill_plan(request, self.turns.length(request, alone=alone))
         if decoding:
             self._decoded_last = True
             pairs = [number for r in decoding for number in (r.key, r.generated[-1])]
             return StepPlan(Op.DECODE, payload=torch.tensor(pairs))
         return None
 
-    def _prefill_plan(self, request: Request) -> StepPlan:
-        chunk, begin = request.chunks[0], request.begin
+    def _prefill_plan(self, request: Request, length: float) -> StepPlan:
+        begin, end = request.prefilled_to, request.end
+        if length < end - begin:
+            end = begin + whole_shards(length, self.world_size)
         count = request.params.prompt_logprobs
         following = 0 if count is None else 1
         return StepPlan(
             Op.PREFILL,
             request.key,
-            begin=chunk.begin,
-            end=chunk.end,
-            last=chunk.end == request.end,
+            begin=begin,
+            end=end,
+            last=end == request.end,
             prompt_logprobs=-1 if count is None else count,
             payload=torch.from_numpy(
-                request.prompt[chunk.begin - begin : chunk.end - begin + following].astype(np.int64)
+                request.prompt[begin - request.begin :][: end - begin + following].astype(np.int64)
             ),
         )
 
-    def chunk_done(self, request: Request) -> None:
-        """Note that a request's next chunk has been prefilled."""
-        request.chunks.popleft()
+    def chunk_done(self, plan: StepPlan, seconds: float) -> None:
+        """Note that a prompt's next chunk has been prefilled, and in what time."""
+        request = self.running[plan.sequence]
+        prefilling = [r for r in self.running.values() if not r.prefilled]
+        self.turns.took(prefilling, request, seconds)
+        self.turns.cost.observe(plan.end - plan.begin, plan.begin, seconds)
+        request.prefilled_to = plan.end
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
             self._free[1] += self._need(request)[1]
 

@@ -40,7 +40,6 @@ class StepPlan:
     begin: int = 0
     end: int = 0
     total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
-    chunked_prefill_size: int = 0  # OPEN and FORK: tokens in each of the prompt's chunks
     last: bool = False  # PREFILL: the prompt ends with this chunk
     prompt_logprobs: int = -1  # PREFILL: -1, or how many likeliest tokens to report per position
     source: int = 0  # FORK: key of the sequence to copy

@@ -27,6 +27,8 @@ _INDIFFERENT = {
     "kv_tokens",
     "page_size",
     "chunked_prefill_size",
+    "max_step_ms",
+    "scheduling_policy",
     "cuda_graphs",
     "shared_memory",
     "threads",

@@ -69,12 +69,21 @@ class Chunk:
         return sum(len(shard) for shard in self.owned(rank))
 
 
+def whole_shards(tokens: float, world_size: int) -> int:
+    """The most tokens, at most ``tokens`` but at least 2P, that make 2P shards of one length.
+
+    All chunks of a prompt but the last are of such lengths. Then every rank holds as many tokens of
+    the prompt as of one chunk of its whole length, however it is cut: the shards of n + 2P tokens
+    are each one longer than those of n.
+    """
+    parts = 2 * world_size
+    return max(int(tokens) // parts, 1) * parts
+
+
 def chunks(begin: int, end: int, chunked_prefill_size: int, world_size: int) -> list[Chunk]:
-    """Cut ``[begin, end)`` into chunks of at most ``chunked_prefill_size`` tokens."""
-    return [
-        Chunk(a, min(a + chunked_prefill_size, end), world_size)
-        for a in range(begin, end, chunked_prefill_size)
-    ]
+    """Cut ``[begin, end)`` into chunks of ``chunked_prefill_size`` tokens, as `whole_shards`."""
+    size = whole_shards(chunked_prefill_size, world_size)
+    return [Chunk(a, min(a + size, end), world_size) for a in range(begin, end, size)]
 
 
 def holdings(done: Sequence[Chunk], retained: Interval) -> list[tuple[Interval, int]]:

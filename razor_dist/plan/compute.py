@@ -244,7 +244,7 @@ def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> E
 
 def _shard(d: Deployment, context: int) -> int:
     """Tokens of retrieval heads on the fullest rank."""
-    return max(shard_sizes(0, context, context, d.chunked_prefill_size, d.world_size))
+    return max(shard_sizes(0, context, context, d.world_size))
 
 
 def _estimate(

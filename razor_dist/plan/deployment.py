@@ -194,8 +194,7 @@ class Deployment:
         Not ``bounded``, as if ``kv_tokens`` were not set.
         """
         config = self.config if bounded else self.config.model_copy(update={"kv_tokens": None})
-        size = self.chunked_prefill_size
-        return cache_config(config, self.shape, max_model_len, size, self.world_size, self.kv_dtype)
+        return cache_config(config, self.shape, max_model_len, self.world_size, self.kv_dtype)
 
     @property
     def exact(self) -> bool:

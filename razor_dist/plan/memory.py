@@ -161,11 +161,7 @@ class DryRun:
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
 
     def _open(self, runner: ModelRunner, prompt: int, max_read: int = 0) -> None:
-        size = self._d.chunked_prefill_size
-        step = StepPlan(
-            Op.OPEN, end=prompt, total=prompt, chunked_prefill_size=size, max_read=max_read
-        )
-        runner.execute(step)
+        runner.execute(StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=max_read))
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
         """A runner with the caches of all layers."""

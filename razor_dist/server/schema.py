@@ -160,6 +160,7 @@ class GenerateBody(_Strict):
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
@@ -195,6 +196,7 @@ class GenerateBody(_Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            priority=self.priority or 0,
         )
 
 

@@ -46,6 +46,8 @@ class PagesOnly:
         self.lengths: dict[int, int] = {}
         self.executed = 0
 
+    def synchronize(self) -> None: ...
+
     def execute(self, plan: StepPlan) -> torch.Tensor | None:
         self.executed += 1
         rows = 1
@@ -53,9 +55,7 @@ class PagesOnly:
             case Op.OPEN:
                 self._take(plan, 0, [PageTable() for _ in self.pools])
                 if self.scratch:
-                    prompt = shard_sizes(
-                        0, plan.end, plan.end, plan.chunked_prefill_size, self.comm.size
-                    )
+                    prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
                     self.scratch_tables[plan.sequence] = [
                         pool.allocate(count)
                         for pool, count in zip(self.scratch, prompt, strict=True)
@@ -90,7 +90,7 @@ class PagesOnly:
         return torch.zeros(rows, VOCABULARY)
 
     def _take(self, plan: StepPlan, begin: int, source: list[PageTable]) -> None:
-        new = shard_sizes(begin, plan.end, plan.total, plan.chunked_prefill_size, self.comm.size)
+        new = shard_sizes(begin, plan.end, plan.total, self.comm.size)
         self.tables[plan.sequence] = [
             pool.fork(table, table.tokens + count)
             for pool, table, count in zip(self.pools, source, new, strict=True)
@@ -287,13 +287,13 @@ class Engine(RuleBasedStateMachine):
             key = self.core._requests[prefix].key
             begin, held = runner.lengths[key], [t.tokens for t in runner.tables[key]]
         end = begin + prompt
-        new = shard_sizes(begin, end, end + answer, CHUNK, runner.comm.size)
+        new = shard_sizes(begin, end, end + answer, runner.comm.size)
         fits = all(
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
         )
         if prefix is None:
-            parts = shard_sizes(0, end, end, CHUNK, runner.comm.size)
+            parts = shard_sizes(0, end, end, runner.comm.size)
             fits = fits and all(
                 pool.pages_for(tokens) <= pool.free_pages
                 for pool, tokens in zip(runner.scratch, parts, strict=False)

@@ -185,7 +185,7 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     for token in case.prompt[60:63]:
         runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
     end, logits = len(case.prompt), None
-    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, chunked_prefill_size=20, source=0))
+    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, source=0))
     for chunk in chunks(63, end, 20, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(

@@ -187,9 +187,7 @@ def memory(world: int, kept: int) -> dict[str, int]:
     model_config = read_config(ROOT / "configs/shapes/glm-4-9b-chat-1m")
     shape = ModelShape.from_config(model_config)
     assert config.chunked_prefill_size is not None
-    caches = capacity.cache_config(
-        config, shape, LENGTH, config.chunked_prefill_size, world, torch.bfloat16
-    )
+    caches = capacity.cache_config(config, shape, LENGTH, world, torch.bfloat16)
     size, on = (caches.page_size, shape.head_dim), {"dtype": torch.bfloat16, "device": META}
     local = shape.layers * shape.kv_heads - kept
     with META:

@@ -75,7 +75,6 @@ def measure(
             0,
             end=prompt,
             total=total,
-            chunked_prefill_size=config.chunked_prefill_size or 0,
         )
     )
     used, activations = runner.kv_bytes, []
