@@ -1,0 +1,142 @@
+"""Whose turn it is, and for how long: prefill is shared out by time.
+
+A long prompt is hundreds of chunks, so that whoever comes after it would wait for all of them. Here
+those with little to do go first, and the oldest one gets at least half of the time: a short question
+overtakes a million tokens, and costs their reader no more time than it takes itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from razor_dist.engine.request import Request
+
+# Weight that an observation keeps when the next comes, and that of what is believed before any.
+_FORGET, _BELIEF = 0.97, 1e-7
+# A prompt whose rest would take little more than a step is read to its end.
+_LAST_PIECE = 1.25
+
+
+class StepCost:
+    """Estimated seconds of a chunk of n tokens after c others: ``s + a n + b n (c + n / 2)``.
+
+    ``s`` is for what every step does, such as reading the weights, ``a`` for the products with them
+    and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
+    least squares of the relative error, and none is negative.
+    """
+
+    def __init__(self) -> None:
+        # Before any step: a few milliseconds and half of one for each token.
+        self._sab = np.array([5e-3, 5e-4, 1e-9])
+        self._scale = self._sab.copy()
+        self._squares = _BELIEF * np.eye(3)
+        self._products = _BELIEF * np.ones(3)
+
+    def observe(self, tokens: int, context: int, seconds: float) -> None:
+        """Learn from a step."""
+        x = self._terms(tokens, context) * self._scale / seconds
+        self._squares = _FORGET * self._squares + np.outer(x, x)
+        self._products = _FORGET * self._products + x
+        self._sab = self._scale * self._fit()
+
+    def _fit(self) -> np.ndarray:
+        """Non-negative least squares: the best of all choices of terms that may be positive."""
+        best, least = np.zeros(3), math.inf
+        for count in (3, 2, 1):
+            for terms in map(list, itertools.combinations(range(3), count)):
+                found = np.zeros(3)
+                square = self._squares[np.ix_(terms, terms)]
+                found[terms] = np.linalg.lstsq(square, self._products[terms], rcond=None)[0]
+                loss = found @ self._squares @ found - 2 * found @ self._products
+                if (found >= 0).all() and loss < least - 1e-12:
+                    best, least = found, loss
+        return best
+
+    def seconds(self, tokens: int, context: int) -> float:
+        """Estimate a chunk of ``tokens`` after ``context`` others."""
+        return float(self._terms(tokens, context) @ self._sab)
+
+    def tokens(self, seconds: float, context: int) -> float:
+        """Return the length of a chunk that takes so long.
+
+        But at least a length at which half of the time is for tokens: shorter chunks would spend
+        most of it on what each step costs anyway.
+        """
+        s, a, b = self._sab
+        linear = a + b * context
+        if linear == 0:
+            return math.inf
+        # The positive root of b/2 n^2 + (a + b c) n = seconds - s.
+        rest = max(0.0, seconds - s)
+        root = 2 * rest / (linear + math.sqrt(linear * linear + 2 * b * rest))
+        return float(max(root, s / linear))
+
+    @staticmethod
+    def _terms(tokens: int, context: int) -> np.ndarray:
+        return np.array([1.0, tokens, tokens * (context + tokens / 2)])
+
+
+class Turns:
+    """Chooses among the prompts that are being prefilled.
+
+    ``max_step`` is in seconds. With ``by_priority``, requests of a lower ``priority`` number go
+    before all others.
+    """
+
+    def __init__(self, max_step: float, *, by_priority: bool = False) -> None:
+        self.cost = StepCost()
+        self._max_step, self._by_priority = max_step, by_priority
+        # Seconds that others were served since the oldest prompt was; of which prompt that is true.
+        self._debt, self._oldest = 0.0, -1
+
+    def choose(self, prompts: Sequence[Request]) -> Request:
+        """Return the prompt to read from next.
+
+        That is the oldest one while it has least to do, or has had less time than the others since
+        it became the oldest; or else of the others the one with least to do, less the time that it
+        has waited.
+        """
+        prompts = self._first_class(prompts)
+        oldest = self._oldest_of(prompts)
+        if self._debt > 0 or self._left(oldest) <= min(map(self._left, prompts)):
+            return oldest
+        others = [prompt for prompt in prompts if prompt is not oldest]
+        # All of them wait until now, so that the later one arrived, the less it has waited.
+        return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
+
+    def length(self, prompt: Request, *, alone: bool) -> float:
+        """Tokens of its next chunk: as many as there may be, or fewer if others wait meanwhile."""
+        left = prompt.end - prompt.prefilled_to
+        if alone:
+            return min(left, prompt.chunked_prefill_size)
+        if self._left(prompt) <= _LAST_PIECE * self._max_step:
+            return min(left, prompt.chunked_prefill_size)
+        tokens = self.cost.tokens(self._max_step, prompt.prefilled_to)
+        return min(left, prompt.chunked_prefill_size, tokens)
+
+    def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
+        """Note that ``served``, one of ``prompts``, was read from for so long."""
+        if self._oldest_of(self._first_class(prompts)) is served:
+            # What it gets alone or in its turn does not count against it later.
+            self._debt = max(0.0, self._debt - seconds)
+        else:
+            self._debt += seconds
+
+    def _first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
+        if not self._by_priority:
+            return prompts
+        first = min(prompt.params.priority for prompt in prompts)
+        return [prompt for prompt in prompts if prompt.params.priority == first]
+
+    def _left(self, prompt: Request) -> float:
+        return self.cost.seconds(prompt.end - prompt.prefilled_to, prompt.prefilled_to)
+
+    def _oldest_of(self, prompts: Sequence[Request]) -> Request:
+        oldest = min(prompts, key=lambda prompt: (prompt.arrived, prompt.key))
+        if oldest.key != self._oldest:
+            self._oldest, self._debt = oldest.key, 0.0
+        return oldest

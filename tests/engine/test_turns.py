@@ -1,0 +1,169 @@
+"""Who is prefilled next, and how far: on a simulated clock, with a simulated cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from razor_dist.engine.request import Request
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.turns import StepCost, Turns
+
+STEP = 0.25
+CHUNK = 2048
+
+
+def request(key: int, tokens: int, arrived: float, priority: int = 0) -> Request:
+    return Request(
+        id=str(key),
+        key=key,
+        prompt=np.zeros(tokens, np.int32),
+        params=SamplingParams(priority=priority),
+        max_tokens=1,
+        chunked_prefill_size=CHUNK,
+        generator=torch.Generator(),
+        arrived=arrived,
+    )
+
+
+@dataclass
+class Simulation:
+    """Prompts that arrive and are read by `Turns`; every chunk takes what ``sab`` says."""
+
+    arrivals: list[Request]
+    sab: tuple[float, float, float] = (0.05, 0.002, 0.0)
+    now: float = 0.0
+    finished: dict[int, float] = field(default_factory=dict)  # when, by key
+    # Of every chunk: the key, its seconds, whether others waited, its tokens.
+    chunks: list[tuple[int, float, bool, int]] = field(default_factory=list)
+    by_priority: bool = False
+
+    def run(self) -> Simulation:
+        turns = Turns(STEP, by_priority=self.by_priority)
+        coming, present = sorted(self.arrivals, key=lambda r: r.arrived), []
+        while coming or present:
+            if not present:
+                self.now = max(self.now, coming[0].arrived)
+            while coming and coming[0].arrived <= self.now:
+                present.append(coming.pop(0))
+            chosen = turns.choose(present)
+            tokens = max(2, int(turns.length(chosen, alone=len(present) == 1)))
+            tokens = min(tokens, chosen.end - chosen.prefilled_to)
+            s, a, b = self.sab
+            seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
+            self.now += seconds
+            turns.took(present, chosen, seconds)
+            turns.cost.observe(tokens, chosen.prefilled_to, seconds)
+            self.chunks.append((chosen.key, seconds, len(present) > 1, tokens))
+            chosen.prefilled_to += tokens
+            if chosen.prefilled:
+                present.remove(chosen)
+                self.finished[chosen.key] = self.now
+        return self
+
+
+def test_short_prompts_overtake_a_long_one_and_cost_it_their_own_time() -> None:
+    def long() -> Request:
+        return request(0, 40_000, 0.0)
+
+    alone = Simulation([long()]).run().finished[0]
+    shorts = [request(key, 50, 10.0 + 4 * key) for key in range(1, 11)]
+    together = Simulation([long(), *shorts]).run()
+    waits = [together.finished[r.key] - r.arrived for r in shorts]
+    # Its own 0.15 s, and what is left of a whole chunk (4.1 s) that had begun before it came.
+    assert max(waits) <= 4.15 + 0.15 + 0.01
+    assert together.finished[0] <= alone + 10 * (0.15 + STEP)
+
+
+def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() -> None:
+    shorts = [request(key, 50, 5.0) for key in range(1, 21)]
+    found = Simulation([request(0, 40_000, 0.0), *shorts]).run()
+    waits = sorted(found.finished[r.key] - 5.0 for r in shorts)
+    # After the chunk that had begun, one of 0.15 s and one of the long prompt in turn.
+    assert waits[-1] <= 4.15 + 20 * (0.15 + STEP * 1.2)
+    contended = [seconds for key, seconds, waited, _ in found.chunks if key == 0 and waited]
+    assert max(contended) <= STEP * 1.1
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(1, 20_000), st.floats(0, 60)), min_size=1, max_size=12
+).map(lambda found: [request(key, n, at) for key, (n, at) in enumerate(found)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals)
+def test_nobody_starves_and_work_is_conserved(prompts: list[Request]) -> None:
+    found = Simulation(prompts).run()
+    assert found.finished.keys() == {prompt.key for prompt in prompts}
+    for prompt in prompts:
+        assert sum(n for key, _, _, n in found.chunks if key == prompt.key) == len(prompt.prompt)
+    # The clock stands still only when there is nothing to read.
+    busy = sum(seconds for _, seconds, _, _ in found.chunks)
+    last = max(prompt.arrived for prompt in prompts)
+    assert found.now <= last + busy + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals)
+def test_the_oldest_gets_at_least_half_of_the_time(prompts: list[Request]) -> None:
+    """Up to one step, from when it is the oldest until it is read."""
+    turns_of = Simulation(prompts).run()
+    present: dict[int, Request] = {p.key: p for p in prompts}
+    now, own, others, oldest = 0.0, 0.0, 0.0, -1
+    for key, seconds, _, _ in turns_of.chunks:
+        here = [p for p in present.values() if p.arrived <= now] or [present[key]]
+        now = max(now, present[key].arrived)
+        first = min(here, key=lambda p: (p.arrived, p.key))
+        if first.key != oldest:
+            own, others, oldest = 0.0, 0.0, first.key
+        if key == oldest:
+            own += seconds
+        else:
+            others += seconds
+            longest = max(seconds, STEP * 2, 0.05 + 0.002 * CHUNK)
+            assert others <= own + longest + 1e-9
+        now += seconds
+        if abs(now - turns_of.finished[key]) < 1e-6:
+            del present[key]
+
+
+def test_priority_goes_before_everything_else() -> None:
+    prompts = [request(0, 9_000, 0.0, priority=1), request(1, 9_000, 1.0, priority=0)]
+    found = Simulation(prompts, by_priority=True).run()
+    begun = next(i for i, (key, *_) in enumerate(found.chunks) if key == 1)
+    assert begun == 1  # after the chunk that had begun
+    assert [key for key, *_ in found.chunks[begun:]][:3] == [1, 1, 1]
+    assert found.finished[1] < found.finished[0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(1e-4, 0.5),
+    st.floats(1e-6, 1e-2),
+    st.floats(0, 1e-6),
+    st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 10**6)), min_size=12, max_size=40),
+)
+def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, int]]) -> None:
+    """After some steps, an estimate of one of them is right within a tenth."""
+    cost = StepCost()
+
+    def true(n: int, c: int) -> float:
+        return s + a * n + b * n * (c + n / 2)
+
+    for n, c in steps * 3:
+        cost.observe(n, c, true(n, c))
+    for n, c in steps[-5:]:
+        assert cost.seconds(n, c) == pytest.approx(true(n, c), rel=0.1)
+
+
+def test_a_chunk_takes_what_it_may_but_is_not_all_overhead() -> None:
+    cost = StepCost()
+    for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:
+        cost.observe(n, c, 0.05 + 0.002 * n + 1e-7 * n * (c + n / 2))
+    assert cost.seconds(int(cost.tokens(0.25, 4000)), 4000) == pytest.approx(0.25, rel=0.02)
+    assert cost.tokens(0.01, 0) == pytest.approx(25, rel=0.05)  # 0.05 s of each 0.1 s
