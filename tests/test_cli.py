@@ -25,9 +25,9 @@ SERVE_OPTIONS = """
     --generation-config --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level
     --max-body-mb --max-model-len --max-num-seqs --max-queue --model --no-compensation
     --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill --ring
-    --seed --served-model-name --shared-memory --sink-tokens --threads --trust-remote-code
-    --chunked-prefill-size --weights
-    --window-max --window-min --window-ratio --world-size
+    --scheduling-policy --seed --served-model-name --shared-memory --sink-tokens --threads
+    --trust-remote-code --chunked-prefill-size --max-step-ms --weights --window-max --window-min
+    --window-ratio --world-size
 """
 
 
@@ -78,16 +78,17 @@ ENGINE_OPTIONS = f"""
     {MODEL_OPTIONS} --block --sink-tokens --window-max --window-min --window-ratio
 """
 NEEDLE_OPTIONS = """
-    --attempts --block --cluster-timeout --collective-timeout --compensation --config
-    --context-lengths --context-lengths-max --context-lengths-min --context-lengths-num-intervals
-    --cpus-per-rank --cuda-graphs --device --document-depth-percent-interval-type
-    --document-depth-percent-intervals --document-depth-percent-max --document-depth-percent-min
-    --document-depth-percents --dtype --duo-head-map --engines --generation-config --haystack
-    --head-map --heartbeat-timeout --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs
-    --methods --model --needles --new-folder --out --page-size --placement --prefill --preset
-    --query --ray --ray-address --repeats --retry-failed --ring --seed --share-depths
-    --shared-memory --sink-tokens --threads --trust-remote-code --chunked-prefill-size --weights
-    --window-max --window-min --window-ratio --world-size
+    --attempts --block --chunked-prefill-size --cluster-timeout --collective-timeout --compensation
+    --config --context-lengths --context-lengths-max --context-lengths-min
+    --context-lengths-num-intervals --cpus-per-rank --cuda-graphs --device
+    --document-depth-percent-interval-type --document-depth-percent-intervals
+    --document-depth-percent-max --document-depth-percent-min --document-depth-percents --dtype
+    --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
+    --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
+    --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
+    --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
+    --shared-memory --sink-tokens --threads --trust-remote-code --weights --window-max --window-min
+    --window-ratio --world-size
 """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
