@@ -1,7 +1,7 @@
 """Whose turn it is, and for how long: prefill is shared out by time.
 
 A long prompt is hundreds of chunks, so that whoever comes after it would wait for all of them. Here
-those with little to do go first, and the oldest one gets at least half of the time: a short question
+those with little to do go first, and the oldest gets at least half of the time: a short question
 overtakes a million tokens, and costs their reader no more time than it takes itself.
 """
 

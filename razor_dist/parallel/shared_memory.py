@@ -54,6 +54,8 @@ _CHANNEL_BYTES = 512 << 10
 _SHORT_SLEEP = 50e-6
 _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
+# Seconds between two looks of a process that runs, on however busy a machine.
+_MOST_OF_A_LOOK = 1.0
 
 
 class _Process(NamedTuple):
@@ -292,10 +294,10 @@ class SharedMemory(Communicator):
         RuntimeError
             If another rank's process has ended, or nothing has moved for the time-out.
         """
-        looks, last_move = 0, time.monotonic()
+        looks, waited, last = 0, 0.0, time.monotonic()
         while not done():
             if self._advance():
-                looks, last_move = 0, time.monotonic()
+                looks, waited, last = 0, 0.0, time.monotonic()
                 continue
             looks += 1
             if looks <= _SHORT_SLEEPS:
@@ -305,7 +307,10 @@ class SharedMemory(Communicator):
             # What a rank wrote before it ended still counts.
             if ended and not self._advance():
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
-            if time.monotonic() - last_move > self._timeout:
+            # Time in which this process was stopped itself says nothing about the others.
+            now = time.monotonic()
+            waited, last = waited + min(now - last, _MOST_OF_A_LOOK), now
+            if waited > self._timeout:
                 raise self._silence()
 
     def _silence(self) -> RuntimeError:
