@@ -13,6 +13,7 @@ import typer
 import razor_dist
 from razor_dist import cli
 from razor_dist.commands.batch import batch
+from razor_dist.commands.bench import bench
 from razor_dist.commands.eval import eval as eval_group
 from razor_dist.commands.heads import heads
 from razor_dist.commands.plan import plan
@@ -102,6 +103,21 @@ EVAL_OPTIONS = {
     },
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }
+
+
+# The names of `vllm bench serve`, but for long requests, the window and the files.
+BENCH_SERVE_OPTIONS = """
+    --answers --arrival-window --base-url --burstiness --dataset --endpoint --ignore-eos --json
+    --long-input-len --long-output-len --long-prompts --markdown --max-concurrency
+    --metric-percentiles --model --num-prompts --percentile-metrics --plot --random-input-len
+    --random-output-len --request-rate --seed --temperature
+"""
+
+
+def test_the_options_of_bench_serve_are_frozen() -> None:
+    group: Any = typer.main.get_command(bench)
+    found = {option for parameter in group.commands["serve"].params for option in parameter.opts}
+    assert found == set(BENCH_SERVE_OPTIONS.split())
 
 
 SUMMARIZE_OPTIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from razor_dist.evals.bench.settings import BenchSettings
@@ -44,6 +45,7 @@ class BenchRecord:
     figures: dict[str, Any]
     tables: list[Table]
     notes: list[str] = field(default_factory=list)
+    others: dict[Path, bytes] = field(default_factory=dict)  # files beside JSON and Markdown
 
     def as_json(self) -> dict[str, Any]:
         """Return command, machine, settings and figures."""
@@ -57,8 +59,10 @@ class BenchRecord:
 
     def write(self) -> None:
         """Write the files that the settings name."""
-        figures, page = self.settings.files
+        figures, page, *_ = self.settings.files
         if figures is not None:
             figures.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")
         if page is not None:
             page.write_text(self.page())
+        for file, content in self.others.items():
+            file.write_bytes(content)

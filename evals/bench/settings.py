@@ -6,6 +6,8 @@ Imported for ``--help``, so nothing here may wait for torch.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from razor_dist.files import check_writable
 
 # A passkey sample recalls ten passkeys of 32 words, as in DuoAttention's paper.
 RECALLED_TOKENS = 320
+# Fields that name files to write.
+_FILES = ("json", "markdown", "plot", "answers")
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")]
 NewTokens = Annotated[int, Option(min=2, help="Tokens generated after it.")]
@@ -43,13 +47,13 @@ class BenchSettings:
     argument: ClassVar[str | None] = None
 
     @property
-    def files(self) -> tuple[Path | None, Path | None]:
-        """Files to write, JSON and Markdown."""
+    def files(self) -> tuple[Path | None, ...]:
+        """Files to write: JSON, Markdown, and others if the bench has them."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name, without the files."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("json", "markdown")}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in _FILES}
 
     def command(self, bench: str) -> str:
         """Return the command line of these settings, defaults spelled out."""
@@ -70,13 +74,14 @@ class FileBenchSettings(BenchSettings):
 
     def __post_init__(self) -> None:
         check_writable(*self.files)
-        if self.json is not None and self.json == self.markdown:
-            raise ConfigError(f"json and markdown are both {self.json}; give two files")
+        files = [file for file in self.files if file is not None]
+        if twice := {file for file in files if files.count(file) > 1}:
+            raise ConfigError(f"{min(twice)} is given twice; give two files")
 
     @property
-    def files(self) -> tuple[Path | None, Path | None]:
+    def files(self) -> tuple[Path | None, ...]:
         """Files to write, if any."""
-        return self.json, self.markdown
+        return tuple(getattr(self, name, None) for name in _FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +215,74 @@ class GpuBenchSettings(BenchSettings):
     minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 10.0
 
     @property
-    def files(self) -> tuple[Path | None, Path | None]:
+    def files(self) -> tuple[Path | None, ...]:
         """Files to write, into the folder."""
         return self.out / "gpu.json", self.out / "gpu.md"
+
+
+# Text that fields of `ServeBenchSettings` may have.
+_PATTERNS = {
+    "base_url": r"https?://[^/]+.*",
+    "percentile_metrics": r"(ttft|tpot|itl|e2el)(,(ttft|tpot|itl|e2el))*",
+    "metric_percentiles": r"\d\d?(\.\d+)?(,\d\d?(\.\d+)?)*",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBenchSettings(FileBenchSettings):
+    """Settings of ``bench serve``; the names are those of ``vllm bench serve``."""
+
+    base_url: Annotated[str, Option(help="Of the server.")] = "http://127.0.0.1:8000"
+    model: Annotated[str | None, Option(help="Default: the first that the server lists.")] = None
+    endpoint: Annotated[
+        Literal["/v1/completions", "/v1/chat/completions"], Option(help="Where requests go.")
+    ] = "/v1/completions"
+    num_prompts: Annotated[
+        int | None, Option(min=0, help="Short requests. Default: 20, or all of the dataset.")
+    ] = None
+    dataset: Annotated[
+        Path | None, Option(metavar="FILE", help="Short requests as JSON lines, not random words.")
+    ] = None
+    random_input_len: Annotated[int, Option(min=1, help="Words, about a token each.")] = 50
+    random_output_len: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 32
+    long_prompts: Annotated[int, Option(min=0, help="Long requests, sent at time 0.")] = 0
+    long_input_len: Annotated[int, Option(min=1, help="Their words.")] = 7000
+    long_output_len: Annotated[int | None, Option(min=1, help="Default: as short ones.")] = None
+    request_rate: Annotated[float, Option(help="Short ones a second; inf: all at once.")] = math.inf
+    arrival_window: Annotated[
+        float | None, Option(help="Instead of a rate: seconds in which they arrive.")
+    ] = None
+    burstiness: Annotated[float, Option(help="1: Poisson; above, to inf: more even.")] = 1.0
+    max_concurrency: Annotated[int | None, Option(min=1, help="Most requests in flight.")] = None
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers of full length.")] = False
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0
+    seed: Annotated[int, Option(min=0, help="Of the words and of the arrivals.")] = 0
+    percentile_metrics: Annotated[str, Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el"
+    metric_percentiles: Annotated[str, Option(help="Percentiles to report.")] = "95,99"
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Picture of TTFT over arrival.")] = (
+        None
+    )
+    answers: Annotated[
+        Path | None, Option(metavar="FILE", help="Text of each answer to write.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, pattern in _PATTERNS.items():
+            if not re.fullmatch(pattern, text := getattr(self, name)):
+                example = getattr(type(self), name)
+                raise ConfigError(f"{name} is {text!r}; give something like {example}")
+        for name in ("request_rate", "arrival_window", "burstiness"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {value}")
+        if self.arrival_window and self.request_rate != math.inf:
+            raise ConfigError("give --request-rate or --arrival-window, not both")
+        if self.num_prompts == self.long_prompts == 0:
+            raise ConfigError("nothing to send; give --num-prompts or --long-prompts")
+
+    def values(self) -> dict[str, Any]:
+        """See `BenchSettings.values`; JSON has no infinity."""
+        return {k: "inf" if v == math.inf else v for k, v in super().values().items()}
 
 
 def _sizes(name: str, text: str) -> tuple[int, ...]:

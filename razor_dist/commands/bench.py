@@ -16,6 +16,7 @@ from razor_dist.evals.bench.settings import (
     EngineBenchSettings,
     GpuBenchSettings,
     ProbeBenchSettings,
+    ServeBenchSettings,
     ShapeBenchSettings,
 )
 
@@ -26,6 +27,7 @@ _BENCHES: dict[str, tuple[type[BenchSettings], str]] = {
         "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
     ),
     "probe": (ProbeBenchSettings, "Razor's probe against one that holds attention matrices."),
+    "serve": (ServeBenchSettings, "Load on a server with OpenAI's API: ours, llama-server, vLLM."),
     "gpu": (GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network."),
 }
 
