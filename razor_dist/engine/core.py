@@ -48,7 +48,7 @@ class EngineCore:
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
         self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.by_priority, self._clock = by_priority, clock
+        self._clock = clock
         turns = Turns(max_step, by_priority=by_priority)
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
         self._requests: dict[str, Request] = {}
@@ -94,7 +94,7 @@ class EngineCore:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
-        if params.priority and not self.by_priority:
+        if params.priority and not self.scheduler.turns.by_priority:
             raise RequestError(
                 "priority is heard only if the engine runs under scheduling_policy: priority",
                 param="priority",

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Scheduler:
-    """First come, first served; a request is admitted when all it may ever need is free.
+    """First come, first admitted (or by priority), as soon as all that a request needs is free.
 
     Whatever waits is admitted some day: what runs ends by itself, except for pinned prefixes, and
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
@@ -78,7 +78,15 @@ class Scheduler:
         self._check_beside_pinned(request)
         if request.prefix is not None:
             request.prefix.continued_by += 1
-        self.waiting.append(request)
+        at = len(self.waiting)
+        if self.turns.by_priority and not request.pinned:
+            # Not before the prefix that it waits for; and no pinned prefix goes before others, which
+            # were not refused because what it keeps was free.
+            while at and self.waiting[at - 1] is not request.prefix and (
+                self.waiting[at - 1].params.priority > request.params.priority
+            ):
+                at -= 1
+        self.waiting.insert(at, request)
 
     def _check_size(self, request: Request) -> None:
         """Refuse a request that is too large even for caches that hold nothing else."""
@@ -161,7 +169,8 @@ class Scheduler:
         if prefilling and (self._decoded_last or not decoding):
             self._decoded_last = False
             request = self.turns.choose(prefilling)
-            alone = len(prefilling) == 1 and not decoding and not self.waiting
+            # Whoever is still waiting could not be admitted, and is not served by shorter steps.
+            alone = len(prefilling) == 1 and not decoding
             return self._prefill_plan(request, self.turns.length(request, alone=alone))
         if decoding:
             self._decoded_last = True

@@ -89,7 +89,7 @@ class Turns:
 
     def __init__(self, max_step: float, *, by_priority: bool = False) -> None:
         self.cost = StepCost()
-        self._max_step, self._by_priority = max_step, by_priority
+        self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
 
@@ -127,7 +127,7 @@ class Turns:
             self._debt += seconds
 
     def _first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
-        if not self._by_priority:
+        if not self.by_priority:
             return prompts
         first = min(prompt.params.priority for prompt in prompts)
         return [prompt for prompt in prompts if prompt.params.priority == first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,45 @@ def test_prefill_seconds_leave_out_the_wait(
     # "a" has its turn after a chunk of "b", and the rest when "b" is done.
     assert [m["seconds"] for m in messages["b"]] == [0, 1, 3]
     assert [m["seconds"] for m in messages["a"]] == [0, 1, 3, 4]
+
+
+def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    first = dataclasses.replace(GREEDY, priority=-1)
+    with pytest.raises(RequestError, match="under scheduling_policy: priority") as error:
+        core.add("a", prompt(20), first)
+    assert error.value.param == "priority"
+    core = make_core(tiny("llama"), scheduling_policy="priority", max_num_seqs=1)
+    core.add("a", prompt(20), GREEDY)
+    core.step()  # admitted: a place that is taken stays taken
+    core.add("b", prompt(20), GREEDY)
+    core.add("c", prompt(20), first)
+    ended = []
+    while core.has_work:
+        ended += [m["id"] for m in core.step() if m.get("finish")]
+    assert ended == ["a", "c", "b"]
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_answers_alike(
+    tiny: Callable[[str], Path],
+) -> None:
+    core = make_core(tiny("llama"), max_step_ms=1e6)
+    alone = {}
+    for name, length in (("long", 380), ("short", 30)):
+        core.add(name, prompt(length), GREEDY)
+        alone[name] = tokens(run(core)[name])
+    core.add("long", prompt(380), GREEDY)
+    core.step()  # admitted
+    core.step()  # a chunk of it
+    core.add("short", prompt(30), GREEDY)
+    ended, answers = [], {"long": [], "short": []}
+    while core.has_work:
+        for message in core.step():
+            if message["t"] == "token":
+                answers[message["id"]].append(message["token"])
+                ended += [message["id"]] * (message["finish"] is not None)
+    assert ended == ["short", "long"]
+    assert answers == alone
 
 
 def test_a_request_waits_for_pages_rather_than_failing(tiny: Callable[[str], Path]) -> None:

@@ -107,13 +107,19 @@ def _pool(pages: int) -> PagePool:
 
 
 def make_core(
-    *, ranks: int = 1, pages: int = 20, slots: int = 4, scratch: int = 0
+    *,
+    ranks: int = 1,
+    pages: int = 20,
+    slots: int = 4,
+    scratch: int = 0,
+    by_priority: bool = False,
 ) -> tuple[EngineCore, PagesOnly]:
     runner = PagesOnly(ranks, pages, slots, scratch)
     core = EngineCore(
         cast("ModelRunner", runner),
         chunked_prefill_size=CHUNK,
         eos_token_ids=(),
+        by_priority=by_priority,
     )
     return core, runner
 
@@ -126,8 +132,9 @@ def add(
     *,
     pin: bool = False,
     prefix: str | None = None,
+    priority: int = 0,
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=answer)
+    params = SamplingParams(temperature=0, max_tokens=answer, priority=priority)
     core.add(name, [1] * prompt, params, pin=pin, prefix_id=prefix)
 
 
@@ -247,9 +254,11 @@ class Engine(RuleBasedStateMachine):
         pages=st.integers(4, 24),
         slots=st.integers(1, 4),
         scratch=st.just(0) | st.integers(10, 24),
+        by_priority=st.booleans(),
     )
-    def start(self, ranks: int, pages: int, slots: int, scratch: int) -> None:
-        self.core, self.runner = make_core(ranks=ranks, pages=pages, slots=slots, scratch=scratch)
+    def start(self, by_priority: bool, **sizes: int) -> None:
+        self.core, self.runner = make_core(**sizes, by_priority=by_priority)
+        self.by_priority = by_priority
         self.names = 0
         self.pinned: list[str] = []
 
@@ -258,15 +267,17 @@ class Engine(RuleBasedStateMachine):
         answer=st.integers(1, 8),
         pin=st.booleans(),
         which=st.none() | st.integers(0, 9),
+        priority=st.integers(-1, 1),
     )
-    def add(self, prompt: int, answer: int, pin: bool, which: int | None) -> None:
+    def add(self, prompt: int, answer: int, pin: bool, which: int | None, priority: int) -> None:
+        priority *= self.by_priority
         prefix = None
         if which is not None and self.pinned:
             prefix = self.pinned[which % len(self.pinned)]
         name = f"r{self.names}"
         self.names += 1
         try:
-            add(self.core, name, prompt, answer, pin=pin, prefix=prefix)
+            add(self.core, name, prompt, answer, pin=pin, prefix=prefix, priority=priority)
         except RequestError as error:
             if error.code != "context_length_exceeded":
                 self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
