@@ -80,10 +80,12 @@ class Scheduler:
             request.prefix.continued_by += 1
         at = len(self.waiting)
         if self.turns.by_priority and not request.pinned:
-            # Not before the prefix that it waits for; and no pinned prefix goes before others, which
-            # were not refused because what it keeps was free.
-            while at and self.waiting[at - 1] is not request.prefix and (
-                self.waiting[at - 1].params.priority > request.params.priority
+            # Not before the prefix that it waits for; and a pinned prefix, which keeps what it gets,
+            # goes before nobody who was accepted when that was free.
+            while (
+                at
+                and self.waiting[at - 1] is not request.prefix
+                and (self.waiting[at - 1].params.priority > request.params.priority)
             ):
                 at -= 1
         self.waiting.insert(at, request)

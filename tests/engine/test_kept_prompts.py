@@ -6,6 +6,7 @@ several ranks at once, so that the scheduler's arithmetic is checked against rea
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -120,6 +121,7 @@ def make_core(
         chunked_prefill_size=CHUNK,
         eos_token_ids=(),
         by_priority=by_priority,
+        clock=itertools.count().__next__,  # repeatable: the order of prompts depends on times
     )
     return core, runner
 
