@@ -80,8 +80,8 @@ class Scheduler:
             request.prefix.continued_by += 1
         at = len(self.waiting)
         if self.turns.by_priority and not request.pinned:
-            # Not before the prefix that it waits for; and a pinned prefix, which keeps what it gets,
-            # goes before nobody who was accepted when that was free.
+            # Not before the prefix that it waits for; and a pinned prefix, which keeps
+            # what it gets, goes before nobody.
             while (
                 at
                 and self.waiting[at - 1] is not request.prefix
