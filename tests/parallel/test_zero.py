@@ -71,14 +71,17 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
         follow(engine)
         return None
     core = engine.core
-    for count in PROMPTS:
-        core.add(f"{count}", prompt(count), sampling(max_tokens=3, logprobs=4))
-    core.add("scored", prompt(30), sampling(max_tokens=1, prompt_logprobs=2))
+    asked = [(str(n), prompt(n), sampling(max_tokens=3, logprobs=4)) for n in PROMPTS]
+    asked.append(("scored", prompt(30), sampling(max_tokens=1, prompt_logprobs=2)))
     told: dict[str, list[Any]] = defaultdict(list)
-    while core.has_work:
-        for message in core.step():
-            if message["t"] in ("token", "prompt"):
-                told[message["id"]].append(message)
+    # One after the other: how prompts in company are cut depends on the time that steps take, and
+    # the last bits on the cuts.
+    for request in asked:
+        core.add(*request)
+        while core.has_work:
+            for message in core.step():
+                if message["t"] in ("token", "prompt"):
+                    told[message["id"]].append(message)
     core.idle()
     before = core.stats()["bytes_sent"]["weights"]
     core.add("again", prompt(5), sampling(max_tokens=4))  # one chunk, three decode steps
