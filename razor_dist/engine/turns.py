@@ -51,7 +51,7 @@ class StepCost:
                 found = np.zeros(3)
                 square = self._squares[np.ix_(terms, terms)]
                 found[terms] = np.linalg.lstsq(square, self._products[terms], rcond=None)[0]
-                loss = found @ self._squares @ found - 2 * found @ self._products
+                loss = float(found @ self._squares @ found - 2 * found @ self._products)
                 if (found >= 0).all() and loss < least - 1e-12:
                     best, least = found, loss
         return best
