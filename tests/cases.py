@@ -1,4 +1,4 @@
-"""What the rank processes of the tests run: the engine's steps on a given prompt."""
+"""Engine steps on a given prompt, for the tests' rank processes to run."""
 
 from __future__ import annotations
 

@@ -110,13 +110,10 @@ class Turns:
 
     def length(self, prompt: Request, *, alone: bool) -> float:
         """Tokens of its next chunk: as many as there may be, or fewer if others wait meanwhile."""
-        left = prompt.end - prompt.prefilled_to
-        if alone:
-            return min(left, prompt.chunked_prefill_size)
-        if self._left(prompt) <= _LAST_PIECE * self._max_step:
-            return min(left, prompt.chunked_prefill_size)
-        tokens = self.cost.tokens(self._max_step, prompt.prefilled_to)
-        return min(left, prompt.chunked_prefill_size, tokens)
+        most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
+        if alone or self._left(prompt) <= _LAST_PIECE * self._max_step:
+            return most
+        return min(most, self.cost.tokens(self._max_step, prompt.prefilled_to))
 
     def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
         """Note that ``served``, one of ``prompts``, was read from for so long."""

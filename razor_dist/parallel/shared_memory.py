@@ -13,7 +13,7 @@ The segment is a file without a name (``memfd``), so a kill leaves nothing behin
 What is longer than a place goes through it piece by piece. A place is written again only when
 everybody has read it. Nothing else is locked, for each counter has one writer. A counter is raised
 after the bytes are written and read before they are: x86 keeps stores and loads in that order, and
-other processors do not, so there gloo is kept (`supported`).
+other processors do not, so there gloo is kept (`connect`).
 
 Whoever waits for one transfer moves all others that are under way (`SharedMemory._advance`). So two
 ranks that each wait until the other has read cannot block each other, as long as both wait at all.
@@ -59,7 +59,7 @@ _MOST_OF_A_LOOK = 1.0
 
 
 class _Process(NamedTuple):
-    """A rank's process, and numbers of its open files: its pipe's writing end, the segment."""
+    """A rank's process, and numbers of its open files: its pipe's writing end, rank 0's segment."""
 
     pid: int
     pipe: int
@@ -69,12 +69,14 @@ class _Process(NamedTuple):
 def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None:
     """Join the ranks of a gloo group by shared memory; None, on every rank, if that cannot be.
 
-    It cannot if they are on several hosts, or in containers that do not see each other's processes.
+    It cannot if they are on several hosts, in containers that do not see each other's processes, or
+    on a machine other than Linux on x86.
     """
     size = dist.get_world_size(group)
     links: SharedMemory | None = None
     with contextlib.ExitStack() as files:
-        mine, reading = _own_files(_Segment.nbytes(size), files)
+        first = dist.get_rank(group) == 0
+        mine, reading = _own_files(_Segment.nbytes(size) if first else 0, files)
         told = [(_host(), mine)] * size
         dist.all_gather_object(told, (_host(), mine), group=group)
         processes = [process for _, process in told if process is not None]
@@ -89,14 +91,17 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
 
 
 def _own_files(nbytes: int, files: contextlib.ExitStack) -> tuple[_Process | None, int]:
-    """Make this rank's pipe and a segment; ``files`` closes what only others need to open."""
+    """Make this rank's pipe, and a segment if it has bytes; the caller closes ``files``."""
     works = sys.platform == "linux" and platform.machine() == "x86_64"
     if not works or not hasattr(os, "pidfd_open"):
         return None, -1
     reading, writing = os.pipe2(os.O_CLOEXEC)
-    segment = os.memfd_create("razor_dist")
-    os.ftruncate(segment, nbytes)
-    for fd in (reading, writing, segment):
+    segment = -1
+    if nbytes:
+        segment = os.memfd_create("razor_dist")
+        files.callback(os.close, segment)
+        os.ftruncate(segment, nbytes)
+    for fd in (reading, writing):
         files.callback(os.close, fd)
     return _Process(os.getpid(), writing, segment), reading
 
@@ -316,9 +321,6 @@ class SharedMemory(Communicator):
     def _silence(self) -> RuntimeError:
         return RuntimeError(f"no rank has answered for {self._timeout:g} s (collective_timeout)")
 
-    def _under_way(self) -> bool:
-        return any(self._queues)
-
     def _advance(self) -> bool:
         moved = False
         for queue in self._queues:
@@ -384,7 +386,7 @@ class SharedMemory(Communicator):
 
         Those are moved meanwhile: another rank may wait for one of them before it writes.
         """
-        self.wait_for(lambda: bool(poll.poll(0)) or not self._under_way())
+        self.wait_for(lambda: bool(poll.poll(0)) or not any(self._queues))
         ready = poll.poll(1000 * self._timeout)
         if not ready:
             raise self._silence()

@@ -1,4 +1,4 @@
-"""What is refused when an engine is built, before any request."""
+"""Settings that are refused when an engine is built, before any request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is prefilled next, and how far: on a simulated clock, with a simulated cost."""
+"""The order and the length of prefill chunks, on a simulated clock with a simulated cost."""
 
 from __future__ import annotations
 

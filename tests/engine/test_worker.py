@@ -44,7 +44,7 @@ def test_a_front_that_does_not_listen(tmp_path: Path) -> None:
         Link(str(tmp_path / "engine"))
 
 
-def test_the_front_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
+def test_the_frontend_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
     with linked(tmp_path) as (link, frontend):
         told = []
 
@@ -63,7 +63,7 @@ def test_the_front_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
         assert isinstance(exception_of(message), EngineError)
 
 
-def test_what_a_lost_front_cannot_tell_is_raised(tmp_path: Path) -> None:
+def test_what_a_lost_frontend_cannot_tell_is_raised(tmp_path: Path) -> None:
     with linked(tmp_path) as (link, frontend):
         frontend.close()
         with pytest.raises(FrontendClosedError):
@@ -72,9 +72,14 @@ def test_what_a_lost_front_cannot_tell_is_raised(tmp_path: Path) -> None:
             link.send_failure(ConfigError("world_size must be at least 1"))
 
 
-def test_a_front_that_ends_for_its_own_reason_tells_it_itself(tmp_path: Path) -> None:
+def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with linked(tmp_path) as (link, frontend):
         link.send({"t": "alive"})  # unread by the frontend, which resets the connection
         frontend.sendall(encode({"t": "shutdown"}))
         frontend.close()
+        ask, told = link.was_told_to_end, []
+        monkeypatch.setattr(link, "was_told_to_end", lambda: told.append(ask()) or told[-1])
         link.send_failure(ConfigError("world_size must be at least 1"))
+        assert told == [True]  # asked for, and so nothing is raised

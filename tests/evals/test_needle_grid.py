@@ -139,7 +139,7 @@ def test_results_are_tabled() -> None:
 
 
 def test_the_committed_results_are_of_this_grid() -> None:
-    """What the page shows was run with the methods, documents and questions of this code."""
+    """The page's figures were made with the methods, documents and questions of this code."""
     stored = json.loads(COMMITTED.read_text())
     results = []
     for cell in stored["cells"]:

@@ -192,7 +192,7 @@ def test_vocabulary_leaves_special_tokens_out(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=[8, pytest.param(30, marks=pytest.mark.slow)])
 def embedded_scores(request: pytest.FixtureRequest) -> dict[str, Scores]:
-    """Of the first layers of the embedded model, which do not depend on the others."""
+    """Scores of the embedded model's first layers, which do not depend on the others."""
     torch.set_num_threads(2)
     folder = embedded_model()
     model: Any = load_model(folder, device=CPU, dtype=torch.float32)

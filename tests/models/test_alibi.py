@@ -149,7 +149,7 @@ def test_a_window_for_each_head_is_the_literal_definition(
 def test_distances_as_dimensions_are_the_literal_definition(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What CUDA is given in bfloat16, prefilled and decoded in float32: no mask but what hides."""
+    """CUDA's inputs in bfloat16, prefilled and decoded in float32: no mask but what hides."""
     monkeypatch.setattr(alibi, "needs_digits", lambda *_: True)
     n, k = 140, 12
     tokens = tokens_of(n + k, seed=2)

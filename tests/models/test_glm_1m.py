@@ -124,7 +124,7 @@ def test_every_weight_is_a_view_of_the_file_that_the_index_names(folder: Path) -
 
 
 def commands() -> list[list[str]]:
-    """What the settings' first lines have one run."""
+    """Commands that the settings' first lines tell the reader to run."""
     comment = "\n".join(
         line.removeprefix("#") for line in (ROOT / SETTINGS).read_text().splitlines()
     )

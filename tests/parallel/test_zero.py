@@ -179,7 +179,7 @@ def warm_up() -> None:
 
 
 def memory(comm: Communicator, path: str) -> dict[str, int]:
-    """What a rank's memory has risen by: while it loads, when it has, while the model runs."""
+    """Rise of a rank's memory: while it loads, when it has, while the model runs."""
     join_ranks(CPU)
     warm_up()
     gc.collect()

@@ -33,7 +33,7 @@ def client(url: str) -> openai.OpenAI:
 
 
 def answer_to(prompt: list[int]) -> tuple[str, int]:
-    """What the fake engine answers: the prompt's tokens backwards, up to the first EOS."""
+    """The fake engine's answer: the prompt's tokens backwards, up to the first EOS."""
     tokens = [*reversed(prompt), fake_engine.EOS]
     count = tokens.index(fake_engine.EOS) + 1
     return TOKENIZER.decode(tokens[:count], skip_special_tokens=True), count

@@ -249,7 +249,7 @@ def test_a_million_tokens_do_not_hold_up_the_loop() -> None:
 
 
 def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
-    """Of two places one is a body's that is read, one a body's that waits; a hang-up frees one."""
+    """A body that is read and one that waits take a place each; a hang-up frees one."""
 
     async def main() -> None:
         async with frontend(max_queue=2) as (service, http):

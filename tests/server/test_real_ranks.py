@@ -94,7 +94,7 @@ def test_a_mistake_is_told_once(
 
 
 def fail_on(comm: Communicator, rank: int) -> str:
-    """What `agree` raises when one rank alone cannot be built."""
+    """Return the error that `agree` raises when one rank alone cannot be built."""
 
     def build() -> RankEngine:
         if comm.rank == rank:

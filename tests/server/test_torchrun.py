@@ -1,4 +1,4 @@
-"""How a rank 0 under torchrun finds its frontend, without starting either."""
+"""The way of a rank 0 under torchrun to its frontend, without starting either."""
 
 from __future__ import annotations
 

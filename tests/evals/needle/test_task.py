@@ -138,7 +138,7 @@ def test_the_report_can_be_rebuilt_and_compared(
 
 
 def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> None:
-    """Of a job whose second method fails throughout and whose third has not begun."""
+    """Interrupt a job whose second method fails throughout and whose third has not begun."""
     methods = ("full", "streaming", "razor")
     config = NeedleConfig(**SMALL | {"methods": methods})
     task = NeedleTask.plan(config)
