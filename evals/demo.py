@@ -94,11 +94,7 @@ def main() -> int:
 
 
 def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
-    """Start the server, ask, report; the server has ended when this returns.
-
-    ``serve_flags`` are of ``razor-dist serve`` and stronger than `SETTINGS`. Returns 0 if the
-    answer holds the hidden number, else 1.
-    """
+    """Start the server, ask, report; return 0 if the answer holds the hidden number, else 1."""
     from tokenizers import Tokenizer
 
     from razor_dist.models.registry import resolve_model
@@ -197,10 +193,7 @@ def server(*flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show that something is under way: a bar on a terminal, else lines now and then.
-
-    Yields a function that takes the tokens that are done, and their total.
-    """
+    """Show progress, a bar or else lines; yields what takes the tokens done and their total."""
     columns = (
         SpinnerColumn("line"),
         TextColumn(text),
@@ -320,7 +313,6 @@ class Savings:
         return streaming / ((1 - self.retrieval_fraction) * self.token_bytes)
 
     def tables(self) -> RenderableType:
-        """Both comparisons, to print."""
         held, share = self.kv_bytes_per_rank, self.full_per_rank
         memory = _table("keys and values", "MB", "razor / it")
         memory.add_row("razor, most on one rank (measured)", _mb(held), "")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
+
+Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
 
 
-def markdown(rows: Iterable[Sequence[str]], align: Literal["left", "numbers"] = "left") -> str:
-    """Return a Markdown table whose head is the first of the rows.
-
-    With ``numbers``, every column but the first is aligned to the right.
-    """
+def markdown(rows: Iterable[Sequence[str]], align: Align = "left") -> str:
+    """Return a Markdown table whose head is the first of the rows."""
     head, *body = rows
     others = "---:" if align == "numbers" else "---"
     rule = ["---", *[others] * (len(head) - 1)]
@@ -19,10 +18,7 @@ def markdown(rows: Iterable[Sequence[str]], align: Literal["left", "numbers"] = 
 
 
 def section(
-    title: str,
-    rows: Sequence[Sequence[str]],
-    note: str = "",
-    align: Literal["left", "numbers"] = "left",
+    title: str, rows: Sequence[Sequence[str]], note: str = "", align: Align = "left"
 ) -> str:
     """Return a table beneath its title and above a note; an empty text if it has no body."""
     return join(title, markdown(rows, align), note) if len(rows) > 1 else ""

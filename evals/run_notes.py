@@ -45,10 +45,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def note_run(folder: Path, config: JobConfig) -> None:
-    """Add the settings and the machine of a run to a folder; earlier runs stay listed.
-
-    Raises `ConfigError` if the list of those is damaged.
-    """
+    """Add the settings and the machine of a run to a folder; earlier runs stay listed."""
     path = folder / ENVIRONMENT
     try:
         runs = json.loads(path.read_text())["runs"] if path.exists() else []

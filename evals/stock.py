@@ -14,10 +14,7 @@ from razor_dist.models.registry import resolve_model
 def load_stock(
     config: EngineConfig, device: torch.device, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """Load the model that an engine of such settings would serve, in the same dtype.
-
-    ``attention`` is one of transformers' implementations.
-    """
+    """Load the model that an engine of such settings would serve, in the same dtype."""
     trust = config.trust_remote_code
     with no_progress_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -58,7 +58,6 @@ class Linear(nn.Linear):
     """`torch.nn.Linear` computed by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """See `linear`."""
         return linear(input, self.weight, self.bias)
 
 

@@ -13,14 +13,12 @@ from razor_dist.kernels.partial import Partial
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Meta tensors."""
     return q.device.type == "meta"
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Partial:
-    """See `razor_dist.kernels.attend`."""
     return Partial(
         torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
     )

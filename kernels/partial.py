@@ -18,25 +18,15 @@ HIDDEN = -1e30
 
 
 class Partial(NamedTuple):
-    """Attention over a segment of the keys.
+    """Attention over a segment of the keys; where none of them is visible, lse -inf and out 0."""
 
-    Attributes
-    ----------
-    out : Tensor
-        ``[K, G, T, D]``, the softmax-weighted mean of the segment's values.
-    lse : Tensor
-        ``[K, G, T]`` float32, natural logarithm of the segment's softmax denominator;
-        ``-inf`` where no key of the segment is visible (``out`` is 0 there).
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [K, G, T, D], the softmax-weighted mean of the segment's values
+    lse: Tensor  # [K, G, T] float32, natural logarithm of the segment's softmax denominator
 
 
 def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Partial:
-    """Attention over ``keys`` keys, at most ``block`` of them at a time.
+    """Attention over ``keys`` keys, at most ``block`` at a time, where keys must be copied first.
 
-    For what has to copy keys and values first: the copy is then of a block, however many there are.
     The result is as ``attend`` gives it for a slice of the keys where one block is all, else in
     float32.
     """

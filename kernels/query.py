@@ -38,12 +38,10 @@ class Query(NamedTuple):
         return self.slopes is not None
 
     def heads(self, index: slice | Tensor) -> Query:
-        """The queries of some KV heads."""
         slopes = None if self.slopes is None else self.slopes[index]
         return Query(self.q[index], self.scale, slopes)
 
     def tokens(self, span: slice) -> Query:
-        """The queries of some tokens."""
         return self._replace(q=self.q[:, :, span])
 
     def attend(

@@ -26,5 +26,4 @@ def attend(
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """Every input is supported."""
     return True

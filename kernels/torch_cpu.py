@@ -26,8 +26,6 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Partial:
-    """See `razor_dist.kernels.attend`."""
-
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 

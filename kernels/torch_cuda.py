@@ -24,7 +24,6 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Partial:
-    """See `razor_dist.kernels.attend`."""
     flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

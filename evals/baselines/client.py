@@ -33,8 +33,7 @@ class PressLLM:
     """Reads one text at a time, keeps what its press keeps, and answers greedily.
 
     It is a process of its own because kvpress replaces transformers' attention functions, and
-    because attention weights of a long text (H2O) may need more memory than there is. `EngineError`
-    tells that it has ended. `pids` holds the process's.
+    because attention weights of a long text (H2O) may need more memory than there is.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
@@ -64,7 +63,6 @@ class PressLLM:
             raise
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """See `LLM`."""
         return self._tokenizer
 
     def stats(self) -> Mapping[str, Any]:
@@ -88,8 +86,7 @@ class PressLLM:
         """Answer prompts that continue what was read, ``{"prompt_token_ids": [...]}`` each.
 
         Without the ``prefix`` that `prefill` yielded, answer one that is a whole, a list of ids, of
-        which all but the last token is read and compressed. The parameters are greedy, with nothing
-        but ``max_tokens``.
+        which all but the last token is read and compressed.
         """
         most = sampling_params.max_tokens
         assert most is not None

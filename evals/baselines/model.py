@@ -36,9 +36,8 @@ class Budget:
     """Bytes and tokens that one method may keep of a text.
 
     Razor's bytes are not estimated: the engine's own caches are made (on torch's meta device) and
-    asked what a sequence takes of them, so that the number is the one that an engine of one rank
-    reports after it has read the text. ``kind``, "cpu" or "cuda", decides the dtype. Raises
-    `HeadMapError` if razor decides the budget and there is no head map.
+    asked what a sequence takes of them, as an engine of one rank reports it. Raises `HeadMapError`
+    if razor decides the budget and there is no head map.
     """
 
     def __init__(self, config: BaselineConfig, kind: str) -> None:
@@ -86,9 +85,6 @@ class PressedModel:
 
     Every head attends in full while a text is read; a layer's cache is compressed when that layer
     is done. What follows is added to it in full.
-
-    Importing kvpress replaces transformers' attention functions for the whole process, so this
-    belongs into one of its own.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
@@ -133,18 +129,21 @@ class PressedModel:
 
         The tokens go one at a time: layers may have kept different numbers (PyramidKV), for which
         transformers' one mask would be wrong.
-
-        ``ids`` has at least one token; the last that is returned may be one that ends a text.
         """
         before = [(layer.keys, layer.values) for layer in self._cache.layers]
         generated: list[int] = []
         todo = list(ids)
         try:
             for position in range(self._read, self._read + len(ids) + max_tokens - 1):
-                logits = self._step(todo.pop(0), position)
+                output = self._model(
+                    input_ids=self._tensor([todo.pop(0)]),
+                    position_ids=self._tensor([position]),
+                    past_key_values=self._cache,
+                    use_cache=True,
+                )
                 if todo:
                     continue
-                generated.append(int(logits.argmax()))
+                generated.append(int(output.logits[0, -1].argmax()))
                 if generated[-1] in self._eos:
                     break
                 todo.append(generated[-1])
@@ -155,19 +154,7 @@ class PressedModel:
         return generated
 
     def forget(self) -> None:
-        """Free the cache."""
         self._cache, self._read = None, 0
-
-    def _step(self, token: int, position: int) -> Tensor:
-        """Return the logits ``[vocabulary]`` after one more token."""
-        output = self._model(
-            input_ids=self._tensor([token]),
-            position_ids=self._tensor([position]),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        logits: Tensor = output.logits[0, -1]
-        return logits
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self._device)

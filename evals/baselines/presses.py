@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from razor_dist.evals.baselines.client import PressLLM
     from razor_dist.models.shape import ModelShape
 
-KVPRESS = "0.5.5"
-"""The release that was read and tested."""
+KVPRESS = "0.5.5"  # the release that was read and tested
 INSTALL = f"pip install 'razor-dist[baselines]' && pip install --no-deps kvpress=={KVPRESS}"
 # What it knows, by transformers' names; Gemma 3 only as a model of text and pictures.
 _MODEL_TYPES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -29,16 +28,11 @@ _IMPORTS = ("cachetools", "datasets", "fire", "requests")
 
 
 class Press(NamedTuple):
-    """A method of kvpress.
+    """A method of kvpress."""
 
-    `name` is its class there, `attention` the one of transformers that it needs: ``eager`` returns
-    its weights. `with_question`: it is shown the question before it drops anything, where that is
-    asked after the document.
-    """
-
-    name: str
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    with_question: bool = False
+    name: str  # of its class there
+    attention: Literal["sdpa", "eager"] = "sdpa"  # transformers'; eager returns its weights
+    with_question: bool = False  # shown the question before it drops anything of the document
 
 
 PRESSES: Mapping[str, Press] = {
@@ -75,7 +69,6 @@ class BaselineConfig(ExternalEngineConfig):
         return cls(**shared, press=press, kv_budget=kv_budget)
 
     def open(self) -> PressLLM:
-        """See `ExternalEngineConfig`."""
         from razor_dist.evals.baselines.client import PressLLM
 
         return PressLLM(self)
@@ -121,8 +114,7 @@ class ComparingConfig(JobConfig):
     def limits(self) -> tuple[ModelShape, int]:
         """Return the model's shape, and the tokens of prompt and answer that it may have.
 
-        Raises `ConfigError` if what the presses need is not installed, with the command that
-        installs it, and `ModelError` if there is no such model, or kvpress does not know it.
+        Raises as `check_installed`, and `ModelError` if there is no such model for the presses.
         """
         from razor_dist.models.loader import read_config
         from razor_dist.models.registry import config_folder

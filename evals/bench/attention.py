@@ -32,10 +32,7 @@ _SECONDS = {"cuda": 0.5, "cpu": 0.1}
 def measure_attention(
     device: torch.device, kv_heads: Sequence[int], queries: int, keys: int
 ) -> tuple[dict[str, Any], list[Table]]:
-    """Measure every path of `paths`: in bf16 and in a graph on CUDA, in float32 on CPU.
-
-    ``kv_heads`` are values of K, one after the other. T queries all see S keys.
-    """
+    """Measure every path of `paths`: in bf16 and in a graph on CUDA, in float32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ceilings = measure_ceilings(device, dtype)
     measured: list[dict[str, Any]] = []
@@ -101,7 +98,6 @@ def recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], T
 
 
 def _checked(q: Tensor) -> Tensor:
-    """Return the indices of queries that are compared."""
     count = min(_CHECKED_QUERIES, q.shape[2])
     return torch.linspace(0, q.shape[2] - 1, count, device=q.device).long()
 

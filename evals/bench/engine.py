@@ -115,7 +115,6 @@ class OwnEngine:
         return self.runner.graphs is not None and self.runner.graphs.enabled
 
     def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
-        """Time one run."""
         synchronize(self.runner.device)
         begin = time.perf_counter()
         timed = [(token, time.perf_counter()) for token in self.stream(prompt, new_tokens)]
@@ -123,10 +122,7 @@ class OwnEngine:
         return TimedRun.from_stamps(begin, stamps, tokens, steady=self._steady)
 
     def stream(self, prompt: list[int], new_tokens: int) -> Iterator[int]:
-        """Yield each token once the device has computed it: one step of the engine for each.
-
-        Raises `EngineError` if the model computes no numbers.
-        """
+        """Yield each token once the device has computed it: one step of the engine for each."""
         self._core.add("bench", prompt, greedy(new_tokens))
         while self._core.has_work:
             for message in self._core.step():
@@ -161,7 +157,7 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
     """Time our engine on ranks of this host, razor, then full attention, at every world size.
 
     Razor's take turns, so that a busy machine slows them alike; full attention's run once, for
-    bytes. Each `Timing.stats` has the bytes. The keys are of `rank_name`.
+    bytes, which `Timing.stats` has.
     """
     with ExitStack() as stack:
         llms = {
@@ -182,7 +178,6 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
 
 
 def rank_name(attention: str, world_size: int) -> str:
-    """Return the name of an engine on ranks."""
     return f"{attention}, P={world_size}"
 
 
@@ -191,8 +186,6 @@ def _llm(settings: EngineBenchSettings, attention: str, world_size: int) -> LLM:
 
 
 def _generate_with(llm: LLM) -> Generate:
-    """Return runs of an engine on ranks."""
-
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
         [output] = llm.generate(prompt, greedy(new_tokens))
         first, total = output.metrics.time_to_first_token, output.metrics.total_seconds

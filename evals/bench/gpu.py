@@ -95,7 +95,6 @@ def prefill(device: torch.device) -> PartResult:
 
 
 def shape_settings(device: torch.device) -> ShapeBenchSettings:
-    """Return the model's sizes and prompt for a kind of device."""
     large, small = (str(_SHAPES / name) for name in ("glm-4-9b-chat-1m", "glm-quarter"))
     if device.type == "cuda":
         return ShapeBenchSettings(shape=large, tokens="128K", device="cuda", repeats=2)
@@ -208,7 +207,6 @@ def run(settings: GpuBenchSettings) -> BenchRecord:
 
 
 def run_part(name: str, device: str) -> dict[str, Any]:
-    """Run a part in this process."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     measure, _ = PARTS[name]

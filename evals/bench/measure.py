@@ -86,13 +86,10 @@ _WIDTH = 4096
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes read and operations of a matrix product, per second, at best.
+    """The most that a device does in a second."""
 
-    A multiplication and an addition are two operations.
-    """
-
-    bandwidth: float
-    matmul: float
+    bandwidth: float  # bytes read
+    matmul: float  # operations of a matrix product; a multiplication and an addition are two
 
     def or_better(self, other: Ceilings) -> Ceilings:
         """Return the better one of each, for a machine may be busy while it is measured."""
@@ -168,8 +165,7 @@ class TimedRun:
         return cls(stamps[0] - begin, decode, tuple(tokens))
 
 
-# An engine: runs a prompt and generates so many new tokens.
-Generate = Callable[[list[int], int], TimedRun]
+Generate = Callable[[list[int], int], TimedRun]  # an engine; of a prompt and so many new tokens
 
 
 @dataclass
@@ -191,7 +187,6 @@ class Timing:
         return statistics.median(run.decode_seconds for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:
-        """Return medians, every run, and the other measurements."""
         return {
             "name": self.name,
             "prefill_seconds": self.prefill,

@@ -44,11 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: ProbeBenchSettings) -> BenchRecord:
-    """Measure each piece of work, in a process of its own.
-
-    Raises `ConfigError` if the model is biased by distance (ALiBi), or if none could be measured,
-    with the first's reason, and `ModelError` if there is no such model.
-    """
+    """Measure each piece of work, in a process of its own; `ConfigError` if none can be."""
     refuse_alibi(settings)
     works = {"probe": "razor probe", "materialised": "with attention matrices"}
     if settings.training:
@@ -82,7 +78,6 @@ class MaterialisedContext(ProbeContext):
     """The probe's `AttentionContext`, but with the attention matrix of a layer held."""
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         total = k.shape[1]
         logits = torch.matmul(query.q * query.scale, k[:, None].transpose(-1, -2)).float()
         future = torch.ones(total, total, dtype=torch.bool, device=k.device).triu(1)
@@ -104,8 +99,7 @@ class MaterialisedContext(ProbeContext):
 def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
     """Do ``probe``, ``materialised`` or ``training`` with the values of `ProbeBenchSettings`.
 
-    Returns ``seconds``; ``before_bytes`` and ``peak_bytes``, memory held with the model loaded and
-    used once, and at most during the work (`measure.Cost`); ``tokens``; a probe's ``scores``.
+    Returns the `Cost`, the model loaded and used once before; ``tokens``; a probe's ``scores``.
     """
     settings = ProbeBenchSettings(**values)
     refuse_alibi(settings)

@@ -23,10 +23,9 @@ def call(
     seconds: float | None = None,
     log: Path = Path(os.devnull),
 ) -> dict[str, Any]:
-    """Call a function in a new process; arguments and result pass as JSON.
+    """Call a function in a new process, which ends after ``seconds`` with its children.
 
-    The process and its children are ended after ``seconds``; ``log`` is a file for what they
-    print. Returns the function's result, or ``{"failed": reason}``.
+    Arguments and result pass as JSON. Returns the result, or ``{"failed": reason}``.
     """
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         result = Path(folder) / "result.json"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from razor_dist.evals.bench.settings import BenchSettings
-from razor_dist.evals.markdown import markdown
+from razor_dist.evals.markdown import Align, markdown
 from razor_dist.evals.run_notes import machine
 
 # Cells are not padded beyond so many characters.
@@ -18,14 +18,11 @@ _WIDEST = 48
 
 @dataclass(frozen=True)
 class Table:
-    """A table in Markdown, its columns padded so that a terminal shows them straight.
-
-    The first of the rows is the head; ``align`` is as `markdown` has it.
-    """
+    """A table in Markdown, its columns padded so that a terminal shows them straight."""
 
     title: str
     rows: Sequence[Sequence[str]]
-    align: Literal["left", "numbers"] = "numbers"
+    align: Align = "numbers"
 
     def __str__(self) -> str:
         columns: list[list[str]] = []
@@ -48,17 +45,14 @@ class BenchRecord:
     others: dict[Path, bytes] = field(default_factory=dict)  # files beside JSON and Markdown
 
     def as_json(self) -> dict[str, Any]:
-        """Return command, machine, settings and figures."""
         command, values = self.settings.command(self.bench), self.settings.values()
         return {"command": command, "machine": machine(), "settings": values, **self.figures}
 
     def page(self) -> str:
-        """Return the page in Markdown: command, tables, notes."""
         command = f"`{self.settings.command(self.bench)}`"
         return "\n\n".join([command, *map(str, self.tables), *self.notes]) + "\n"
 
     def write(self) -> None:
-        """Write the files that the settings name."""
         figures, page, *_ = self.settings.files
         if figures is not None:
             figures.write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n")

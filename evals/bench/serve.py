@@ -50,11 +50,7 @@ class LoadRequest:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """A whole answer's times as vLLM defines them; a short one has no ``tpot`` and no ``itl``.
-
-        ``ttft`` is from sending to the first text, ``e2el`` to the end, ``tpot`` the mean time of
-        a token after the first, and ``itl`` are the times between two chunks.
-        """
+        """A whole answer's times as vLLM defines them; a short one has no ``tpot``, no ``itl``."""
         first, others = self.stamps[0], self.output_tokens - 1
         return {
             "ttft": [first - self.sent],
@@ -119,10 +115,9 @@ class LoadRequest:
 def make_requests(settings: ServeBenchSettings, model: str) -> list[LoadRequest]:
     """Make the requests of a load, long ones first; raises `ConfigError` if the dataset is wrong.
 
-    The words follow from the seed and a request's name. They are common enough to be a token each
-    in most vocabularies, and are all in the needle model's.
+    The words follow from the seed and a request's name.
     """
-    vocabulary = needle_words()
+    vocabulary = needle_words()  # common enough to be a token each in most vocabularies
 
     def prompt(name: str, words: int) -> dict[str, Any]:
         generator = random.Random(f"{settings.seed} {name}")

@@ -80,14 +80,11 @@ class FileBenchSettings(BenchSettings):
 
     @property
     def files(self) -> tuple[Path | None, ...]:
-        """Files to write, if any."""
         return tuple(getattr(self, name, None) for name in _FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBenchSettings(FileBenchSettings):
-    """Settings of ``bench engine``."""
-
     model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
     tokens: Annotated[str, Option(help="Tokens of the prompt: 8K is 8192, 8k is 8000.")] = "7000"
     new_tokens: NewTokens = 32
@@ -106,7 +103,6 @@ class EngineBenchSettings(FileBenchSettings):
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
         length, *others = _sizes("tokens", self.tokens)
         if others:
             raise ConfigError(f"tokens is {self.tokens!r}; `bench engine` takes one length")
@@ -114,7 +110,6 @@ class EngineBenchSettings(FileBenchSettings):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of ranks."""
         return _sizes("world_sizes", self.world_sizes)
 
     def config(self, attention: str, world_size: int = 1) -> EngineConfig:
@@ -130,8 +125,6 @@ class EngineBenchSettings(FileBenchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeBenchSettings(FileBenchSettings):
-    """Settings of ``bench shape``."""
-
     argument: ClassVar[str | None] = "shape"
     shape: Annotated[str, Argument(metavar="FOLDER", help="With a config.json.")]
     kept: Annotated[float, Option(help="Fraction of KV heads that are retrieval heads.")] = 0.3
@@ -151,7 +144,6 @@ class ShapeBenchSettings(FileBenchSettings):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the prompt."""
         return _sizes("tokens", self.tokens)
 
     def config(self, max_model_len: int) -> EngineConfig:
@@ -172,8 +164,6 @@ class ShapeBenchSettings(FileBenchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeBenchSettings(FileBenchSettings):
-    """Settings of ``bench probe``."""
-
     model: Annotated[
         str | None, Option(help="smollm2 (embedded, the default), a local folder or hub id.")
     ] = None
@@ -208,15 +198,12 @@ class ProbeBenchSettings(FileBenchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuBenchSettings(BenchSettings):
-    """Settings of ``bench gpu``."""
-
     out: Annotated[Path, Option(metavar="FOLDER", help="For figures, page and logs.")]
     device: Device = "auto"
     minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 10.0
 
     @property
     def files(self) -> tuple[Path | None, ...]:
-        """Files to write, into the folder."""
         return self.out / "gpu.json", self.out / "gpu.md"
 
 

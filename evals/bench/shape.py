@@ -74,10 +74,7 @@ def engine_around(model: PreTrainedModel, d: Deployment) -> OwnEngine:
 
 
 def run(settings: ShapeBenchSettings) -> BenchRecord:
-    """Measure the device, then both engines at every length, then the device again.
-
-    Raises `ConfigError` if nothing could be measured at any length, with the first one's reason.
-    """
+    """Measure the device, then both engines at every length, then the device again."""
     shape_config(settings.shape)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -123,10 +120,7 @@ def prompt_tokens(length: int, new_tokens: int, shape: ModelShape) -> int:
 def measure_length(
     model: PreTrainedModel, settings: ShapeBenchSettings, length: int
 ) -> dict[str, Any]:
-    """Measure razor, then full attention, at one length of the prompt.
-
-    The ratios, ``razor_over_full``, are empty without both.
-    """
+    """Measure razor, then full attention, at one length; the ratios are empty without both."""
     shape = ModelShape.from_config(model.config)
     length = prompt_tokens(length, settings.new_tokens, shape)
     prompt = random_tokens(shape.vocab_size, length, settings.seed)

@@ -22,10 +22,9 @@ PressName = Literal[
 MethodName = Literal[OwnMethod, PressName]
 
 _WINDOW = ("window_min", "window_ratio", "window_max")
+# What decides what a streaming head keeps.
 STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
-"""The engine's settings that decide what a streaming head keeps."""
-Place = tuple[int, int, int]
-"""Length, depth and which needle."""
+Place = tuple[int, int, int]  # length, depth and which needle
 # Given by a list or by its ends, and not by both; names of the latter begin so.
 _RANGES = {
     "context_lengths": "context_lengths_",
@@ -90,7 +89,6 @@ class NeedleConfig(ComparingConfig):
 
     @property
     def presses(self) -> list[str]:
-        """See `ComparingConfig`."""
         return [method for method in self.methods if method in PRESSES]
 
     def _check(self) -> None:
@@ -138,7 +136,6 @@ class NeedleConfig(ComparingConfig):
 
     @property
     def settings(self) -> Preset:
-        """The preset."""
         return PRESETS[self.preset]
 
     @property
@@ -225,8 +222,6 @@ class PlacesConfig(GridConfig):
 
 
 class HeadsConfig(GridConfig):
-    """Settings of ``eval heads``; frozen."""
-
     percents: Annotated[tuple[float, ...], LISTED] = Field(
         default=(10, 15, 25, 50),
         description="Budgets: percents of KV heads that keep the whole context.",
@@ -240,11 +235,7 @@ def spread(first: float, last: float, count: int) -> list[float]:
 
 
 def sigmoid(percent: float) -> float:
-    """Return needlehaystack's logistic spacing: the ends stay, the rest is drawn towards them.
-
-    Its own formula counts downwards (0.1·(x−50) with the sign turned); over a symmetric range the
-    depths are the same.
-    """
+    """Return needlehaystack's logistic spacing: the ends stay, the rest is drawn towards them."""
     if percent in (0, 100):
         return float(percent)
     return round(100 / (1 + math.exp(-0.1 * (percent - 50))), 3)

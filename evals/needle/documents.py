@@ -17,8 +17,7 @@ from razor_dist.evals.needle.presets import Fact, Preset, word_fact
 from razor_dist.evals.needle.tokenizer import needle_words
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 
-Encode = Callable[[str], list[int]]
-"""Text to token ids, without special tokens."""
+Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
 _ANSWER_WORDS = 5
 _SENTENCE = range(7, 15)
 # [gMASK] <sop>, which the needle model's tokenizer puts before every text.
@@ -38,10 +37,7 @@ def same_paragraphs(name: str, text: str | None) -> tuple[str, list[str]]:
 
 
 class Haystack:
-    """The sentences of a corpus (`haystack_paragraphs`), to hide others among.
-
-    Where the text ends it begins anew, so that no document is too long for it.
-    """
+    """The sentences of a corpus, over and over, to hide others among."""
 
     def __init__(self, name: str, encode: Encode, text: str | None = None) -> None:
         name, paragraphs = same_paragraphs(name, text)
@@ -61,9 +57,8 @@ class Haystack:
     def hide(self, length: int, sentences: Sequence[tuple[str, float]], seed: int) -> list[int]:
         """Hide sentences at the sentence ends nearest their depths, in percent.
 
-        Two of one depth stand next to each other, in this order. ``length``, in tokens, includes
-        them; raises `ConfigError` if they do not fit. The seed chooses the sentence that the
-        document begins with.
+        ``length``, in tokens, includes them; raises `ConfigError` if they do not fit. The seed
+        chooses the sentence that the document begins with.
         """
         hidden = [self._encode(" " + sentence) for sentence, _ in sentences]
         filler = self._filler(length - sum(map(len, hidden)), seed)
@@ -96,10 +91,9 @@ class Haystack:
 def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str, list[Fact]]:
     """Write a document for the needle model: random words, with sentences to remember.
 
-    Returns the text and a fact for each depth, in percent of the document's sentences. Keys and
-    answers are drawn too, and occur nowhere else. The text has exactly so many tokens: one for each
-    word and full stop, and two that the tokenizer puts before them. Raises `ConfigError` if the
-    sentences do not fit, or a depth is not a percentage.
+    Returns the text, of exactly so many tokens, and a fact for each depth, in percent of the
+    document's sentences. Keys and answers are drawn too, and occur nowhere else. Raises
+    `ConfigError` if the sentences do not fit, or a depth is not a percentage.
     """
     for depth in depths:
         check_percent("depths", depth)
@@ -129,8 +123,7 @@ class Prompter:
     """Splits a prompt where its document ends.
 
     A model with a chat template is asked in a user's message. One without is a base model: it gets
-    document and question as they are, and the answer's beginning, as RULER does. One without a
-    tokenizer is refused (`ModelError`): documents are texts.
+    document and question as they are, and the answer's beginning, as RULER does.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -145,7 +138,6 @@ class Prompter:
 
     @classmethod
     def of_model(cls, folder: Path, *, trust_remote_code: bool = False) -> Self:
-        """Return the prompter of the model in a folder."""
         return cls(load_tokenizer(folder, trust_remote_code=trust_remote_code))
 
     def encode(self, text: str) -> list[int]:
@@ -153,14 +145,10 @@ class Prompter:
         return self._encoder.text(text, special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def whole(self, text: str, cue: str) -> list[int]:
-        """Return the token ids of a prompt, in a user's message where the model chats.
-
-        The ``cue`` begins the answer, as in RULER's reference implementation.
-        """
+        """Return the ids of a prompt; the ``cue`` begins the answer, as in RULER's own code."""
         if not self.is_chat:
             return self._encoder.text(f"{text} {cue}")
         return self.encode(self._encoder.chat_text([{"role": "user", "content": text}]) + cue)
@@ -168,10 +156,7 @@ class Prompter:
     def around(
         self, before: str, after: str, cue: str = "", *, chat: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids before and after a document, in a user's message if ``chat``.
-
-        The ``cue`` begins a base model's answer.
-        """
+        """Return the ids before and after a document; the ``cue`` begins a base model's answer."""
         if not (self.is_chat and chat):
             # As one text, the special tokens that begin it included.
             return self._encoder.text(before), self.encode(after + cue)
@@ -230,11 +215,10 @@ def readings(
 ) -> list[Reading]:
     """Make one document with its questions.
 
-    Asked after the document, all questions continue one prefix. Where a question stands before or
-    in the document, each has a prefix of its own. There is no haystack for the preset that makes
-    its own text. ``length`` is of the document if ``document_alone``, else of the longest prompt
-    with its answer, and the document fills what the rest leaves; raises `ConfigError` if it does
-    not hold the needles.
+    Asked after the document, all questions continue one prefix; else each has its own. There is no
+    haystack for the preset that makes its own text. ``length`` is of the document if
+    ``document_alone``, else of the longest prompt with its answer; raises `ConfigError` if the
+    document does not hold the needles.
     """
     if haystack is None:
         return [_of_words(preset, prompter, length, spots, seed)]
@@ -265,10 +249,7 @@ def readings(
 
 
 def with_questions(made: Sequence[Reading]) -> list[Reading]:
-    """Read each question together with its document, up to the question's last token.
-
-    For methods that are shown the question before they drop anything: each is a reading of its own.
-    """
+    """Read each question with its document, for methods shown it before they drop anything."""
     return [
         Reading(reading.prefix + question.ids[:-1], [question._replace(ids=question.ids[-1:])])
         for reading in made
@@ -279,7 +260,6 @@ def with_questions(made: Sequence[Reading]) -> list[Reading]:
 def _of_words(
     preset: Preset, prompter: Prompter, length: int, spots: Sequence[Spot], seed: int
 ) -> Reading:
-    """Make a document for the needle model."""
     layout = preset.layouts["after"]
     # Every question is the same two words long: "remember" and the key.
     tail = len(prompter.encode(layout.after.format(question="remember me")))

@@ -31,8 +31,7 @@ from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.registry import config_folder, display_name
 from razor_dist.models.shape import ModelShape
 
-KIND = "grid"
-"""The kind of task in the settings of a grid."""
+KIND = "grid"  # of task, in a folder's settings
 PRESET = PRESETS["number"]
 
 _SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
@@ -73,12 +72,9 @@ def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
 
 
 def place_seed(place: Place, seed: int) -> int:
-    """Return the seed of the document at a place, which no other place and seed has.
-
-    Two needles of a place have neighbouring seeds; those of further ones are another place's, so
-    far away that no other seed, length and depth comes to it.
-    """
+    """Return the seed of the document at a place, which no other place and seed has."""
     length, depth, needle = place
+    # Further pairs of needles are so far away that no other seed, length and depth comes there.
     pair, which = divmod(needle, 2)
     return ((seed * 100_003 + length) * 101 + depth) * 2 + which + (pair << 64)
 
@@ -121,7 +117,6 @@ class GridTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.task.Task`."""
         name, text = self.haystack
         return {
             "kind": KIND,

@@ -72,10 +72,8 @@ from razor_dist.evals.needle.tokenizer import (
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import save_model
 
-HEAD_MAP: Final = "head_map.json"
-"""The head map's name in the model's folder."""
-RETRIEVAL: Final = ((False, False), (True, False))
-"""``[layers][KV heads]``: which of them read the whole context."""
+HEAD_MAP: Final = "head_map.json"  # in the model's folder
+RETRIEVAL: Final = ((False, False), (True, False))  # [layers][KV heads]
 MAX_TOKENS: Final = 2**21
 
 _DATA_BITS, _CODE = 11, 15

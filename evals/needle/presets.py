@@ -42,12 +42,10 @@ class Layout:
     cue: str = ""
 
     def fill(self, part: str, fact: Fact) -> str:
-        """Return a part of the layout for a fact."""
         return str(getattr(self, part)).format(**vars(fact))
 
 
-Draw = Callable[[Sequence[float], int], list[Fact]]
-"""Facts from their depths and a seed."""
+Draw = Callable[[Sequence[float], int], list[Fact]]  # from their depths and a seed
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,9 @@ class Preset:
 
 
 def number_facts(depths: Sequence[float], seed: int) -> list[Fact]:
-    """Draw six-digit numbers to hide in one document, each of another city.
+    """Draw six-digit numbers, each of another city, in RULER's wording.
 
-    RULER's wording: of those tried it is the one that a model of 135M parameters answers most
-    reliably with its whole cache, and the test is to measure the cache (docs/LOG.md).
+    Of those tried a model of 135M parameters answers it best with its whole cache (docs/LOG.md).
     """
     draw = random.Random(seed)
     facts = []

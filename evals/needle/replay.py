@@ -42,23 +42,17 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
-Layers = Sequence[tuple[Tensor, ...]]
-"""Keys and values ``[K, T, D]`` of each layer."""
+Layers = Sequence[tuple[Tensor, ...]]  # of each layer, keys and values [K, T, D]
 
 
 @dataclass(frozen=True)
 class Method:
-    """Engine settings to try, beside those that all methods of a grid share.
-
-    A ``head_map`` among them is a name for people: `retrieval` decides which KV heads keep the
-    whole context; None with ``attention`` full or streaming, which say it. `windows` are those of
-    a head map whose streaming heads have windows of their own.
-    """
+    """Engine settings to try, beside those that all methods of a grid share."""
 
     name: str
-    settings: Mapping[str, Any]
-    retrieval: Flags | None = None
-    windows: Windows | None = None
+    settings: Mapping[str, Any]  # a ``head_map`` among them is a name for people
+    retrieval: Flags | None = None  # None where ``attention`` is full or streaming, which says it
+    windows: Windows | None = None  # of streaming heads that have their own
 
     @property
     def is_full(self) -> bool:
@@ -90,7 +84,6 @@ class Replay:
         self._layers: Layers | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model."""
         return getattr(self.model, name)
 
     @contextmanager
@@ -125,7 +118,6 @@ class ReplayConfig(ExternalEngineConfig):
     """Settings that all methods of a grid share, of one rank in this process; frozen."""
 
     def open(self) -> ReplayModel:
-        """See `ExternalEngineConfig`."""
         return ReplayModel(self)
 
 

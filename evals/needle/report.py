@@ -193,7 +193,6 @@ def _presses(run: NeedleRun) -> str:
 
 
 def _wrong(run: NeedleRun) -> str:
-    """Tabulate some of the answers that are not what was expected."""
     wrong = [cell for cell in run.cells if cell.score < 1]
     rows = [["method", "tokens", "depth", "expected", "answer", "score"]]
     for cell in wrong[:_WRONG_SHOWN]:
@@ -221,11 +220,10 @@ class Panel(NamedTuple):
 def _draw(runs: Sequence[NeedleRun], folder: Path) -> list[str]:
     """Draw the pictures that there are numbers for; return links to them."""
     label = "full attention's score less the method's"
-    pictures = [
+    return [
         _picture(runs, folder / HEATMAP, "Scores by depth and length", "mean score", False),
         _picture(runs, folder / DIFFERENCE, "Full attention less the others", label, True),
     ]
-    return list(filter(None, pictures))
 
 
 def _picture(
@@ -233,9 +231,7 @@ def _picture(
 ) -> str:
     """Draw panels side by side, with one scale of colours that colour-blind eyes can read.
 
-    A cell holds its number, or a question mark where not everything was asked yet; the last row
-    and column are the means of what was asked. The scale, which ``label`` names, goes from 0 to 1,
-    or for a difference from −1 to 1.
+    The scale, which ``label`` names, goes from 0 to 1, or for a difference from −1 to 1.
     """
     path.unlink(missing_ok=True)
     panels = [panel for run in runs for panel in _panels(run, difference, len(runs) > 1)]
@@ -273,6 +269,7 @@ def _panels(run: NeedleRun, difference: bool, named: bool) -> Iterator[Panel]:
 
 
 def _draw_panel(axis: Axes, panel: Panel, colours: str, low: float) -> AxesImage:
+    """Write each cell's number, with ``?`` where something is unasked; means come last."""
     cells = np.ma.masked_invalid(panel.values)
     down, across = cells.shape
     means = [np.ma.filled(cells.mean(axis=axis), np.nan) for axis in (0, 1, None)]

@@ -13,10 +13,8 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.evals.markdown import markdown
 from razor_dist.jobs.results import read_job
 
-FULL = "full"
-"""The name of the method that others are measured against."""
-KIND = "needle"
-"""The kind of task in the settings of a needle test."""
+FULL = "full"  # the method that others are measured against
+KIND = "needle"  # of task, in the settings of a needle test
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,7 @@ class MethodSummary:
 
 
 class NeedleResults:
-    """Answers of several methods to the same questions.
-
-    Results come from `NeedleTask.run` or `GridTask.run`; ``failed`` says why others are missing.
-    """
+    """Answers of several methods to the same questions; ``failed`` says why others are missing."""
 
     def __init__(
         self, results: Sequence[Mapping[str, Any]], failed: Mapping[str, str] | None = None
@@ -80,11 +75,7 @@ class NeedleResults:
         return f"{sum(own)}/{len(own)}" if own else "-"
 
     def row(self, method: str, lengths: Sequence[int]) -> list[str]:
-        """Return a method's cells under `score_heads`; a hyphen stands where nothing was asked.
-
-        Lost are needles that full attention finds and the method does not, gained the opposite;
-        KV is the median over the longest documents, measured.
-        """
+        """Return a method's cells under `score_heads`; a hyphen stands where nothing was asked."""
         found = self.summary(method)
         counts = [*(self.found(method, length) for length in lengths), self.found(method)]
         kv = found.kv_bytes if max(lengths) in found.by_length else None
@@ -97,7 +88,6 @@ class NeedleResults:
         return markdown([["method", *score_heads(lengths)], *rows])
 
     def summary(self, method: str) -> MethodSummary:
-        """Return the means and medians of a method."""
         own = [cell for cell in self.cells if cell.method == method]
         full = {cell.place: cell.score for cell in self.cells if cell.method == FULL}
         scores = defaultdict(list)
@@ -116,7 +106,6 @@ class NeedleResults:
         )
 
     def results_at(self, method: str, length: int) -> list[Mapping[str, Any]]:
-        """Return the results of a method's documents of a length."""
         return [r for r in self.results if (r["method"], r["length"]) == (method, length)]
 
 
@@ -137,10 +126,7 @@ def score_heads(lengths: Sequence[int]) -> list[str]:
 
 
 class NeedleRun(NeedleResults):
-    """A folder of a needle test, read; it may not be finished.
-
-    Methods, lengths and depths are all that were asked for.
-    """
+    """A folder of a needle test, read; it may not be finished."""
 
     def __init__(self, folder: Path) -> None:
         job = read_job(folder)
@@ -164,12 +150,10 @@ class NeedleRun(NeedleResults):
 
     @property
     def answered(self) -> list[str]:
-        """The methods of which there are results."""
         found = {cell.method for cell in self.cells}
         return [method for method in self.methods if method in found]
 
     def _by_place(self, method: str) -> list[list[list[float]]]:
-        """Return the scores of each depth and length."""
         found = defaultdict(list)
         for cell in self.cells:
             if cell.method == method:

@@ -25,8 +25,7 @@ from razor_dist.heads.compare import Overlap
 from razor_dist.heads.decision import Choice, Flags, choose, decide, flags, kv_budget
 from razor_dist.heads.head_map import HeadMap
 
-INDUCTION = (5.0, 8.0, 11.0, 14.0)
-"""Table 4's percentages of induction heads."""
+INDUCTION = (5.0, 8.0, 11.0, 14.0)  # Table 4's percentages of heads
 
 
 def _methods(
@@ -77,7 +76,6 @@ class HeadMapComparison:
 
     @cached_property
     def choices(self) -> dict[tuple[str, float], Choice]:
-        """The choice of each map at each budget."""
         return {
             (name, percent): choose(head_map, kv_budget(head_map, percent))
             for name, head_map in self.maps.items()
@@ -86,7 +84,6 @@ class HeadMapComparison:
 
     @property
     def methods(self) -> list[Method]:
-        """The methods to run, the references first."""
         own: dict[str, tuple[Flags, Mapping[str, Any]]] = {
             f"{name} {percent:g} %": (choice.retrieval, {})
             for (name, percent), choice in self.choices.items()
@@ -109,7 +106,6 @@ class HeadMapComparison:
         return found
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
-        """Return everything as JSON."""
         return {
             "chosen": [
                 {
@@ -125,7 +121,6 @@ class HeadMapComparison:
         }
 
     def page(self, results: NeedleResults) -> str:
-        """Return everything as Markdown tables."""
         shared = [["KV heads kept", "maps", "in both", "by chance", "Jaccard"]]
         form = ("{percent:g} %", "{a}, {b}", "{both}", "{both_by_chance:.1f}", "{jaccard:.2f}")
         shared += [[cell.format(**found) for cell in form] for found in self.overlaps()]
@@ -282,12 +277,10 @@ class Ablations:
 
     @property
     def methods(self) -> list[Method]:
-        """The methods to run, the references first."""
         own = {v.name: (v.retrieval, {"compensation": v.compensation}) for v in self.variants}
         return _methods(self.config, self.prefills, own)
 
     def report(self, results: NeedleResults) -> dict[str, Any]:
-        """Return everything as JSON."""
         return {
             "variants": [asdict(variant) | {"kept": variant.kept} for variant in self.variants],
             "scores": _summaries(self.methods, results),

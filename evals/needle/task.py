@@ -51,9 +51,8 @@ class NeedleTask:
     def plan(cls, config: NeedleConfig) -> NeedleTask:
         """Settle the lengths by the model, and the haystack by what is installed.
 
-        Raises `ConfigError` if a length is beyond the model, the haystack or a method's library is
-        missing, or model and preset do not fit; `ModelError` as `ComparingConfig.limits`; and
-        `HeadMapError` if method duo's head map is another's.
+        Raises as `ComparingConfig.limits`; `ConfigError` if a length is beyond the model, or the
+        preset or haystack cannot be used; `HeadMapError` if method duo's head map is another's.
         """
         shape, most = config.limits()
         if config.preset == "words" and shape.vocab_size != len(needle_vocabulary()):
@@ -76,7 +75,6 @@ class NeedleTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.task.Task`."""
         config = self.config
         own = {"preset", "query", "methods", "needles", "share_depths", "repeats", "seed"}
         name, text = self.haystack or (None, None)
@@ -92,7 +90,6 @@ class NeedleTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        """One for each method."""
         longest = self.lengths[-1]
         return {method: self.config.engine(method, longest) for method in self.config.methods}
 
@@ -112,7 +109,6 @@ class NeedleTask:
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
-        """Read a document and ask its questions."""
         length, repeat, document = item.data.values()
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
@@ -134,7 +130,6 @@ class NeedleTask:
 def ask(llm: LLM, preset: Preset, made: Sequence[Reading]) -> dict[str, Any]:
     """Read each prefix once, ask its questions, and score the answers.
 
-    ``llm`` may also be what has the methods ``prefill``, ``generate`` and ``stats`` of an `LLM`.
     The result has ``cells``, one for each question; ``kv_bytes`` of the rank that holds most, once
     the document is read; ``prefill_bytes`` and ``answer_bytes``, which all ranks sent, by purpose;
     ``timing``: seconds, CPU seconds of all ranks, and the highest resident memory of a rank since

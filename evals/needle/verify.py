@@ -27,16 +27,11 @@ _ROOM = 100 + PRESET.answer_tokens
 
 @dataclass(frozen=True)
 class Check:
-    """A verification of a head map, settled before the work of finding it.
+    """A verification of a head map, settled before the work of finding it."""
 
-    The config gives the model, and what a streaming head sees unless its map gives it a window of
-    its own; ``tokens``, of a document, are by default twice the least window, but at least 2500 and
-    at most `most`, which the model's context holds with a question and its answer.
-    """
-
-    config: EngineConfig
-    tokens: int | None
-    most: int
+    config: EngineConfig  # model, and what a streaming head without a window of its own sees
+    tokens: int | None  # of a document; None: twice the least window, at least 2500, at most `most`
+    most: int  # what the model's context holds with a question and its answer
     haystack: str
     seed: int
 
@@ -44,9 +39,8 @@ class Check:
     def plan(cls, config: EngineConfig, tokens: int | None, haystack: str, seed: int) -> Check:
         """Refuse a verification that is known to be of no use; see `Check` for the parameters.
 
-        A document must fit the model but not the window, so that something is tested, and the model
-        must have a tokenizer. The windows of a model biased by distance (ALiBi) are its map's, so
-        that `run` looks at them.
+        A document must fit the model but not the window (an ALiBi model's are its map's, which
+        `settle` looks at), so that something is tested, and the model must have a tokenizer.
         """
         path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
         model_config = read_config(path, trust_remote_code=config.trust_remote_code)

@@ -76,7 +76,6 @@ class RulerConfig(ComparingConfig):
 
     @property
     def method_settings(self) -> dict[str, dict[str, Any]]:
-        """Each method's own engine settings."""
         if isinstance(self.methods, dict):
             return self.methods
         for name in self.methods:
@@ -90,7 +89,6 @@ class RulerConfig(ComparingConfig):
 
     @property
     def presses(self) -> list[str]:
-        """The presses that the methods name."""
         return [str(own["press"]) for own in self.method_settings.values() if "press" in own]
 
     def engine(self, method: str) -> EngineConfig:

@@ -29,8 +29,7 @@ from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 
-KIND = "ruler"
-"""``settings.task.kind`` of a folder of RULER's results."""
+KIND = "ruler"  # ``settings.task.kind`` of a folder of results
 # Of the samples and their scores: raised when the same settings would give others.
 _VERSION = 2
 
@@ -47,8 +46,7 @@ class RulerTask:
     def plan(cls, config: RulerConfig) -> RulerTask:
         """Settle the prose by what is installed, and read the questions' files once.
 
-        Raises `ConfigError` if a length is beyond the model, or text, data or a method's library
-        are missing, and `ModelError` as `ComparingConfig.limits`.
+        Raises as `ComparingConfig.limits`, and `ConfigError` for lengths, text or data.
         """
         _, most = config.limits()
         if (longest := max(config.lengths)) > most:
@@ -65,7 +63,6 @@ class RulerTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """See `razor_dist.jobs.task.Task`."""
         config = self.config
         return {
             "kind": KIND,
@@ -83,11 +80,9 @@ class RulerTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        """One for each method."""
         return {method: self.config.engine(method) for method in self.config.method_settings}
 
     def items(self) -> Sequence[Item]:
-        """Return each sample, for each method."""
         config, names = self.config, ("task", "length", "number")
         lengths, numbers = sorted(config.lengths), range(config.samples)
         every = itertools.product(config.method_settings, config.task_names, lengths, numbers)

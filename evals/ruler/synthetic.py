@@ -1,4 +1,4 @@
-"""RULER's eleven tasks that need no data: needles, variable tracking, aggregation (section 3)."""
+"""RULER's samples, and the eleven tasks that need no data: needles, variables, aggregation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import itertools
 import math
 import random
 import string
+import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import NOISE
-from razor_dist.evals.ruler.sample import Sample, Units
+
+# Guesses by interpolation at a sample's length, before the search only halves.
+_INTERPOLATIONS = 8
 
 # Evenly spaced places from prose's beginning to its end, of which needles take some.
 _DEPTHS = 40
@@ -32,6 +36,60 @@ _FREQUENT_WORDS = 3
 _CODED_LETTERS = 6
 _MARK = "..."
 
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about a long text."""
+
+    text: str  # the user's message: instruction, haystack, question
+    cue: str  # the answer's beginning, which the model goes on from
+    answers: tuple[str, ...]  # all of them are wanted, or for a `qa` task one
+
+
+@dataclass(frozen=True)
+class Units:
+    """A sample that can be made at any size."""
+
+    build: Callable[[int], Sample]  # from a number of haystack units, always the same for the same
+    least: int = 0  # the fewest units that make the task
+    most: int = sys.maxsize
+
+
+def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
+    """Return the longest sample of at most ``room`` tokens, as ``tokens`` counts its prompt's.
+
+    The search takes tokens to grow with the units. Where they do not quite, the sample is a little
+    shorter than it might be; it is never longer. Raises `ConfigError` if the smallest sample has
+    more, naming its tokens, or if there are no units left before the room is filled.
+    """
+    made: dict[int, Sample] = {}
+
+    def used(count: int) -> int:
+        made.clear()  # at a million tokens samples are large: only the last is kept
+        made[count] = units.build(count)
+        return tokens(made[count])
+
+    low, below = units.least, used(units.least)
+    if below > room:
+        raise ConfigError(f"it takes at least {below} tokens of prompt, {room} are left")
+    step, tries = 1, 0
+    while (above := used(high := min(low + step, units.most))) <= room:
+        if high == units.most:
+            raise ConfigError(f"its data fill {above} tokens of prompt, not {room}")
+        low, below, step = high, above, 2 * step
+    while high - low > 1:
+        guess = (low + high) // 2
+        if tries < _INTERPOLATIONS:  # nearly linear, so this is nearly the answer
+            guess = low + (room - below) * (high - low) // (above - below)
+            guess = min(max(guess, low + 1), high - 1)
+        tries += 1
+        if (found := used(guess)) > room:
+            high, above = guess, found
+        else:
+            low, below = guess, found
+    return made[low] if low in made else units.build(low)
+
+
 # ------------------------------------------------------------------ needles (section 3.1)
 
 
@@ -48,10 +106,7 @@ class RulerNeedles:
     num_queries: int = 1  # of the keys
 
     def units(self, draw: random.Random, essay: Sequence[str]) -> Units:
-        """Return the task, a unit being a sentence (or a line of noise, or another needle).
-
-        ``essay`` are sentences of prose, begun anew where they end.
-        """
+        """Return the task, a unit being a sentence of prose, a line of noise or another needle."""
         keys = _word_pairs(draw) if self.keys == "words" else _uuids(draw)
         values = _numbers(draw, _NUMBER_DIGITS) if self.values == "numbers" else _uuids(draw)
         hidden = [
@@ -194,8 +249,7 @@ def common_words(draw: random.Random, length: int) -> Units:
     """Return a numbered list in which ten words are more frequent than all others.
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
-    do not suffice, all words, the common ones too, are pairs of them. ``length``, of the prompt and
-    the answer, decides the number of times that the words occur.
+    do not suffice, all words, the common ones too, are pairs of them.
     """
     short = length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.ruler.sample import Sample, Units, fit
 from razor_dist.evals.ruler.synthetic import (
     RulerNeedles,
+    Sample,
+    Units,
     common_words,
+    fit,
     frequent_words,
     variable_tracking,
 )
@@ -38,8 +40,7 @@ ANSWER_TOKENS = dict.fromkeys(NEEDLES, 128) | _OTHERS
 """Tokens to generate; they count as part of a sample's length."""
 
 TASKS = tuple(ANSWER_TOKENS)
-QUESTION_TASKS = ("qa_1", "qa_2")
-"""On SQuAD and on HotpotQA."""
+QUESTION_TASKS = ("qa_1", "qa_2")  # on SQuAD and on HotpotQA
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
@@ -153,8 +154,7 @@ def make_sample(
     """Make a task's sample of a number; the same number and seed give the same sample.
 
     ``length`` is of the prompt, whose tokens ``tokens`` counts, and the longest answer together.
-    Raises `ConfigError` if it is too short for the task, with the least that is not, or too long
-    for the task's data.
+    Raises `ConfigError` as `fit`.
     """
     draw = random.Random(f"{seed}:{task}:{length}:{number}")
     try:

@@ -28,7 +28,6 @@ class HeadMapSummary:
 
     @classmethod
     def of(cls, name: str, head_map: HeadMap) -> HeadMapSummary:
-        """Count the heads of a map."""
         rows = head_map.retrieval
         return cls(
             name=name,
@@ -60,7 +59,6 @@ class Overlap:
 
     @classmethod
     def of(cls, a: set[tuple[int, int]], b: set[tuple[int, int]]) -> Overlap:
-        """Count the heads of two sets."""
         both, either = len(a & b), len(a | b)
         return cls(
             both=both,
@@ -91,10 +89,7 @@ class Comparison:
 
 
 def compare(maps: Sequence[tuple[str, HeadMap]]) -> Comparison:
-    """Compare two head maps or more, with their names.
-
-    Raise `HeadMapError`, which names what differs, if two are of models of other sizes.
-    """
+    """Compare named head maps; `HeadMapError`, with what differs, for models of other sizes."""
     if len(maps) < 2:
         raise ConfigError(f"comparing needs two head maps or more, got {len(maps)}")
     (first, a), *others = maps
@@ -140,10 +135,7 @@ def _pair(a_name: str, a: HeadMap, b_name: str, b: HeadMap) -> Pair:
 
 
 def rank_correlation(a: Scores, b: Scores) -> float | None:
-    """Compute Spearman's rank correlation of two tables of scores; ties share their mean rank.
-
-    It is from -1 to 1, or None if all scores of a table are equal.
-    """
+    """Compute Spearman's rank correlation, ties sharing their mean rank; None if all are equal."""
     try:
         return statistics.correlation(_ranks(a), _ranks(b))
     except statistics.StatisticsError:
@@ -159,10 +151,7 @@ def _ranks(scores: Scores) -> list[float]:
 
 
 def drawn_rows(head_map: HeadMap) -> list[str]:
-    """Draw a line of text per layer: ``■`` for a retrieval head, ``·`` for a streaming head.
-
-    Layers stand before their rows, and the number of retrieval heads behind them.
-    """
+    """Draw a line per layer: number, ``■`` (retrieval) or ``·`` for each head, sum of ``■``."""
     width = len(str(len(head_map.retrieval) - 1))
     lines = []
     for layer, row in enumerate(head_map.retrieval):

@@ -39,8 +39,7 @@ class Decision(NamedTuple):
 def rounded(scores: Sequence[Sequence[float]]) -> Scores:
     """Round scores to the 6 significant digits that a head map keeps.
 
-    Heads are decided upon by these, so that a reader of the file can check the decision and noise
-    in a float's last bits cannot order two heads.
+    Heads are decided upon by these: a file can be checked, and noise in last bits orders no heads.
     """
     return tuple(tuple(float(f"{score:.6g}") for score in row) for row in scores)
 

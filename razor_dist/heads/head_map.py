@@ -204,10 +204,7 @@ class HeadMap:
             raise HeadMapError(f"head map {path}: {first_fault(error)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the map as JSON, one layer a line; equal maps give equal files.
-
-        Optional fields that are empty are left out, as in files from before there were any.
-        """
+        """Write the map as JSON, one layer a line, optional fields only if they have a value."""
         optional = ("kv_scores", "windows", "verification")
         fields = dataclasses.asdict(self).items()
         stored = {name: value for name, value in fields if value or name not in optional}
@@ -237,12 +234,9 @@ def default_head_map(model: str) -> Path:
 
 
 def shipped_head_map(model_name: str) -> Path:
-    """Return the path of the head map that comes with razor_dist for a model.
-
-    The ``/`` of a hub id is ``--`` in the file's name. Raise `HeadMapError` if there is none.
-    """
+    """Return the path of the head map that comes with razor_dist for a model, or `HeadMapError`."""
     folder = files("razor_dist").joinpath("configs", "head_maps")
-    path = Path(str(folder.joinpath(model_name.replace("/", "--") + ".json")))
+    path = Path(str(folder.joinpath(model_name.replace("/", "--") + ".json")))  # / of a hub id
     if path.is_file():
         return path
     raise HeadMapError(

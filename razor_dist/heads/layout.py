@@ -54,12 +54,10 @@ class HeadLayout:
 
     @property
     def retrieval_rows(self) -> int:
-        """Retrieval KV heads of all layers."""
         return self.layers[-1].retrieval_rows.stop
 
     @property
     def streaming_rows(self) -> int:
-        """Streaming KV heads of all layers."""
         return self.layers[-1].streaming_rows.stop
 
     @classmethod
@@ -69,10 +67,9 @@ class HeadLayout:
         device: torch.device,
         windows: Windows | None = None,
     ) -> HeadLayout:
-        """Build the layout, with index tensors on ``device``.
+        """Build the layout, with index tensors on ``device``; tables are ``[layers][KV heads]``.
 
-        For each layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows``
-        gives a streaming head's own window; without one, or with None, it has that of the settings.
+        A streaming head without a window of its own in ``windows`` has that of the settings.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)

@@ -23,7 +23,7 @@ E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
@@ -51,20 +51,18 @@ _PROJECTIONS: Final = ("o_proj", "dense", "out_proj", "wo")
 class ChangeContext:
     """An `AttentionContext` of full attention that measures what each KV head would lose.
 
-    ``projections`` are those of `output_projections`; ``recall``, int64 ``[R]``, the tokens to look
-    at; ``sinks`` and ``recent``, the tokens that a cut head sees. By layer, in float64, ``moved``
-    ``[K]`` has the squared distance of each KV head, ``whole`` the square of all that is added.
+    To ``moved``, float64 ``[layers, K]``, it adds the squared distance of each KV head, to
+    ``whole``, float64 ``[layers, 1]``, the square of all that a layer's attention adds.
     """
 
-    projections: list[Tensor]
-    recall: Tensor
+    projections: list[Tensor]  # of `output_projections`
+    recall: Tensor  # tokens to look at, int64 [R]
     sinks: int
     recent: int
-    moved: dict[int, Tensor] = field(default_factory=dict)
-    whole: dict[int, Tensor] = field(default_factory=dict)
+    moved: Tensor
+    whole: Tensor
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         q, scale = query.q.flatten(0, 1), query.scale
         full = full_attention(q, k, v, scale)
         cut = streaming_attention(q, k, v, scale, self.sinks, self.recent)
@@ -79,8 +77,8 @@ class ChangeContext:
                 lost_RX.chunk(kv_heads, 1), weight_EX.chunk(kv_heads, 1), strict=True
             )
         ]
-        self.moved[layer] = torch.stack(moved)
-        self.whole[layer] = _squared(full_RX @ weight_EX.T)
+        self.moved[layer] += torch.stack(moved)
+        self.whole[layer] += _squared(full_RX @ weight_EX.T)
         return full.transpose(0, 1)
 
 
@@ -89,10 +87,7 @@ def _squared(x: Tensor) -> Tensor:
 
 
 def output_projections(model: PreTrainedModel, shape: ModelShape) -> list[Tensor]:
-    """Return the weight of each layer's output projection, ``[E, H D]``.
-
-    Raise `ModelError` if a layer's attention has none under a name that is known.
-    """
+    """Return the weight of each layer's output projection, ``[E, H D]``, or raise `ModelError`."""
     found: dict[int, Tensor] = {}
     for module in model.base_model.modules():
         layer = getattr(module, "layer_idx", None)
@@ -115,10 +110,7 @@ def measure(
     settings: OnTheFlySettings,
     on_sample: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every KV head, ``[layers][KV heads]``.
-
-    ``sample`` is `Passkeys.sample`; ``on_sample`` is called with the index of each that is done.
-    """
+    """Score every KV head, ``[layers][KV heads]``, on the samples of `Passkeys.sample`."""
     shape = ModelShape.from_config(model.config)
     projections = output_projections(model, shape)
     moved = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
@@ -126,11 +118,8 @@ def measure(
     for index in range(settings.samples):
         one = sample(index)
         recall = one.mask.nonzero()[:, 0].to(model.device)
-        context = ChangeContext(projections, recall, settings.sinks, settings.recent)
-        run_body(model, one.ids, context)
-        for layer in range(shape.layers):
-            moved[layer] += context.moved[layer]
-            whole[layer] += context.whole[layer]
+        cut = settings.sinks, settings.recent
+        run_body(model, one.ids, ChangeContext(projections, recall, *cut, moved, whole))
         if on_sample is not None:
             on_sample(index)
     # A layer whose attention adds nothing loses nothing.

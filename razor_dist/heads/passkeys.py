@@ -137,8 +137,7 @@ def open_passkeys(
     """Make samples for the model of a tokenizer.
 
     ``haystack`` is a folder of ``.txt`` files to hide passkeys in; by default it is the prose of
-    Python's language reference: some 20,000 tokens, available wherever Python is. Raise
-    `ConfigError` if it has no text, or the passkeys do not fit.
+    Python's language reference: some 20,000 tokens. Raise `ConfigError` as `Passkeys`.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
     try:

@@ -62,17 +62,14 @@ class StreamingPolicy:
 
     @classmethod
     def of(cls, config: EngineConfig) -> StreamingPolicy:
-        """Return the policy of an engine's settings."""
         same = {f.name: getattr(config, f.name) for f in fields(cls) if f.name != "sinks"}
         return cls(sinks=config.sink_tokens, **same)
 
     def with_window(self, tokens: int | None) -> StreamingPolicy:
         """The policy of a head with a window of its own; ``tokens`` None gives this policy itself.
 
-        Such a window, whatever the length of the context, comes from the head's scope
-        (`razor_dist.heads.scope`), beyond which no key has a weight of note: neither the first
-        tokens nor the mean of the dropped ones are missed, so it has no sinks and no compensation
-        token. ``block`` is the settings'.
+        Beyond the head's scope (`razor_dist.heads.scope`) no key has a weight of note, so it needs
+        no sinks and no compensation token. ``block`` is the settings'.
         """
         if tokens is None:
             return self

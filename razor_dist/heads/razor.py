@@ -57,14 +57,13 @@ class ProbeScores:
 class ProbeContext:
     """An `AttentionContext` that computes exact causal attention and measures its weights.
 
-    ``tokens`` and ``repeats`` are n and R of the input, and ``start`` the number of tokens before
-    the first repetition. ``on_layer`` is called with the index of each layer that is measured.
+    ``on_layer`` is called with the index of each layer that is measured.
     """
 
     shape: ModelShape
-    tokens: int
-    repeats: int
-    start: int = 0
+    tokens: int  # n
+    repeats: int  # R
+    start: int = 0  # tokens before the first repetition
     on_layer: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +73,6 @@ class ProbeContext:
         self._weight = torch.zeros(sizes, dtype=torch.float64)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         out, lse = query.attend(k, v, causal=True)
         for r in range(1, self.repeats):
             self._weight[:, layer, :, r] = self._repetition(query, k, lse, r).cpu()
@@ -110,28 +108,21 @@ def _named(scores: Tensor) -> dict[str, Scores]:
     return {kind: rounded(scores[i].tolist()) for i, kind in enumerate(("induction", "echo"))}
 
 
-def probe_tokens(
-    settings: RazorSettings, shape: ModelShape, vocabulary: int, start: int = 0
-) -> int:
-    """Return the largest n, up to ``settings.tokens``, that context and vocabulary allow.
+def probe_input(
+    shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
+) -> tuple[int, Tensor]:
+    """Draw n random tokens; return n and the prompt: ``start``, then these R times.
 
-    The tokens of one repetition are distinct, so that a token's earlier occurrences are exactly
-    those of the definition; hence n cannot exceed the vocabulary.
+    n is at most ``settings.tokens``, and all that the context holds. The tokens are distinct, so
+    that a token's earlier occurrences are those of the definition: n is within the vocabulary too.
     """
-    tokens = min(settings.tokens, (shape.max_positions - start) // settings.repeats, vocabulary)
+    room = (shape.max_positions - len(start)) // settings.repeats
+    tokens = min(settings.tokens, room, len(vocabulary))
     if tokens < 2:
         raise ConfigError(
             f"repeats is {settings.repeats}, but the context of {shape.max_positions} positions "
             "does not hold that many repetitions of two tokens"
         )
-    return tokens
-
-
-def probe_input(
-    shape: ModelShape, vocabulary: Tensor, settings: RazorSettings, start: Sequence[int] = ()
-) -> tuple[int, Tensor]:
-    """Draw n random tokens; return n and the prompt: ``start``, then these R times."""
-    tokens = probe_tokens(settings, shape, len(vocabulary), len(start))
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(settings.seed)
     chosen = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:tokens]]
@@ -148,8 +139,7 @@ def probe(
 ) -> ProbeScores:
     """Score every query head in one forward pass.
 
-    Tokens are drawn from ``vocabulary`` (see `plain_vocabulary`), after the special tokens
-    ``start`` (see `passkeys.start_tokens`). ``on_layer`` is called with the index of each layer.
+    ``vocabulary`` is of `plain_vocabulary`, ``start`` of `passkeys.start_tokens`.
     """
     shape = ModelShape.from_config(model.config)
     tokens, ids = probe_input(shape, vocabulary, settings, start)
@@ -159,10 +149,7 @@ def probe(
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> Tensor:
-    """List the ids of ordinary text, int64 ``[V]``: nothing special or added, no padding.
-
-    Without a tokenizer, only the special ids that the model's ``config`` names are left out.
-    """
+    """List the ids of ordinary text, int64 ``[V]``: nothing special, by tokenizer or config."""
     size: int = config.vocab_size
     if tokenizer is not None:
         ids = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)

@@ -51,10 +51,7 @@ def scopes(weights: LayerWeights, slopes: Tensor, epsilon: float, bound: Bound =
 
 
 def _product_bound(w: LayerWeights, bound: Bound) -> Tensor:
-    """Bound the product of a query and a key as Theorem 1 does, or for all inputs, ``[H]``.
-
-    The strict bound is that of a query and the difference of two keys.
-    """
+    """Bound the product of a query and a key, ``[H]``; strictly, of it and two keys' difference."""
     if bound == "paper":
         query, key = _query(w, torch.ones_like(w.gain), w.shift.new_zeros(())), _key(w)
         squares = w.gain.double().square().sum() + w.shift.double().square().sum()
@@ -110,10 +107,7 @@ def window_of(scope: float, context: int) -> int | None:
 def head_map(
     name: str, model: AlibiModel, settings: ScopeSettings, on_layer: Callable[[int], None]
 ) -> HeadMap:
-    """Build the head map of scopes; those of a KV head's query heads give its window.
-
-    ``on_layer`` is called with the index of each layer that is measured.
-    """
+    """Build the head map of scopes; those of a KV head's query heads give its window."""
     shape = ModelShape.from_config(model.config)
     context, group = settings.context_tokens or shape.max_positions, shape.group
     rows = []

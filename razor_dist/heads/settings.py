@@ -32,8 +32,6 @@ Sparsity = Annotated[
 
 @dataclass(frozen=True)
 class RazorSettings:
-    """Settings of RazorAttention's probe."""
-
     induction_percent: Annotated[
         float, Doc("Query heads to choose by induction score, in percent of all.")
     ] = 14.0
@@ -78,8 +76,6 @@ class PasskeySettings:
 
 @dataclass(frozen=True)
 class DuoSettings:
-    """Settings of DuoAttention's training."""
-
     sinks: Sinks = 128
     recent: Recent = 256
     steps: Annotated[int, Doc("Training steps, one sample each.")] = 2000
@@ -118,8 +114,6 @@ class OnTheFlySettings:
 
 @dataclass(frozen=True)
 class ScopeSettings:
-    """Settings of the scopes of ALiBi heads."""
-
     epsilon: Annotated[float, Doc("Attention weights up to this are neglected.")] = 0.001
     bound: Annotated[
         Bound, Doc("The scope of RazorAttention's Theorem 1, or one that no input can exceed.")

@@ -14,7 +14,7 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.documents.corpus import reference_paragraphs, sentences_of
-from razor_dist.evals.ruler.sample import Sample, Units, fit
+from razor_dist.evals.ruler.synthetic import Sample, Units, fit
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
     NEEDLES,

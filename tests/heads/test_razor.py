@@ -19,7 +19,7 @@ from razor_dist.heads.razor import (
     head_map,
     plain_vocabulary,
     probe,
-    probe_tokens,
+    probe_input,
 )
 from razor_dist.heads.settings import RazorSettings
 from razor_dist.kernels.query import Query
@@ -168,11 +168,15 @@ def test_as_many_tokens_as_fit(tmp_path: Path) -> None:
     shape = ModelShape(
         layers=1, query_heads=4, kv_heads=2, head_dim=8, vocab_size=99, max_positions=8192
     )
-    assert probe_tokens(RazorSettings(), shape, 50_000) == 2048
-    assert probe_tokens(RazorSettings(tokens=100), shape, 50_000) == 100
-    assert probe_tokens(RazorSettings(), shape, 300) == 300
+
+    def tokens(vocabulary: int, **settings: int) -> int:
+        return probe_input(shape, torch.arange(vocabulary), RazorSettings(**settings))[0]
+
+    assert tokens(50_000) == 2048
+    assert tokens(50_000, tokens=100) == 100
+    assert tokens(300) == 300
     with pytest.raises(ConfigError, match="repeats is 5000"):
-        probe_tokens(RazorSettings(repeats=5000), shape, 300)
+        tokens(300, repeats=5000)
     with pytest.raises(ConfigError, match="tokens must be at least 2"):
         RazorSettings(tokens=1)
     with pytest.raises(ConfigError, match="induction must be a percentage"):

@@ -62,10 +62,7 @@ def _takes_groups(q: Tensor) -> bool:
 def streaming_attention(
     q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float, sinks: int, recent: int
 ) -> Tensor:
-    """Compute softmax attention to the first ``sinks`` and the last ``recent`` tokens, exactly.
-
-    ``recent`` is at least 1: the query's own token is one of them. Return ``[H, T, D]``.
-    """
+    """Attend exactly to the first ``sinks`` and the last ``recent`` (1 or more), ``[H, T, D]``."""
     q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
     tokens = q_HTD.shape[1]
     block = -(-recent // _ALIGNMENT) * _ALIGNMENT
@@ -133,9 +130,8 @@ class Ulysses:
     """DeepSpeed-Ulysses: a rank holds a part of the sequence, and attends for a part of the heads.
 
     An all-to-all before attention gives each rank the whole sequence for its share of KV heads
-    and of their groups, one after it gives the tokens back. Rank r of the group
-    (`razor_dist.parallel.zero.join_ranks`) holds the r-th of equal parts. Raise `ConfigError` if
-    the KV heads of a layer cannot be shared out evenly.
+    and of their groups, one after it gives the tokens back. Rank r of the group holds the r-th of
+    equal parts. Raise `ConfigError` if the KV heads of a layer cannot be shared out evenly.
     """
 
     def __init__(self, group: dist.ProcessGroup, kv_heads: int) -> None:
@@ -172,19 +168,14 @@ class _Local(nn.Module):
 
 @dataclass(frozen=True)
 class GateContext:
-    """An `AttentionContext` (`razor_dist.models.bridge`) of gated attention.
+    """An `AttentionContext` (`razor_dist.models.bridge`) of gated attention, or of full."""
 
-    ``gates`` are float32 ``[layers, K]``, in [0, 1]; None is full attention, the target of the
-    training. ``ulysses`` is for ranks that each hold a part of the sequence.
-    """
-
-    gates: Tensor | None
+    gates: Tensor | None  # float32 [layers, K], in [0, 1]; None is the training's target
     sinks: int
     recent: int
-    ulysses: Ulysses | None = None
+    ulysses: Ulysses | None = None  # for ranks that each hold a part of the sequence
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         q, scale = query.q.flatten(0, 1), query.scale
         mine = slice(None) if self.ulysses is None else self.ulysses.heads
 

@@ -150,13 +150,7 @@ def head_map(
 
     Without `sparsity` and `threshold`, the sparsity is the one in the pattern's ``config.json``
     (`write_pattern` puts it there; the published ones have null), else `published_sparsity`.
-
-    Raises
-    ------
-    ConfigError
-        If both are given, or one is out of range.
-    HeadMapError
-        If the pattern has other layers or KV heads than the model.
+    Raise `HeadMapError` if the pattern has other layers or KV heads than the model.
     """
     from razor_dist.models.shape import ModelShape
 
@@ -195,17 +189,12 @@ def head_map(
 def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     """Write a head map as a pattern folder, for `read_pattern` and DuoAttention.
 
-    The gates are the map's own, if they give its decision back; otherwise 1 for a KV head that
-    keeps the whole context and 0 for the others. ``config.json`` gets the map's sizes and training
-    settings where it was imported, and the fraction of streaming heads as ``sparsity``: importing
-    the folder decides the same. Files that are there already are not replaced: a model's folder has
-    a ``config.json`` too. Return True if the gates are the map's own.
-
-    Raises
-    ------
-    HeadMapError
-        If a file is there already or cannot be written, or streaming heads have windows of their
-        own, for which a pattern has no place.
+    The gates are the map's own, if they give its decision back (then return True); otherwise 1 for
+    a KV head that keeps the whole context and 0 for the others. ``config.json`` gets the map's
+    sizes and training settings where it was imported, and the fraction of streaming heads as
+    ``sparsity``: importing the folder decides the same. Raise `HeadMapError` if a file is there
+    already (a model's folder has a ``config.json`` too) or cannot be written, or streaming heads
+    have windows of their own, for which a pattern has no place.
     """
     if head_map.windows is not None:
         raise HeadMapError(

@@ -214,18 +214,13 @@ def train(
     save_every: int = 50,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> Scores:
-    """Train the gates of a model, ``[layers][KV heads]``.
+    """Train the gates of a model, ``[layers][KV heads]``; raise `ConfigError` as `Ulysses`.
 
     With ``zero_stage`` 3 the ``model`` is best left on the CPU; ``device``, by default the model's,
     is the one to train on. ``sample`` is `Passkeys.sample`, the same on every rank. ``group`` has
-    all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one;
-    without it this process is alone. A run goes on from ``state``. ``save`` and ``on_step`` are
-    called on rank 0, ``save`` after every ``save_every`` steps and after the last.
-
-    Raises
-    ------
-    ConfigError
-        If the model's KV heads cannot be shared out evenly over the ranks.
+    all ranks (`razor_dist.parallel.zero.join_ranks`), and ``zero_stage`` 3 needs it even of one.
+    A run goes on from ``state``. ``save`` and ``on_step`` are called on rank 0, ``save`` after
+    every ``save_every`` steps and after the last.
     """
     device = device or model.device
     gated = GatedModel(model, settings, group, device)
