@@ -14,7 +14,7 @@ from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.engine.messages import Message, Tokens, as_tokens, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import sample
+from razor_dist.engine.sampler import Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan
@@ -190,8 +190,7 @@ class EngineCore:
             return self._after_prefill(plan, logits)
         assert logits is not None
         keys = plan.payload[::2].tolist()
-        running = self.scheduler.running
-        return [self._advance(running[key], row) for key, row in zip(keys, logits, strict=True)]
+        return self._advance_all([self.scheduler.running[key] for key in keys], logits)
 
     def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
         request = self.scheduler.running[plan.sequence]
@@ -204,18 +203,22 @@ class EngineCore:
         messages.append(_progress_message(request, plan.end, self._clock()))
         if plan.last and not request.pinned:
             assert logits is not None
-            messages.append(self._advance(request, logits[0]))
+            messages += self._advance_all([request], logits)
         return messages
 
-    def _advance(self, request: Request, logits: Tensor) -> Message:
-        """Sample a request's next token; end the request if that was its last, or none.
+    def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
+        """Sample each request's next token by its row of ``logits``."""
+        sampled = sample(logits, [r.params for r in requests], [r.generator for r in requests])
+        return [self._advance(*pair) for pair in zip(requests, sampled, strict=True)]
+
+    def _advance(self, request: Request, sampled: Sampled | None) -> Message:
+        """Take a request's next token; end the request if that was its last, or there is none.
 
         A failure here is rank 0's alone, after the step, and ends this request only.
         """
-        try:
-            sampled = sample(logits, request.params, request.generator)
-        except EngineError as error:
+        if sampled is None:
             self._end(request)
+            error = EngineError("the model computed logits that are not finite")
             return error_message(request.id, error)
         request.generated.append(sampled.token)
         self._generated_tokens += 1
