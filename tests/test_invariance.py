@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from razor_dist.cache.streaming import StreamingCache
+from razor_dist.cache import streaming
+from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.policy import StreamingPolicy
@@ -142,14 +142,13 @@ def test_a_compensation_token_of_several_places_is_the_same(
     alone = Communicator(None)
     want = logits_of(alone, case)
     assert want is not None
-    made = StreamingCache.__init__
     entries = []
 
-    def coarse(self: StreamingCache, *arguments: Any, queries: Any = None, **settings: Any) -> None:
-        made(self, *arguments, queries=torch.bfloat16, **settings)
-        entries.append(self.entries)
+    def coarse(policy: StreamingPolicy, _: torch.dtype) -> int:
+        entries.append(compensation_entries(policy, torch.bfloat16))
+        return entries[-1]
 
-    monkeypatch.setattr(StreamingCache, "__init__", coarse)
+    monkeypatch.setattr(streaming, "compensation_entries", coarse)
     got = logits_of(alone, case)
     whole = logits_of(alone, dataclasses.replace(case, prompt=tokens, forced=()))
     assert got is not None and whole is not None

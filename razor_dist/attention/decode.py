@@ -113,14 +113,13 @@ class DecodeContext:
             self.caches.streaming[group.index],
             self._extents[t].streaming[group.index],
         )
-        part, seen, new = group.part, slice(0, width), slice(t, t + 1)
+        part, new = group.part, slice(t, t + 1)
         cache.write(group.rows, slot, self._places[t][group.index], k[part, new], v[part, new])
         found = (
             query.heads(part)
             .tokens(new)
             .attend(
-                cache.k[group.rows, slot.index, seen],
-                cache.v[group.rows, slot.index, seen],
+                *cache.view(group.rows, slot, width),
                 bias=self._biases[t][group.index],
                 where=self._distances and self._distances.streaming[t][group.index],
             )

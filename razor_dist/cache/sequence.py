@@ -33,9 +33,9 @@ class Sequence:
     length: int = 0  # tokens in the caches
     # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
     position_mark: int = 0
-    # A number per rank for the slot and the pages that it keeps the sequence in, the same on every
-    # rank; made when it is asked for (`razor_dist.engine.graph`).
-    layout: tuple[int, ...] | None = None
+    # Where its slots lie, and a number per rank for these and its pages, the same on every rank;
+    # made when it is asked for (`razor_dist.engine.graph`).
+    layout: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None = None
 
 
 def owner_of(position: int, world_size: int) -> int:

@@ -1,10 +1,11 @@
 """The small replicated cache of the streaming heads that share a window.
 
-A slot holds, for each of these KV heads, of every layer, ``E + N0 + capacity`` keys and values,
-where ``capacity`` covers the longest window that the sequence can come to have::
+A sequence's slot holds, for each of these KV heads, of every layer, ``E + N0 + capacity`` keys and
+values, where ``capacity`` covers the longest window that the sequence can come to have::
 
     [ compensation token, E times | sinks 0..N0-1 | ring of the window ]
 
+Slots lie one after the other in an arena, each as wide as its sequence needs (`StreamingCache`).
 The window's token at position p lies at ring index ``p mod capacity``; with rotated keys order
 does not matter. `visibility` turns a position into one additive bias over the slot (0 for what
 the query sees, ``log N_d`` for the compensation token, `HIDDEN` for the rest), which is all that
@@ -17,102 +18,175 @@ times, with biases that bfloat16 holds exactly and whose weights add up to ``N_d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from razor_dist.config.errors import EngineError
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import HIDDEN
 
 # E in bfloat16: each entry takes what it can of the weight that is left, all but a tenth at least.
 _ENTRIES_BF16 = 4
+# Places of a slot that are cleared together.
+_CLEARED = 256
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Room for the streaming heads of one window: a place has one token's keys and values."""
+
+    policy: StreamingPolicy
+    entries: int  # E, the places of the compensation token
+    places: int
+
+    @classmethod
+    def of(
+        cls, policy: StreamingPolicy, queries: torch.dtype, tokens: int, sequences: int
+    ) -> Arena:
+        """Return room for so many sequences of up to ``tokens`` tokens.
+
+        ``queries`` is the queries' dtype, to which their ops may round a bias.
+        """
+        arena = cls(policy, compensation_entries(policy, queries), 0)
+        return replace(arena, places=sequences * arena.width(tokens))
+
+    @property
+    def ring(self) -> int:
+        """Index in a slot at which the ring begins."""
+        return self.entries + self.policy.sinks
+
+    def width(self, total: int) -> int:
+        """Places that the slot of a sequence of up to ``total`` tokens takes."""
+        return self.ring + self.policy.capacity(total)
 
 
 @dataclass
 class StreamingSlot:
     """One sequence's share of the streaming cache."""
 
-    index: int
-    # Tokens that its ring holds; what the slot has beyond them is neither touched nor read.
-    capacity: int
+    index: int  # in the compensation sums
+    offset: int  # of its first place in the arena; changes when another slot is allocated
+    capacity: int  # tokens that its ring holds
     start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
+    finite: int = 0  # places that have been cleared or written: no more are read
 
 
 class StreamingCache:
-    """Slots for sinks, window and compensation sums of the streaming KV heads of one window.
+    """Sinks, window and compensation sums of the streaming KV heads of one window.
 
     ``rows`` counts these KV heads of all layers together, layer by layer; ``slots`` the sequences
-    held at once, each sized for ``max_tokens``. Keys and values are of ``dtype``, the sums float32.
-    ``queries`` is the queries' dtype (by default ``dtype``), to which their ops may round a bias;
-    ``entries`` is E, the places of the compensation token.
+    held at once. Keys and values are of ``dtype``, the sums float32.
+
+    A slot takes a contiguous extent of the arena, the first that is long enough. Where none is,
+    the slots are moved together: whatever is no larger than the free places in sum can be allocated
+    (`razor_dist.engine.scheduler` counts on that). The ranks allocate alike, so slots lie alike.
     """
 
     def __init__(
         self,
         rows: int,
         slots: int,
-        max_tokens: int,
-        policy: StreamingPolicy,
+        arena: Arena,
         head_dim: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        queries: torch.dtype | None = None,
     ) -> None:
-        self.policy = policy
-        self.entries = compensation_entries(policy, queries or dtype)
+        self.arena, self.policy, self.entries = arena, arena.policy, arena.entries
         self.rows = slice(0, rows)
         self.device = device
-        shape = (rows, slots, self._width(policy.capacity(max_tokens)), head_dim)
+        shape = (rows, arena.places, head_dim)
         # torch.empty: what no sequence has used yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.sums = torch.empty(2, rows, slots, head_dim, dtype=torch.float32, device=device)
         self._free = list(range(slots - 1, -1, -1))
-        self._held: dict[int, StreamingSlot] = {}
+        self._held: list[StreamingSlot] = []  # in the order of the arena
 
-    def _width(self, capacity: int) -> int:
-        return self._ring + capacity
+    def _end(self, slot: StreamingSlot) -> int:
+        """The place of the arena after a slot's last."""
+        return slot.offset + self._ring + slot.capacity
 
     @property
     def _ring(self) -> int:
-        """Index in a slot at which the ring begins."""
-        return self.entries + self.policy.sinks
+        return self.arena.ring
 
     def width(self, slot: StreamingSlot, tokens: int) -> int:
-        """Places of a slot that ``tokens`` tokens can have touched: the ring's tail is not read."""
-        return self._width(min(slot.capacity, tokens))
+        """Places of a slot that ``tokens`` tokens can have touched, for a reader or a writer.
+
+        They are made finite, for NaN survives a bias of -inf. Beyond them nothing is touched, so
+        that it takes no memory on CPU.
+        """
+        width = self._ring + min(slot.capacity, tokens)
+        if width > slot.finite:
+            end = min(-(-width // _CLEARED) * _CLEARED, self._ring + slot.capacity)
+            for store in (self.k, self.v):
+                store[:, slot.offset + slot.finite : slot.offset + end] = 0
+            slot.finite = end
+        return width
+
+    def view(self, rows: slice, slot: StreamingSlot, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[K, width, D]`` of a slot's first places, in which `width` counts."""
+        at = slice(slot.offset, slot.offset + width)
+        return self.k[rows, at], self.v[rows, at]
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of the arena and the sums."""
         return self.k.nbytes + self.v.nbytes + self.sums.nbytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes that the slots in use occupy."""
-        rows, _, _, head_dim = self.k.shape
-        widths = sum(self._width(slot.capacity) for slot in self._held.values())
+        rows, _, head_dim = self.k.shape
+        widths = sum(self._end(slot) - slot.offset for slot in self._held)
         sums = 2 * len(self._held) * self.sums.itemsize
         return rows * head_dim * (widths * (self.k.itemsize + self.v.itemsize) + sums)
 
     def allocate(self, total: int) -> StreamingSlot:
         """Take a slot for a sequence of up to ``total`` tokens.
 
-        It is cleared: a hidden key must be finite, for NaN survives a bias of -inf.
+        `EngineError` if the arena is too small: a bug, for the scheduler admits only what fits.
         """
-        slot = StreamingSlot(self._free.pop(), self.policy.capacity(total))
-        self._held[slot.index] = slot
-        width = self._width(slot.capacity)
-        self.k[:, slot.index, :width] = 0
-        self.v[:, slot.index, :width] = 0
+        need = self.arena.width(total)
+        at, offset = self._first_gap(need)
+        if offset + need > self.arena.places:
+            self._move_together()
+            at, offset = self._first_gap(need)
+            if offset + need > self.arena.places:
+                free = self.arena.places - offset
+                raise EngineError(f"{need} places of a streaming cache needed, {free} free")
+        slot = StreamingSlot(self._free.pop(), offset, self.policy.capacity(total))
+        self._held.insert(at, slot)
         self.sums[:, :, slot.index] = 0
         return slot
 
+    def _first_gap(self, need: int) -> tuple[int, int]:
+        """Index in ``_held`` and offset for ``need`` places: in the first gap, or after all."""
+        offset = 0
+        for index, slot in enumerate(self._held):
+            if slot.offset - offset >= need:
+                return index, offset
+            offset = self._end(slot)
+        return len(self._held), offset
+
+    def _move_together(self) -> None:
+        """Move the slots to the beginning of the arena, in their order."""
+        end = 0
+        for slot in self._held:
+            old, slot.offset = slot.offset, end
+            end = self._end(slot)
+            if slot.offset < old:
+                to, source = (slice(o, o + slot.finite) for o in (slot.offset, old))
+                # Row by row: the two may overlap, and a copy of one row is small.
+                for row in (*self.k, *self.v):
+                    row[to] = row[source].clone()
+
     def release(self, slot: StreamingSlot) -> None:
         """Give a slot back."""
-        del self._held[slot.index]
+        self._held.remove(slot)
         self._free.append(slot.index)
 
     def fork(self, slot: StreamingSlot, length: int, total: int) -> StreamingSlot:
@@ -124,8 +198,13 @@ class StreamingCache:
         copy.start = slot.start
         self.sums[:, :, copy.index] = self.sums[:, :, slot.index]
         sinks = self.policy.sinks
-        for store in (self.k, self.v):
-            store[:, copy.index, : self._ring] = store[:, slot.index, : self._ring]
+        fixed = self.width(slot, 0)
+        for target, source in zip(
+            self.view(self.rows, copy, self.width(copy, 0)),
+            self.view(self.rows, slot, fixed),
+            strict=True,
+        ):
+            target.copy_(source)
         # The rings differ in length, so the window's tokens move.
         begin, end = max(slot.start, sinks), max(length, sinks)
         window = self.read(self.rows, slot, begin, end)
@@ -134,6 +213,7 @@ class StreamingCache:
 
     def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
         """Indices in a slot of positions ``[begin, end)``: int64, on the cache's device."""
+        self.width(slot, end)
         return self.places(slot, torch.arange(begin, end, device=self.device))
 
     def places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
@@ -143,21 +223,19 @@ class StreamingCache:
 
     def write(self, rows: slice, slot: StreamingSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""
-        self.k[rows, slot.index].index_copy_(1, at, k)
-        self.v[rows, slot.index].index_copy_(1, at, v)
+        for store, new in zip(self.view(rows, slot, slot.finite), (k, v), strict=True):
+            store.index_copy_(1, at, new)
 
     def read(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""
         at = self.indices(slot, begin, end)
-        return (
-            self.k[rows, slot.index].index_select(1, at),
-            self.v[rows, slot.index].index_select(1, at),
-        )
+        k, v = self.view(rows, slot, slot.finite)
+        return k.index_select(1, at), v.index_select(1, at)
 
     def sinks(self, rows: slice, slot: StreamingSlot) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N0, D]`` of the first tokens; views."""
-        at = slice(self.entries, self._ring)
-        return self.k[rows, slot.index, at], self.v[rows, slot.index, at]
+        k, v = self.view(rows, slot, self.width(slot, 0))
+        return k[:, self.entries :], v[:, self.entries :]
 
     def drop(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> None:
         """Move the window's positions ``[begin, end)`` into the compensation sums, if kept."""
@@ -171,16 +249,17 @@ class StreamingCache:
     def refresh(self, rows: slice, slot: StreamingSlot, count: int) -> None:
         """Set the compensation tokens to the mean of the ``count`` dropped tokens."""
         mean = self.sums[:, rows, slot.index].unsqueeze(2) / count
-        self.k[rows, slot.index, : self.entries] = mean[0].to(self.k.dtype)
-        self.v[rows, slot.index, : self.entries] = mean[1].to(self.v.dtype)
+        self.width(slot, 0)
+        for store, new in zip(self.view(rows, slot, self.entries), mean, strict=True):
+            store.copy_(new.expand_as(store))
 
     def visibility(
         self, slot: StreamingSlot, width: int, position: Tensor, start: Tensor
     ) -> Tensor:
         """Additive bias over the slot's first places for one query: float32 ``[width]``, finite.
 
-        ``width`` is at least `width` of the tokens up to the query; what is beyond has never been
-        written. ``position`` and ``start`` are int64 of no dimensions, on the cache's device: the
+        ``width`` is at least `width` of the tokens up to the query; what is beyond has never held a
+        token. ``position`` and ``start`` are int64 of no dimensions, on the cache's device: the
         query's position and its ``s`` (`StreamingPolicy.start`). They are never read on the host,
         so that a CUDA graph of this gives the bias of whatever they hold when it is replayed.
         """

@@ -215,16 +215,17 @@ class DecodeGraphs:
     def _layout(self, sequence: Sequence) -> tuple[int, ...]:
         """One number per rank for where it keeps the sequence.
 
-        The ranks tell each other once per sequence: their page tables differ.
+        The ranks tell each other, for their page tables differ: once per sequence, and whenever its
+        slots have moved, which they do on all ranks alike.
         """
-        if sequence.layout is None:
-            slots = [(slot.index, slot.capacity) for slot in sequence.streaming]
+        slots = tuple((slot.index, slot.offset, slot.capacity) for slot in sequence.streaming)
+        if sequence.layout is None or sequence.layout[0] != slots:
             own = (*slots, *sequence.table.pages)
             digest = hashlib.sha256(repr(own).encode()).digest()
             number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
             numbers = self._comm.all_gather(number.to(self._caches.pages.k.device), "control")
-            sequence.layout = tuple(numbers.flatten().tolist())
-        return sequence.layout
+            sequence.layout = slots, tuple(numbers.flatten().tolist())
+        return sequence.layout[1]
 
     def _eager(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
         extents = [exact_extent(self._comm, self._caches, s) for s in sequences]

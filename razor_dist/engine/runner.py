@@ -24,7 +24,7 @@ from razor_dist.attention.decode_inputs import (
 from razor_dist.attention.prefill import Caches, PrefillContext
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import Sequence, shard_sizes
-from razor_dist.cache.streaming import StreamingCache
+from razor_dist.cache.streaming import Arena, StreamingCache
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, StepPlan
@@ -82,16 +82,15 @@ class ModelRunner:
         retrieval = new_pool(
             layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
         )
+        slots = cache.max_sequences
         streaming = tuple(
             StreamingCache(
                 rows,
-                cache.max_sequences,
-                cache.max_tokens,
-                cache.policy.with_window(window),
+                slots,
+                Arena.of(cache.policy.with_window(window), model.dtype, cache.max_tokens, slots),
                 dim,
                 dtype=cache.dtype,
                 device=self.device,
-                queries=model.dtype,
             )
             for window, rows in zip(layout.windows, layout.rows, strict=True)
         )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from razor_dist.cache.streaming import StreamingCache, StreamingSlot, _shares
+from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot, _shares
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import HIDDEN, attend
 from tests.test_policy import policies
@@ -17,10 +17,23 @@ from tests.test_policy import policies
 ALL = slice(0, 1)
 
 
-def make_cache(policy: StreamingPolicy, longest: int, slots: int = 2) -> StreamingCache:
-    return StreamingCache(
-        1, slots, longest, policy, 2, dtype=torch.float32, device=torch.device("cpu")
-    )
+def make_cache(
+    policy: StreamingPolicy,
+    longest: int,
+    dim: int = 2,
+    queries: torch.dtype = torch.float32,
+) -> StreamingCache:
+    """Room for two sequences; what nobody has written or cleared is NaN."""
+    arena, device = Arena.of(policy, queries, longest, 2), torch.device("cpu")
+    cache = StreamingCache(1, 2, arena, dim, dtype=torch.float32, device=device)
+    cache.k.fill_(math.nan)
+    cache.v.fill_(math.nan)
+    return cache
+
+
+def keys(cache: StreamingCache, slot: StreamingSlot, width: int) -> torch.Tensor:
+    """First coordinates of the keys in the slot's first places."""
+    return cache.view(ALL, slot, width)[0][0, :, 0]
 
 
 def visible(cache: StreamingCache, slot: StreamingSlot, position: int) -> torch.Tensor:
@@ -51,15 +64,15 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
         cache.write(ALL, slot, cache.indices(slot, position, position + 1), value, -value)
     last = length - 1
     bias = visible(cache, slot, last)
-    seen = cache.k[0, slot.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
+    seen = keys(cache, slot, len(bias))[1:][bias[1:] == 0].tolist()
     start = max(policy.sinks, policy.start(last))
     kept = [*range(min(policy.sinks, length)), *range(start, length)]
     assert sorted(seen) == kept
     dropped = policy.dropped(last)
     if dropped and policy.compensation:
         mean = sum(range(policy.sinks, start)) / dropped
-        assert math.isclose(cache.k[0, slot.index, 0, 0].item(), mean, rel_tol=1e-6)
-        assert math.isclose(cache.v[0, slot.index, 0, 1].item(), -mean, rel_tol=1e-6)
+        assert math.isclose(keys(cache, slot, 1).item(), mean, rel_tol=1e-6)
+        assert math.isclose(cache.view(ALL, slot, 1)[1][0, 0, 1].item(), -mean, rel_tol=1e-6)
     expected = math.log(dropped) if dropped and policy.compensation else HIDDEN
     assert math.isclose(bias[0].item(), expected, rel_tol=1e-6)
 
@@ -84,7 +97,7 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
     cache.sums[:, 0, slot.index] = 7.0
     copy = cache.fork(slot, length, length + more)
     bias = visible(cache, copy, length - 1)
-    seen = cache.k[0, copy.index, 1 : bias.shape[0], 0][bias[1:] == 0].tolist()
+    seen = keys(cache, copy, len(bias))[1:][bias[1:] == 0].tolist()
     assert sorted(seen) == [*range(min(policy.sinks, length)), *range(slot.start, length)]
     assert copy.start == slot.start
     assert cache.sums[:, 0, copy.index].tolist() == [[7.0, 7.0]] * 2
@@ -96,7 +109,7 @@ def test_a_fork_is_independent_and_a_reused_slot_is_clean() -> None:
     cache.write(ALL, slot, cache.indices(slot, 0, 1), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     copy = cache.fork(slot, 1, 3)
     cache.write(ALL, copy, cache.indices(copy, 0, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
-    assert cache.k[0, slot.index, 1].tolist() == [1.0, 1.0]
+    assert keys(cache, slot, 2)[1].item() == 1.0
     # Compensation token, sink and ring: of 4 tokens (the window), and of 3 (all there will be).
     assert cache.used_bytes == (6 + 5) * 2 * 2 * 4 + 2 * 2 * 2 * 4
     cache.k.fill_(math.nan)
@@ -104,7 +117,7 @@ def test_a_fork_is_independent_and_a_reused_slot_is_clean() -> None:
     cache.release(slot)
     assert cache.used_bytes == 0
     again = cache.allocate(20)
-    assert not cache.k[:, again.index, :6].isnan().any()
+    assert not keys(cache, again, cache.width(again, 20)).isnan().any()
 
 
 @settings(deadline=None)
@@ -127,12 +140,7 @@ def test_a_slot_for_queries_in_bfloat16_weighs_the_same(
     policy: StreamingPolicy, length: int
 ) -> None:
     """Decoded, forked and read: attention over it is that over a slot for float32."""
-    kinds = [
-        StreamingCache(
-            1, 2, length, policy, 8, dtype=torch.float32, device=torch.device("cpu"), queries=dtype
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+    kinds = [make_cache(policy, length, 8, dtype) for dtype in (torch.float32, torch.bfloat16)]
     outs = []
     for cache in kinds:
         generator = torch.Generator().manual_seed(length)
@@ -150,9 +158,63 @@ def test_a_slot_for_queries_in_bfloat16_weighs_the_same(
         bias = cache.visibility(slot, width, at, start)
         assert len(cache.distance(slot, width, at, start)) == len(bias) == width
         q = torch.ones(1, 1, 1, 8)
-        seen = cache.k[ALL, slot.index, :width], cache.v[ALL, slot.index, :width]
+        seen = cache.view(ALL, slot, width)
         # The bias as an op in bfloat16 would have it.
         bias = bias.to(torch.bfloat16).float() if cache.entries > 1 else bias
         outs.append(attend(q, *seen, scale=0.3, bias=bias).out)
     assert kinds[1].entries == (4 if policy.compensation else 1)
     torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
+
+
+SIX = StreamingPolicy(window_min=6, window_ratio=None, sinks=1, block=1)
+
+
+def new_keys(slot: StreamingSlot, end: int) -> torch.Tensor:
+    """Keys of tokens ``[0, end)`` that no other slot has."""
+    return torch.arange(end).view(1, -1, 1).expand(1, -1, 2) + 100.0 * slot.index
+
+
+@settings(max_examples=100, deadline=None)
+@given(totals=st.lists(st.integers(1, 9), max_size=60), data=st.data())
+def test_what_is_no_larger_than_what_is_free_is_allocated(
+    totals: list[int], data: st.DataObject
+) -> None:
+    """However the free places are scattered; and slots keep what they hold when they move."""
+    arena, cpu = Arena(SIX, 1, 30), torch.device("cpu")
+    cache = StreamingCache(1, 9, arena, 2, dtype=torch.float32, device=cpu)
+    cache.k.fill_(math.nan)
+    held: list[tuple[StreamingSlot, int]] = []
+    for total in totals:
+        free = arena.places - sum(arena.width(tokens) for _, tokens in held)
+        if arena.width(total) <= free and len(held) < 9:
+            slot = cache.allocate(total)
+            seen = min(total, slot.capacity)  # one turn of the ring
+            cache.width(slot, seen)
+            at = cache.indices(slot, 0, seen)
+            cache.write(ALL, slot, at, new_keys(slot, seen), new_keys(slot, seen))
+            held.append((slot, total))
+        else:
+            slot, _ = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            cache.release(slot)
+        taken: list[int] = []
+        for slot, tokens in held:
+            seen = min(tokens, slot.capacity)
+            got = cache.read(ALL, slot, 0, seen)[0]
+            # The first token is a sink and stays one; the ring's place 0 is never read.
+            assert torch.equal(got, new_keys(slot, seen))
+            taken += range(slot.offset, slot.offset + arena.width(tokens))
+        assert len(taken) == len(set(taken))
+        assert max(taken, default=0) < arena.places
+    for slot, _ in held:
+        cache.release(slot)
+    assert cache.used_bytes == 0
+    assert cache.allocate(99).offset == 0
+
+
+def test_memory_that_no_token_has_reached_is_not_touched() -> None:
+    arena = Arena(StreamingPolicy(window_min=4000, sinks=4), 1, 9000)
+    cache = StreamingCache(1, 2, arena, 2, dtype=torch.float32, device=torch.device("cpu"))
+    cache.k.fill_(math.nan)
+    slot = cache.allocate(8000)
+    cache.write(ALL, slot, cache.indices(slot, 0, 9), torch.ones(1, 9, 2), torch.ones(1, 9, 2))
+    assert 14 <= (~cache.k[0, :, 0].isnan()).sum() < 500

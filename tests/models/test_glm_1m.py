@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from razor_dist import LLM, SamplingParams
 from razor_dist.cache.pages import PagePool
-from razor_dist.cache.streaming import StreamingCache
+from razor_dist.cache.streaming import Arena, StreamingCache
 from razor_dist.cli import main
 from razor_dist.config.errors import HeadMapError
 from razor_dist.config.schema import ServerConfig
@@ -189,13 +189,14 @@ def memory(world: int, kept: int) -> dict[str, int]:
     assert config.chunked_prefill_size is not None
     caches = capacity.cache_config(config, shape, LENGTH, world, torch.bfloat16)
     size, on = (caches.page_size, shape.head_dim), {"dtype": torch.bfloat16, "device": META}
+    arena = Arena.of(caches.policy, torch.bfloat16, LENGTH, 1)
     local = shape.layers * shape.kv_heads - kept
     with META:
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     return {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
         "retrieval": PagePool(kept, caches.num_pages, *size, **on).reserved_bytes,
-        "local": StreamingCache(local, 1, LENGTH, caches.policy, size[1], **on).reserved_bytes,
+        "local": StreamingCache(local, 1, arena, size[1], **on).reserved_bytes,
     }
 
 
