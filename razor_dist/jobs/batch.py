@@ -53,10 +53,7 @@ class Entry:
 
 
 def read_batch(path: str | Path) -> list[Entry]:
-    """Return a batch file's entries; `ConfigError` if it cannot be read or repeats a custom_id.
-
-    Their bodies are not checked yet.
-    """
+    """Return a file's entries, their bodies unchecked; `ConfigError` if two have one custom_id."""
     entries: list[Entry] = []
     lines: dict[str, list[str]] = {}
     for line, data in read_lines(path):
@@ -115,11 +112,9 @@ class BatchTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The name of the model; the requests bring their own."""
         return {"task": "batch", "model": self.model}
 
     def items(self) -> Sequence[Item]:
-        """Return the requests; one whose line is changed is another item."""
         return [
             Item(entry.item_id, max(1, entry.line.length // 4), data={"line": entry.line})
             for entry in self.entries
@@ -180,10 +175,7 @@ def _served(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) ->
 def output_lines(
     entries: Sequence[Entry], records: Mapping[str, Record]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the output's lines, in the order of the batch file.
-
-    ``records`` are the results of a `BatchTask` by their ids: one for each entry that is a request.
-    """
+    """Yield the output's lines in the order of the batch file, by the records of a `BatchTask`."""
     for entry in entries:
         response: dict[str, Any] | None = None
         error: dict[str, str] | None = None

@@ -67,8 +67,6 @@ def _check_listens(address: str) -> None:
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources that one engine asks the cluster for."""
-
     ranks: int
     bundle: Mapping[str, float]  # for each rank, by Ray's names of resources
     strategy: Literal["STRICT_PACK", "PACK"]
@@ -136,15 +134,13 @@ def reserve(
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Return the resources of every living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _cluster() -> str:
-    """Tell in words what the cluster has."""
     nodes = _nodes()
     free = ray.available_resources()
-    each = "; ".join(_resources(has) for has in nodes[:8])
+    each = "; ".join(map(_resources, nodes[:8]))
     more = f"; {len(nodes) - 8} more" if len(nodes) > 8 else ""
     return (
         f"the cluster of {len(nodes)} node{'s' * (len(nodes) != 1)} [{each}{more}] "

@@ -26,7 +26,6 @@ class HostEngine:
         self.close = llm.close
 
     def run(self, item: Item) -> Work:
-        """See `razor_dist.jobs.pool.JobEngine`."""
         if hasattr(self._llm, "use_tqdm"):  # what an `ExternalEngineConfig` opens has none
             self._llm.use_tqdm = ReadingLog(item.id)
         try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
-from razor_dist.jobs.pool import EnginePool, ItemUpdate, Outcome, run_items
+from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
 from razor_dist.jobs.task import Item, PartResult, Task, job_settings
@@ -74,14 +74,8 @@ def run_task(
     When nothing is missing any more, the results are put into the order of the task's items.
     ``pool`` is entered only if anything is missing. ``on_open`` is called before any work with the
     folder, which may be another than the one asked for; what it writes there stays however the run
-    ends.
-
-    Raises
-    ------
-    ConfigError
-        If the folder or the items do not fit: see `ResultStore.open`.
-    RazorError
-        If no engine can be opened any more. The results so far are kept.
+    ends. Raises `ConfigError` if the folder or the items do not fit (`ResultStore.open`), and
+    another `RazorError` if no engine can be opened any more; the results so far are kept.
     """
     config = config or JobConfig()
     items = _checked(task)
@@ -101,7 +95,13 @@ def run_task(
             if missing:
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
                     for event in run_items(missing, open_engine, engines, config.attempts):
-                        _store(event, store, progress)
+                        if isinstance(event, Outcome):
+                            store.append(_record(event))
+                            progress.finished(event)
+                            continue
+                        if isinstance(event.update, PartResult):
+                            store.append_part(event.item.id, event.update.key, event.update.result)
+                        progress.updated(event)
         except KeyboardInterrupt:
             log.warning(
                 "interrupted; what is done is kept in %s: run it again to continue", store.folder
@@ -110,16 +110,6 @@ def run_task(
         store.finish([item.id for item in items])
         failed = sum(record["status"] == "failed" for record in store.records.values())
         return JobSummary(store.folder, len(store.records) - failed, failed, earlier)
-
-
-def _store(event: Outcome | ItemUpdate, store: ResultStore, progress: JobProgress) -> None:
-    if isinstance(event, Outcome):
-        store.append(_record(event))
-        progress.finished(event)
-        return
-    if isinstance(event.update, PartResult):
-        store.append_part(event.item.id, event.update.key, event.update.result)
-    progress.updated(event)
 
 
 def _checked(task: Task) -> Sequence[Item]:

@@ -63,16 +63,12 @@ class Outcome:
 
 
 class ItemUpdate(NamedTuple):
-    """News of an item that an engine is working on."""
-
     item: Item
     update: Update
 
 
 class _ThreadEnd(NamedTuple):
-    """News of a thread that ends because no engine can be opened for it."""
-
-    engine: int
+    engine: int  # that cannot be opened
     error: Exception
 
 
@@ -86,13 +82,9 @@ def run_items(
     end, when the other engines have nothing to do. An item is tried ``attempts`` times while
     engines fail under it, and so is the opening of an engine that is lost meanwhile.
 
-    Yields an item's updates, and its outcome as soon as it is known.
-
-    Raises
-    ------
-    RazorError
-        If there are items left and no engine can be opened for them; the error is that of the
-        last one tried. A mistake of the user's (`ConfigError`, ...) ends the others at once.
+    Yields an item's updates, and its outcome as soon as it is known. Raises the `RazorError` of the
+    last engine tried if there are items left and none can be opened for them; a mistake of the
+    user's (`ConfigError`, ...) ends the others at once.
     """
     pool = _Pool(items, open_engine, attempts)
     left = len(pool.waiting)
@@ -203,8 +195,7 @@ class _Pool:
             self._changed.notify_all()
 
     def _open_patiently(self, name: str, number: int) -> None:
-        attempt = 1
-        while True:
+        for attempt in range(1, self._attempts + 1):
             try:
                 engine = self._open(name, number, self._over)
                 break
@@ -212,7 +203,6 @@ class _Pool:
                 if attempt == self._attempts or self._over.is_set():
                     raise
                 log.warning("engine %d was lost while it was opened: %s", number, error)
-                attempt += 1
         with self._changed:
             self._engines[number] = engine
         if self._over.is_set():  # `stop` may not have seen it

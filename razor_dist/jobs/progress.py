@@ -22,7 +22,7 @@ class JobProgress(ExitStack):
 
     The rate counts what was read since the first item was begun, by `Item.size` or, once it is
     known, `ItemSize`; an item that failed counts for nothing. ``before`` counts the items of
-    earlier runs; a bar is drawn where standard error is a terminal, unless ``bar`` says otherwise.
+    earlier runs; a bar is drawn where standard error is a terminal.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class JobProgress(ExitStack):
         items: Sequence[Item],
         before: int = 0,
         *,
-        bar: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class JobProgress(ExitStack):
         self._read = 0
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item
-        shown = sys.stderr.isatty() if bar is None else bar
+        shown = sys.stderr.isatty()
         if shown:
             self.enter_context(logging_redirect_tqdm())  # log lines go above the bar
         bar_of_tokens = tqdm(disable=not shown, unit="tok", unit_scale=True, desc="job")
@@ -50,7 +49,6 @@ class JobProgress(ExitStack):
             log.info("%d of %d items are there already", before, self._total)
 
     def updated(self, news: ItemUpdate) -> None:
-        """Tell how an item gets on."""
         item, update = news
         if self._begin is None:
             self._begin = self._clock()
@@ -66,19 +64,16 @@ class JobProgress(ExitStack):
             log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
 
     def finished(self, outcome: Outcome) -> None:
-        """Tell of an item's end."""
-        id = outcome.item.id
         if self._begin is None:
             self._begin = self._clock() - outcome.seconds
         self._finished += 1
         self._failed += outcome.error is not None
         if outcome.error is None:
-            self._count(id, self._left[id])
-        del self._left[id]
+            self._count(outcome.item.id, self._left[outcome.item.id])
+        del self._left[outcome.item.id]
         log.info("%s", self.line(outcome))
 
     def line(self, outcome: Outcome) -> str:
-        """Return the log's line of an outcome that has been counted."""
         failed = f" ({self._failed} failed)" if self._failed else ""
         end = f"done in {outcome.seconds:.1f} s"
         if outcome.error is not None:

@@ -32,15 +32,7 @@ from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
-from razor_dist.jobs.task import (
-    ExternalEngineConfig,
-    Item,
-    ItemSize,
-    PartResult,
-    Task,
-    Update,
-    Work,
-)
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
 from razor_dist.llm.llm import LLM
 from razor_dist.server.logs import set_up_logging
 
@@ -63,8 +55,6 @@ class RayLLM(LLM):
 
 
 class EngineActor:
-    """The frontend of an engine, in an actor's process."""
-
     def open(
         self, task: Task, config: EngineConfig, group: PlacementGroup, bundle: Mapping[str, float]
     ) -> list[int]:
@@ -83,7 +73,6 @@ class EngineActor:
         yield (yield from self._engine.run(item))
 
     def close(self) -> None:
-        """End the ranks and remove the folder of their socket."""
         self._engine.close()
 
 
@@ -116,13 +105,12 @@ class RayEngine:
         self._busy = False
 
     def run(self, item: Item) -> Work:
-        """See `razor_dist.jobs.pool.JobEngine`."""
         self._busy = True
         stream = self._actor.run.options(num_returns="streaming").remote(item)
         while True:
             self._wait(stream)
             news = self._get(next(stream))
-            if not isinstance(news, ItemSize | PartResult):
+            if not isinstance(news, Update):
                 self._busy = False
                 result: Mapping[str, Any] = news
                 return result
@@ -144,7 +132,6 @@ class RayEngine:
             raise EngineLostError(brief(error)) from None
 
     def close(self) -> None:
-        """End its actors and give its room back."""
         with self._closing:
             if self._closed:
                 return

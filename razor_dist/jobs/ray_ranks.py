@@ -27,8 +27,6 @@ _KILLED = 10.0
 
 
 class Place(NamedTuple):
-    """The node and process that a rank runs in."""
-
     node: str
     address: str
     pid: int
@@ -38,7 +36,6 @@ class RankActor:
     """A process that becomes one rank."""
 
     def place(self) -> Place:
-        """Tell where this is."""
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 

@@ -46,17 +46,12 @@ Record = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """A job's settings and records."""
-
     settings: dict[str, Any]
     records: list[Record]
 
 
 def read_job(folder: str | Path) -> Job:
-    """Return a job's settings and the results so far; another process may be writing more.
-
-    Raises `ConfigError` if the folder holds no job, or its files are damaged.
-    """
+    """Return settings and results so far; `ConfigError` without a job or with damaged files."""
     folder = Path(folder)
     header = _read_header(folder)
     if header is None:
@@ -75,7 +70,6 @@ class _RecordFile:
             os.truncate(path, length)  # a torn last line
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns, or none of it after an `OSError`."""
         record = {**record, "settings": self._hash}
         line, is_new = json_line(record), not self.path.exists()
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -95,7 +89,6 @@ class _RecordFile:
         self.records[_key(record)] = record
 
     def rewrite(self, records: Iterable[Record]) -> None:
-        """Replace the records."""
         replaced = {_key(record): record for record in records}
         if list(replaced.items()) != list(self.records.items()):
             with replacing(self.path) as draft:
@@ -155,13 +148,12 @@ class ResultStore(contextlib.ExitStack):
             elif header["hash"] != name:
                 raise ConfigError(f"another process has begun another job in {folder}")
             return cls(folder, name, lock)
-        except Timeout:
-            raise ConfigError(f"another process is writing results to {folder}") from None
-        except OSError as error:
+        except BaseException as error:
             lock.release()
-            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-        except BaseException:
-            lock.release()
+            if isinstance(error, Timeout):
+                raise ConfigError(f"another process is writing results to {folder}") from None
+            if isinstance(error, OSError):
+                raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
             raise
 
     @property
@@ -182,7 +174,6 @@ class ResultStore(contextlib.ExitStack):
         return found
 
     def append_part(self, id: str, key: str, result: Mapping[str, Any]) -> None:
-        """Add the result of a part of an item, like `append`."""
         self._parts.append({"id": id, "part": key, "result": dict(result)})
 
     def drop_failed(self) -> int:

@@ -52,11 +52,9 @@ class Style:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings by which answers are drawn."""
         limit = self.max_tokens or _TOKENS_PER_WORD * self.words
         return SamplingParams(max_tokens=limit, temperature=self.temperature, seed=self.seed)
 
     def prompt(self, document: str, kind: str) -> str:
-        """Return the prompt for a text."""
         values = {**asdict(self), "document": document, "kind": kind}
         return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)

@@ -53,14 +53,11 @@ class Summarizer:
     def summarize(self, text: str, stored: Mapping[str, Any]) -> Work:
         """Summarise a text, part by part if it is long; ``stored`` parts are not asked for again.
 
-        Returns
-        -------
-        generator that returns a dict
-            ``tokens`` (the text's), ``summary``, ``finish_reason`` ("stop", "length", or
-            "repetition" if the answer ends in a loop), ``parts`` (the prompts that the text itself
-            was read in; 1: whole), ``levels`` (the times that summaries were summarised), and, of
-            more than one part, ``part_summaries``: each part's ``tokens``, ``summary`` and
-            ``finish_reason``. Raises `DocumentError` if the context is too short for any summary.
+        The result has ``tokens`` (the text's), ``summary``, ``finish_reason`` ("stop", "length", or
+        "repetition" if the answer ends in a loop), ``parts`` (the prompts that the text itself was
+        read in; 1: whole), ``levels`` (the times that summaries were summarised), and, of more than
+        one part, ``part_summaries``: each part's ``tokens``, ``summary`` and ``finish_reason``.
+        Raises `DocumentError` if the context is too short for any summary.
         """
         [tokens] = self._count([text])
         parts: list[Json] = []
@@ -165,27 +162,22 @@ class SummaryTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The style, and which code applies it."""
         return {"task": "summarize", "version": _VERSION, "style": asdict(self.style)}
 
     def items(self) -> Sequence[Item]:
-        """Return the documents; a changed file is another item."""
-        return [
-            Item(item_id(source), max(1, source.size // 4), data={"source": source})
-            for source in self.sources
-        ]
+        """Return the documents; a file that is changed, or read otherwise, is another item."""
+        items = []
+        for source in self.sources:
+            encoding = f"-{source.encoding}" if source.encoding else ""
+            id = f"{source.id}#{source.digest or 'unreadable'}{encoding}"
+            items.append(Item(id, max(1, source.size // 4), data={"source": source}))
+        return items
 
     def run(self, llm: LLM, item: Item) -> Work:
         """Read a document and summarise it: `Summarizer.summarize`, with ``id`` and ``source``."""
         source: Source = item.data["source"]
         summary = yield from Summarizer(llm, self.style).summarize(source.text(), item.parts)
         return {"id": source.id, "source": source.path, **summary}
-
-
-def item_id(source: Source) -> str:
-    """Name a document's record in the results by its id and what its text depends on."""
-    encoding = f"-{source.encoding}" if source.encoding else ""
-    return f"{source.id}#{source.digest or 'unreadable'}{encoding}"
 
 
 def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:

@@ -21,20 +21,10 @@ if TYPE_CHECKING:
 # (`tests/test_invariance.py`), what fits at once, and how long is waited. A job may go on with
 # others than it was begun with. Not among them are seed and generation_config: from them a request
 # gets the draws, the temperature, ... that it does not bring, and a task may leave these out.
-_INDIFFERENT = {
-    "world_size",
-    "max_num_seqs",
-    "kv_tokens",
-    "page_size",
-    "chunked_prefill_size",
-    "max_step_ms",
-    "scheduling_policy",
-    "cuda_graphs",
-    "shared_memory",
-    "threads",
-    "collective_timeout",
-    "heartbeat_timeout",
-}
+_INDIFFERENT = """
+    world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
+    cuda_graphs shared_memory threads collective_timeout heartbeat_timeout
+"""
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -128,13 +118,10 @@ class Task(Protocol):
         Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a
         prefix that is not released) takes room in the caches from the next item.
 
-        Returns
-        -------
-        mapping, or generator that returns it
-            The result: plain JSON data without NaN. Measured times belong under the key
-            ``timing``: the rest is to be the same in every run. An item of many hours is a
-            generator that yields a `PartResult` whenever something is done that no later attempt
-            need repeat, and an `ItemSize` once it knows it.
+        The result is plain JSON data without NaN. Measured times belong under the key ``timing``:
+        the rest is to be the same in every run. An item of many hours is a generator that returns
+        it, and yields a `PartResult` whenever something is done that no later attempt need repeat,
+        and an `ItemSize` once it knows it.
 
         Raises `EngineError` if the engine fails: the item is tried again, on this engine or
         another. Anything else is recorded as the item's failure, and it is not tried again.
@@ -166,7 +153,7 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 def _deciding(config: EngineConfig) -> dict[str, Any]:
-    names = set(EngineConfig.model_fields) - _INDIFFERENT - {"head_map"}
+    names = set(EngineConfig.model_fields) - {*_INDIFFERENT.split(), "head_map"}
     if isinstance(config, ExternalEngineConfig):
         names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
     fields = config.model_dump(mode="json", include=names)

@@ -230,7 +230,7 @@ def test_parts_that_are_done_are_not_done_again() -> None:
 def test_the_progress_counts_what_was_read() -> None:
     now = [0.0]
     items = [Item("a", size=1000), Item("b", size=3000), Item("c", size=10**9), Item("d", size=5)]
-    with JobProgress(items, before=2, bar=False, clock=lambda: now[0]) as progress:
+    with JobProgress(items, before=2, clock=lambda: now[0]) as progress:
         now[0] = 60.0  # of which the engine took 50 to start
         unread = Outcome(items[2], None, DocumentError("x"), attempts=1, seconds=0.0, engine=0)
         progress.finished(unread)
