@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
-# Model types with an adapter, and where its class `Model` and its `reason` to refuse are.
+# Model types with an adapter, and where its class `Model` is.
 _ADAPTERS = {
     "bloom": "razor_dist.models.bloom",
     "mpt": "razor_dist.models.mpt",
@@ -14,18 +15,10 @@ _ADAPTERS = {
 }
 
 
-def adapter(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that serves models with this configuration in place of transformers' own."""
-    if config.model_type not in _ADAPTERS:
-        return None
-    model: type[PreTrainedModel] = importlib.import_module(_ADAPTERS[config.model_type]).Model
-    return model
-
-
-def adapter_reason(config: PretrainedConfig) -> str | None:
-    """Return why a model with an adapter cannot be served, as the end of a sentence."""
-    reason: str | None = importlib.import_module(_ADAPTERS[config.model_type]).reason(config)
-    return reason
+def adapter(config: PretrainedConfig) -> Any:
+    """The `CausalLM` class for a configuration in place of transformers' own, or None."""
+    name = _ADAPTERS.get(config.model_type)
+    return name and importlib.import_module(name).Model
 
 
 def is_alibi(config: PretrainedConfig) -> bool:

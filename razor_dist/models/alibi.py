@@ -45,7 +45,6 @@ class AlibiModel(Protocol):
 
     def slopes(self, device: torch.device) -> Tensor:
         """float32 ``[H]``, the same in every layer."""
-        ...
 
     def layer_weights(self, layer: int) -> LayerWeights: ...
 
@@ -71,7 +70,6 @@ class CausalLM:
     _supports_attention_backend = True
 
     def slopes(self: Any, device: torch.device) -> Tensor:
-        """See `AlibiModel`."""
         # Made when first needed: while weights load, a model's buffers are on no device.
         if self._slopes is None or self._slopes.device != device:
             self._slopes = torch.tensor(

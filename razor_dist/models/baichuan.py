@@ -53,23 +53,6 @@ class BaichuanConfig(PretrainedConfig):
         return self.z_loss_weight is not None or self.vocab_size == _VOCAB_2
 
 
-def reason(config: PretrainedConfig) -> str | None:
-    """Return why a Baichuan cannot be served, as the end of a sentence."""
-    c: Any = config
-    if c.hidden_size == _ROTARY_HIDDEN_SIZE:
-        return "those of 7B have rotary embeddings in a layout of their own; only 13B's is known"
-    if not c.normalised_head and c.vocab_size != _VOCAB_1:
-        return (
-            "it is not clear whether its output projection is normalised: Baichuan 2 has "
-            f"z_loss_weight in its config.json, Baichuan 1 a vocabulary of {_VOCAB_1}"
-        )
-    if c.tie_word_embeddings:
-        return "its embeddings are tied (tie_word_embeddings)"
-    if c.hidden_size % c.num_attention_heads:
-        return f"hidden_size {c.hidden_size} is not a multiple of {c.num_attention_heads} heads"
-    return None
-
-
 class _Norm(nn.Module):
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__()
@@ -151,8 +134,6 @@ class _Head(nn.Linear):
 
 
 class Model(CausalLM, _PreTrained):
-    """Baichuan whose attention is the call's context."""
-
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__(config)
         self.model = _Body(config)
@@ -160,11 +141,28 @@ class Model(CausalLM, _PreTrained):
         self.post_init()
 
     @staticmethod
+    def reason(config: PretrainedConfig) -> str | None:
+        c: Any = config
+        if c.hidden_size == _ROTARY_HIDDEN_SIZE:
+            return (
+                "those of 7B have rotary embeddings in a layout of their own; only 13B's is known"
+            )
+        if not c.normalised_head and c.vocab_size != _VOCAB_1:
+            return (
+                "it is not clear whether its output projection is normalised: Baichuan 2 has "
+                f"z_loss_weight in its config.json, Baichuan 1 a vocabulary of {_VOCAB_1}"
+            )
+        if c.tie_word_embeddings:
+            return "its embeddings are tied (tie_word_embeddings)"
+        if c.hidden_size % c.num_attention_heads:
+            return f"hidden_size {c.hidden_size} is not a multiple of {c.num_attention_heads} heads"
+        return None
+
+    @staticmethod
     def slopes_of(config: PretrainedConfig) -> list[float]:
         return press_slopes(config.num_attention_heads)
 
     def layer_weights(self, layer: int) -> LayerWeights:
-        """See `razor_dist.models.alibi.AlibiModel`."""
         block: Any = self.model.layers[layer]
         attention, gain = block.self_attn, block.input_layernorm.weight
         query, key = packed(attention.W_pack.weight, attention.heads)

@@ -18,14 +18,6 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, press_slopes
 
 
-def reason(config: PretrainedConfig) -> str | None:
-    """Return why a BLOOM cannot be served, as the end of a sentence."""
-    c: Any = config
-    if c.slow_but_exact and c.pretraining_tp > 1:
-        return "slow_but_exact sums its projections in slices; set it to false in config.json"
-    return None
-
-
 class _Attention(BloomAttention):
     """A layer hands ``alibi`` on as it is: not a tensor here, but what computes attention."""
 
@@ -54,8 +46,6 @@ class _Body(BloomModel):
 
 
 class Model(CausalLM, BloomForCausalLM):
-    """`BloomForCausalLM` whose attention is the call's context."""
-
     def __init__(self, config: BloomConfig) -> None:
         BloomPreTrainedModel.__init__(self, config)
         self.transformer = _Body(config)
@@ -63,11 +53,17 @@ class Model(CausalLM, BloomForCausalLM):
         self.post_init()
 
     @staticmethod
+    def reason(config: PretrainedConfig) -> str | None:
+        c: Any = config
+        if c.slow_but_exact and c.pretraining_tp > 1:
+            return "slow_but_exact sums its projections in slices; set it to false in config.json"
+        return None
+
+    @staticmethod
     def slopes_of(config: BloomConfig) -> list[float]:
         return press_slopes(config.n_head)
 
     def layer_weights(self, layer: int) -> LayerWeights:
-        """See `razor_dist.models.alibi.AlibiModel`."""
         block: Any = self.transformer.h[layer]
         attention, norm = block.self_attention, block.input_layernorm
         heads = attention.num_heads

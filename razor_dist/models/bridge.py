@@ -8,7 +8,7 @@ from the context's positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,22 +21,14 @@ from razor_dist.models.longrope import position_mark
 NAME = "razor"
 
 # Arguments to attention that do not change what it computes: the positions are in the queries and
-# keys already, and the rest is about what a model returns or how another library runs.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "hidden_states",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
+# keys already, and the rest is about what a model returns or how another library runs, or is looked
+# at by itself (dropout, is_causal).
+_NAMES = """
+    cache_position deterministic dropout hidden_states is_causal num_items_in_batch
+    output_attentions output_hidden_states output_router_logits position_embeddings position_ids
+    return_dict use_cache
+"""
+_HARMLESS = frozenset(_NAMES.split())
 
 
 class AttentionContext(Protocol):
@@ -49,7 +41,6 @@ class AttentionContext(Protocol):
         rotated, or the query has slopes (ALiBi). The result is ``[T, K G, D]`` in the dtype of the
         queries.
         """
-        ...
 
 
 def _forward(
@@ -64,7 +55,8 @@ def _forward(
     attention_context: AttentionContext,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    problem = _problem(module, query, key, value, attention_mask, dropout, kwargs)
+    given = {**kwargs, "dropout": dropout}
+    problem = _problem(module, (query, key, value), attention_mask, given)
     if problem is not None:
         # `models.support` refuses such models by their configuration; reaching this means that
         # a model's own code or a new release of transformers does what no configuration tells.
@@ -76,39 +68,26 @@ def _forward(
 
 
 def _problem(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    kwargs: Mapping[str, Any],
+    module: nn.Module, qkv: Sequence[Tensor], mask: Tensor | None, given: Mapping[str, Any]
 ) -> str | None:
-    """Name what a layer asks for beyond causal attention, as the end of a sentence.
-
-    Silence would be a wrong answer, so whatever is not known to be harmless is refused.
-    """
-    if attention_mask is not None:
+    """Name what a layer asks for beyond causal attention: silence would be a wrong answer."""
+    if mask is not None:
         return "brings a mask of its own, which is not supported"
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         return "is bidirectional, which is not supported"
-    if dropout:
+    if given["dropout"]:
         return "drops out weights, which is not supported"
-    for name, given in kwargs.items():
-        if given is not None and name not in _HARMLESS and name != "is_causal":
+    for name, value in given.items():
+        if value is not None and name not in _HARMLESS:
             return f"is called with {name!r}, which is not supported"
     for dim, sizes, remedy in (
         (-1, "widths {}", "only one width is supported"),
         (-2, "{} tokens", "keys of other tokens than its own are not supported"),
     ):
-        found = [x.shape[dim] for x in (query, key, value)]
+        found = [x.shape[dim] for x in qkv]
         if len(set(found)) > 1:
             listed = sizes.format(", ".join(map(str, found)))
             return f"has queries, keys and values of {listed}; {remedy}"
-    return None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
@@ -130,4 +109,4 @@ def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContex
 
 
 AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

