@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -19,17 +18,6 @@ from razor_dist.evals.bench.settings import (
     ServeBenchSettings,
     ShapeBenchSettings,
 )
-
-_BENCHES: dict[str, tuple[type[BenchSettings], str]] = {
-    "engine": (EngineBenchSettings, "transformers' generate, our engine, and our ranks."),
-    "shape": (
-        ShapeBenchSettings,
-        "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
-    ),
-    "probe": (ProbeBenchSettings, "Razor's probe against one that holds attention matrices."),
-    "serve": (ServeBenchSettings, "Load on a server with OpenAI's API: ours, llama-server, vLLM."),
-    "gpu": (GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network."),
-}
 
 
 class _EngineByDefault(TyperGroup):
@@ -49,7 +37,7 @@ bench = typer.Typer(
 )
 
 
-def _run(name: str) -> Callable[[BenchSettings], None]:
+def _add(name: str, kind: type[BenchSettings], summary: str) -> None:
     def run(settings: BenchSettings) -> None:
         # Every run is told on stderr: a bench that is silent for minutes looks stuck.
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -61,8 +49,15 @@ def _run(name: str) -> Callable[[BenchSettings], None]:
         for file in filter(None, settings.files):
             typer.echo(f"wrote {file}")
 
-    return run
+    bench.command(name, help=summary)(with_options(kind)(run))
 
 
-for _name, (_settings, _summary) in _BENCHES.items():
-    bench.command(_name, help=_summary)(with_options(_settings)(_run(_name)))
+_add("engine", EngineBenchSettings, "transformers' generate, our engine, and our ranks.")
+_add(
+    "shape",
+    ShapeBenchSettings,
+    "Razor against full attention with random weights at the sizes in FOLDER, on one rank.",
+)
+_add("probe", ProbeBenchSettings, "Razor's probe against one that holds attention matrices.")
+_add("serve", ServeBenchSettings, "Load on a server with OpenAI's API: ours, llama-server, vLLM.")
+_add("gpu", GpuBenchSettings, "All that only a GPU can show, in ten minutes, without a network.")

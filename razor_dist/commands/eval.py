@@ -72,7 +72,6 @@ def ruler(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
 
 
 def _run_job(task: Any, config: NeedleConfig | RulerConfig, out: Path, write_report: Any) -> None:
-    """Run what the folder lacks, write its report and show it."""
     from razor_dist.evals.run_notes import note_run
     from razor_dist.jobs.job import run_job
 
@@ -180,7 +179,6 @@ def ablations(
 def _run_grid(
     config: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap], out: Path
 ) -> NeedleResults:
-    """Run what the folder lacks, and return the results of these methods and documents."""
     from razor_dist.evals.needle.grid import GridTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -188,7 +186,6 @@ def _run_grid(
 
 
 def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, path: Path) -> None:
-    """Write a study's page, and the same as JSON beside it."""
     from razor_dist.evals.run_notes import write_json
 
     write_json(path.with_suffix(".json"), study.report(results))
@@ -196,7 +193,6 @@ def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, p
 
 
 def _write_page(path: Path, page: str) -> None:
-    """Write a page and show it."""
     from razor_dist.evals.markdown import write_page
 
     typer.echo(write_page(path, page))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +30,6 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of all methods."""
-
     model: Annotated[
         str, typer.Argument(help="smollm2 (embedded), a local folder or a hub id org/name.")
     ]
@@ -79,8 +77,6 @@ class WindowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyOptions(WindowOptions):
-    """Options of the methods that hide passkeys."""
-
     passkeys: Annotated[int, Doc("Passkeys of 32 words hidden in a sample.")] = 10
     max_tokens: Annotated[
         int | None, Doc("Longest sample. [default: the model's context, up to 32000]")
@@ -107,7 +103,6 @@ class MethodGroup(TyperGroup):
     """The methods, and the older form of the command, ``identify MODEL --method METHOD``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, in either form."""
         if args and args[0] not in (*self.commands, "--help"):
             args = method_first(args)
         return super().parse_args(ctx, args)
@@ -159,27 +154,9 @@ def _check(method: str, options: Any) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --verify")
 
 
-_METHODS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "razor": (
-        "RazorAttention's induction and echo scores, in one pass.",
-        (RazorSettings, WindowOptions),
-    ),
-    "duo": (
-        "DuoAttention's gates, trained; ranks of torchrun may share the work.",
-        (DuoSettings, RunOptions),
-    ),
-    "onthefly": (
-        "The loss of each KV head if it alone is cut, in a few passes.",
-        (OnTheFlySettings, PasskeyOptions),
-    ),
-    "alibi": (
-        "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights.",
-        (ScopeSettings,),
-    ),
-}
+def _add(method: str, *classes: type, text: str) -> None:
+    """Add a method's command, with the options of these classes beside the common ones."""
 
-
-def _run(method: str) -> Callable[[SimpleNamespace], None]:
     def run(options: SimpleNamespace) -> None:
         _check(method, options)
         # Imported here, so that --help does not wait for torch.
@@ -187,9 +164,15 @@ def _run(method: str) -> Callable[[SimpleNamespace], None]:
 
         identify_run.run(method, options)
 
-    return run
+    options = with_options(SimpleNamespace, CommonOptions, *classes, flags=_FLAGS)
+    identify.command(method, help=text)(options(run))
 
 
-for _name, (_summary, _classes) in _METHODS.items():
-    _options = with_options(SimpleNamespace, CommonOptions, *_classes, flags=_FLAGS)
-    identify.command(_name, help=_summary)(_options(_run(_name)))
+_RAZOR = "RazorAttention's induction and echo scores, in one pass."
+_DUO = "DuoAttention's gates, trained; ranks of torchrun may share the work."
+_ON_THE_FLY = "The loss of each KV head if it alone is cut, in a few passes."
+_ALIBI = "The distance that ALiBi heads (BLOOM, MPT, Baichuan) see, by their weights."
+_add("razor", RazorSettings, WindowOptions, text=_RAZOR)
+_add("duo", DuoSettings, RunOptions, text=_DUO)
+_add("onthefly", OnTheFlySettings, PasskeyOptions, text=_ON_THE_FLY)
+_add("alibi", ScopeSettings, text=_ALIBI)

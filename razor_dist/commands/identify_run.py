@@ -8,17 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -48,34 +47,17 @@ from razor_dist.parallel.zero import import_deepspeed, join_ranks
 Settings = TypeVar("Settings")
 
 
-@dataclass(frozen=True)
 class ModelSource:
-    """A model whose weights are not loaded yet, and where it is to run."""
+    """A model whose weights are not loaded yet, downloaded if need be, and where it is to run."""
 
-    name: str
-    path: Path
-    device: torch.device
-    dtype: torch.dtype
-    trust: bool  # run code that comes with the model
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase | None
-
-    @classmethod
-    def of(cls, options: Any) -> Self:
-        """Find the model that is asked for, downloaded if it has to be."""
-        trust = options.trust_remote_code
+    def __init__(self, options: Any) -> None:
         config = EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
-        device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-        path = resolve_model(options.model, trust_remote_code=trust)
-        return cls(
-            display_name(options.model),
-            path,
-            device,
-            torch_dtype(config, device),
-            trust,
-            read_config(path, trust_remote_code=trust),
-            load_tokenizer(path, trust_remote_code=trust),
-        )
+        self.device = torch_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+        self.dtype = torch_dtype(config, self.device)
+        self.name, self.trust = display_name(options.model), options.trust_remote_code
+        self.path = resolve_model(options.model, trust_remote_code=self.trust)
+        self.config = read_config(self.path, trust_remote_code=self.trust)
+        self.tokenizer = load_tokenizer(self.path, trust_remote_code=self.trust)
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         """Load the model with our attention; on its own device if no other is named."""
@@ -86,9 +68,10 @@ class ModelSource:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
         context = ModelShape.from_config(self.config).max_positions
         longest = min(context, PasskeySettings.max_tokens)
-        if options.max_tokens is not None:
-            longest = options.max_tokens
-        settings = _settings(PasskeySettings, options, max_tokens=longest)
+        given = options.max_tokens
+        settings = _settings(
+            PasskeySettings, options, max_tokens=longest if given is None else given
+        )
         if self.tokenizer is None:
             raise ModelError(
                 f"the model folder {self.path} has no tokenizer, and passkeys are words"
@@ -103,11 +86,8 @@ def _settings(cls: type[Settings], options: Any, **own: Any) -> Settings:
 
 
 def run(method: str, options: Any) -> None:
-    """Find the heads of a model by a method, write its map, and say so.
-
-    ``options`` has a field for each flag of the method's command.
-    """
-    model = ModelSource.of(options)
+    """Find a model's heads by a method and write its map; ``options`` has a field for each flag."""
+    model = ModelSource(options)
     if is_alibi(model.config) is not (method == "alibi"):
         raise ConfigError(
             f"method alibi is for models biased by distance (ALiBi), and {model.name} is not"
