@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,14 +57,7 @@ class Allocations(TorchDispatchMode):
         # Numbers of storages; those from outside, which are not counted, are -1.
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation and count what it made."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Asked for a number, which the meta device lacks, answer zero: transformers asks whether
         # the positions are of several packed sequences, to make a mask, and ours needs none.
         if func in _READS and args[0].is_meta:
@@ -105,7 +98,6 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Count what is made inside under ``label``."""
         before, self.label = self.label, label
         try:
             yield

@@ -84,15 +84,10 @@ class Traffic:
     prefill: list[Counter[str]]  # for a whole prompt
     decode: list[Counter[str]]  # for one step of one sequence
 
-    @staticmethod
-    def total(per_rank: Sequence[Counter[str]]) -> Counter[str]:
-        """All ranks together."""
-        return sum(per_rank, Counter())
 
-    @staticmethod
-    def most(per_rank: Sequence[Counter[str]]) -> int:
-        """Return what the busiest rank sends."""
-        return max(sum(sent.values()) for sent in per_rank)
+def busiest(per_rank: Sequence[Counter[str]]) -> int:
+    """Return what the busiest rank sends."""
+    return max(sent.total() for sent in per_rank)
 
 
 def traffic(d: Deployment, prompt: int) -> Traffic:
@@ -210,7 +205,7 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
     work, size = operations(d, prompt), d.world_size
     reads = len(d.chunks(prompt)) * d.weights.nbytes
     matmul, attention = work.linear / size, (work.retrieval + work.streaming) / size
-    sends = Traffic.most(sent.prefill)
+    sends = busiest(sent.prefill)
     return _estimate(d, device, (matmul, attention), reads, sends, overlapped=True)
 
 
@@ -237,7 +232,7 @@ def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> E
     keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
     work = 2 * (d.weights.matmul + d.weights.head) + 4 * d.shape.head_dim * d.shape.group * keys
     collectives = sum(count > 0 for count in d.retrieval_per_layer) if d.world_size > 1 else 0
-    reads, sends = decode_reads(d, context), Traffic.most(sent.decode)
+    reads, sends = decode_reads(d, context), busiest(sent.decode)
     latency = collectives * device.link_latency_us * 1e-6
     return _estimate(d, device, (work, 0), reads, sends, latency, overlapped=False)
 

@@ -33,24 +33,20 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class StreamingHeads:
-    """Streaming heads that share a policy."""
-
     policy: StreamingPolicy
     per_layer: tuple[int, ...]  # KV heads
 
     @property
     def rows(self) -> int:
-        """KV heads of all layers together."""
         return sum(self.per_layer)
 
 
 def _choose_heads(
     config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
 ) -> tuple[HeadMap, str, str | None]:
-    """Return the engine's head map, or one that keeps a ``fraction`` of the KV heads.
+    """Return a head map, `Deployment.source` and `Deployment.missing`.
 
-    Where there is none, a fraction is assumed: a plan comes before the map is made. The rest are
-    `Deployment.source` and `Deployment.missing`.
+    Without a map a fraction is assumed: a plan comes before the map is made.
     """
     name, by_map = config.head_map, config.attention == "razor"
     exists = name is not None and Path(name).expanduser().exists()
@@ -146,11 +142,7 @@ class Deployment:
         """Read the model's ``config.json`` and the head map.
 
         With a ``fraction``, so much of the KV heads are retrieval heads, instead of a head map's.
-
-        Raises
-        ------
-        ConfigError, ModelError, HeadMapError
-            As the engine raises them, and if a fraction is given beside a head map.
+        Errors are the engine's; also a `ConfigError` if a fraction is given beside a head map.
         """
         if config.device not in ("auto", kind):
             raise ConfigError(f"device is {config.device}, but the device of the plan is a {kind}")
@@ -185,7 +177,6 @@ class Deployment:
         return chunk_length(self.config, self.shape, windows, length, self.world_size, device)
 
     def chunks(self, prompt: int) -> list[Chunk]:
-        """The chunks of a prompt of so many tokens."""
         return chunks(0, prompt, self.chunked_prefill_size, self.world_size)
 
     def cache(self, max_model_len: int, *, bounded: bool = True) -> CacheConfig:
@@ -198,12 +189,10 @@ class Deployment:
 
     @property
     def exact(self) -> bool:
-        """True if streaming heads attend in full at prefill."""
         return self.config.prefill == "exact"
 
     @property
     def retrieval_per_layer(self) -> tuple[int, ...]:
-        """Retrieval KV heads of every layer."""
         return tuple(sum(row) for row in self.head_map.retrieval)
 
     @cached_property
@@ -224,7 +213,6 @@ class Deployment:
         return tuple(found)
 
     def meta_model(self, layers: int | None = None) -> PreTrainedModel:
-        """Return the model on the meta device, of all its layers or of so many."""
         config = self.model
         if layers is not None:
             fields: dict[str, Any] = config.to_dict() | {"num_hidden_layers": layers}

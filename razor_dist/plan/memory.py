@@ -140,7 +140,6 @@ class DryRun:
         return max(found, key=lambda sizes: sum(sizes.values()))
 
     def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
-        """Bytes by label at the peak of one chunk on one rank."""
         allocations = Allocations()
         chunk, prompt = chunks[index], chunks[-1].end
         cache = self._d.cache(prompt, bounded=False)
@@ -196,9 +195,10 @@ class DryRun:
         ):
             slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
             held = holdings(done, Interval(slot.start, sequence.length))
+            own = [at for at, holder in held if holder == rank]
             sequence.window.append(
                 {
-                    layer: [self._piece(at, group.rows) for at, holder in held if holder == rank]
+                    layer: [self._piece(at, group.rows) for at in own]
                     for layer, heads in enumerate(runner.caches.layout.layers)
                     for group in heads.groups
                     if group.index == index
@@ -274,14 +274,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
         caches = self.retrieval_kv + self.streaming_cache + self.scratch
         return self.weights + caches + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
-    """Memory of a deployment on a device, at any context length."""
-
     def __init__(self, deployment: Deployment, device: Device) -> None:
         d, self._d = deployment, deployment
         self._dry_run = DryRun(d)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from razor_dist.models.loader import dtype_name
 from razor_dist.plan.compute import (
     Estimate,
     Operations,
-    Traffic,
+    busiest,
     decode_time,
     full_attention,
     operations,
@@ -31,8 +32,6 @@ from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
 
 @dataclass(frozen=True)
 class Plan:
-    """A deployment and what it would take."""
-
     deployment: Deployment
     device: Device
     context: int  # tokens of the prompt, which decoding then sees
@@ -70,10 +69,44 @@ class Plan:
     @cached_property
     def warnings(self) -> list[str]:
         """A sentence for each setting that defeats itself, and for what does not fit."""
-        return _warnings(self)
+        d = self.deployment
+        said: list[str] = []
+        if d.missing is not None:
+            said.append(f"the head map {d.missing} does not exist: {d.source}")
+        if d.config.attention != "full":
+            selected = d.head_map.selected_fraction if d.head_map.selected else None
+            said += about_heads(d.head_map.kv_fraction, selected)
+        said += _about_windows(self)
+        if self.context > d.shape.max_positions:
+            verdict = "warns of" if d.shape.alibi else "refuses"
+            said.append(
+                f"the model was made for {tokens(d.shape.max_positions)} positions; the engine "
+                f"{verdict} a context of {tokens(self.context)}"
+            )
+        if not self.fits:
+            over = (self.memory.total - self.budget) / 1e9
+            fits = (
+                f"{tokens(self.longest)} tokens fit" if self.longest else "no context at all fits"
+            )
+            said.append(
+                f"it does not fit: {over:.1f} GB too much per rank, and {fits}; "
+                + ", or ".join(_remedies(self))
+            )
+        held = self.memory.sequence_retrieval_kv + self.memory.sequence_streaming_cache
+        if d.streaming and held >= self.full_kv_per_rank:
+            said.append(
+                f"keys and values take {held / 1e9:.2f} GB per rank and sequence, where full "
+                f"attention over {d.world_size} ranks would take "
+                f"{self.full_kv_per_rank / 1e9:.2f}: nothing is saved"
+            )
+        if d.exact:
+            said.append(
+                "prefill is exact: every head rides the ring and keeps everything until the prompt "
+                "ends, so that prefill saves neither time, nor bytes, nor memory"
+            )
+        return said
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, with what the tables derive."""
         d = self.deployment
         memory = dataclasses.asdict(self.memory)
         return {
@@ -137,50 +170,14 @@ def plan(
         prefill_time=prefill_time(d, device, context, sent),
         decode_time=decode_time(d, device, context, sent),
         links={
-            "prefill": dict(Traffic.total(sent.prefill)),
-            "decode": dict(Traffic.total(sent.decode)),
-            "full_prefill": Traffic.total(full.prefill).total(),
-            "full_decode": Traffic.total(full.decode).total(),
-            "busiest_prefill": Traffic.most(sent.prefill),
-            "busiest_decode": Traffic.most(sent.decode),
+            "prefill": dict(sum(sent.prefill, Counter[str]())),
+            "decode": dict(sum(sent.decode, Counter[str]())),
+            "full_prefill": sum(full.prefill, Counter[str]()).total(),
+            "full_decode": sum(full.decode, Counter[str]()).total(),
+            "busiest_prefill": busiest(sent.prefill),
+            "busiest_decode": busiest(sent.decode),
         },
     )
-
-
-def _warnings(plan: Plan) -> list[str]:
-    d, said = plan.deployment, []
-    if d.missing is not None:
-        said.append(f"the head map {d.missing} does not exist: {d.source}")
-    if d.config.attention != "full":
-        selected = d.head_map.selected_fraction if d.head_map.selected else None
-        said += about_heads(d.head_map.kv_fraction, selected)
-    said += _about_windows(plan)
-    if plan.context > d.shape.max_positions:
-        verdict = "warns of" if d.shape.alibi else "refuses"
-        said.append(
-            f"the model was made for {tokens(d.shape.max_positions)} positions; the engine "
-            f"{verdict} a context of {tokens(plan.context)}"
-        )
-    if not plan.fits:
-        over = (plan.memory.total - plan.budget) / 1e9
-        fits = f"{tokens(plan.longest)} tokens fit" if plan.longest else "no context at all fits"
-        said.append(
-            f"it does not fit: {over:.1f} GB too much per rank, and {fits}; "
-            + ", or ".join(_remedies(plan))
-        )
-    held = plan.memory.sequence_retrieval_kv + plan.memory.sequence_streaming_cache
-    if d.streaming and held >= plan.full_kv_per_rank:
-        said.append(
-            f"keys and values take {held / 1e9:.2f} GB per rank and sequence, where full attention "
-            f"over {d.world_size} ranks would take {plan.full_kv_per_rank / 1e9:.2f}: nothing is "
-            "saved"
-        )
-    if d.exact:
-        said.append(
-            "prefill is exact: every head rides the ring and keeps everything until the prompt "
-            "ends, so that prefill saves neither time, nor bytes, nor memory"
-        )
-    return said
 
 
 def _remedies(plan: Plan) -> list[str]:
