@@ -149,7 +149,6 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Inverse of `engine_json`."""
         return cls(**json.loads(text))
 
 
@@ -169,7 +168,6 @@ class ServerConfig(EngineConfig):
 
     @property
     def name(self) -> str:
-        """The model's name in the API."""
         return self.served_model_name or self.model
 
 

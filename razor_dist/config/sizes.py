@@ -17,10 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
 
 
 def parse_size(text: str) -> int:
-    """Read a number of tokens: digits, perhaps a decimal point, perhaps a unit of `_UNITS`.
-
-    Raise `ConfigError` if it is not a size, or not a whole number.
-    """
+    """Read a number of tokens, with or without a unit; `ConfigError` unless it is a whole one."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(

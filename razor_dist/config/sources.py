@@ -98,10 +98,7 @@ def _from_text(cls: type[Config], text: str, source: str) -> Settings:
 
 
 def read_mapping(text: str, source: str) -> dict[str, Any]:
-    """Read a mapping from YAML text, which ``source`` names in errors.
-
-    Raise `ConfigError` if it is not YAML, not a mapping, or gives a key twice.
-    """
+    """Read YAML text, named ``source``; `ConfigError` unless it is a mapping of unique keys."""
     try:
         values = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -169,7 +166,6 @@ def _named(cls: type[Config], values: Mapping[str, Any], source: Callable[[str],
 
 
 def _current(name: str) -> str:
-    """Return the name that a setting has now."""
     if name in RENAMED:
         _log.warning("%s is deprecated: the setting is named %s now", name, RENAMED[name])
     return RENAMED.get(name, name)

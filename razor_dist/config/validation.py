@@ -117,5 +117,4 @@ def _type_in_words(field: FieldInfo) -> str:
 
 
 def is_optional(field: FieldInfo) -> bool:
-    """Return whether the setting may be ``None``."""
     return type(None) in get_args(field.annotation)

@@ -54,10 +54,8 @@ class Source:
 
 
 class Collection(NamedTuple):
-    """Documents, and files that are passed over."""
-
     sources: list[Source]
-    left_out: list[Path]
+    left_out: list[Path]  # files that are passed over
 
 
 def collect(inputs: Sequence[str], encoding: str | None = None) -> Collection:

@@ -43,10 +43,7 @@ def haystack_paragraphs(name: str) -> tuple[str, list[str]]:
 
 
 def reference_paragraphs() -> list[str]:
-    """Return the prose of Python's own language reference, which is there wherever Python is.
-
-    It differs a little between versions of Python; `fingerprint` tells them apart.
-    """
+    """Return the prose of Python's language reference, which differs a little by its version."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return _prose(text for _, text in sorted(topics.items()))
 

@@ -64,7 +64,6 @@ class _Book:
         return list(dict.fromkeys(names))
 
     def page(self, name: str) -> str:
-        """Return the text of a page."""
         page = decoded(self._bytes(name))
         # Named characters of HTML, which XML does not know.
         page = _ENTITY.sub(lambda e: chr(known[e[1]]) if e[1] in known else e[0], page)

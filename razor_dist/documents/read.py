@@ -42,20 +42,16 @@ _REFUSED = 3
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """Bounds of one document and of its reader."""
-
     characters: int = 100_000_000
     pages: int = 20_000
     seconds: int = 120  # of the processor
     memory: int = 2 * 2**30  # bytes of the reader's address space; a file may take half of it
 
     def check_pages(self, pages: int) -> None:
-        """Raise `DocumentError` if a document has too many pages."""
         if pages > self.pages:
             raise DocumentError(f"has {pages:,} pages, more than {self.pages:,}; split it")
 
     def check_bytes(self, size: int) -> None:
-        """Raise `DocumentError` if a file is too large."""
         if size > self.memory // 2:
             raise DocumentError(f"is larger than {self.memory // 2:,} bytes; split it")
 

@@ -15,8 +15,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class Encoded(NamedTuple):
-    """A prompt as token ids, with its text if it was given as one."""
-
     text: str | None
     ids: list[int]
 

@@ -42,30 +42,11 @@ T = TypeVar("T")
 class LLM:
     """A model on ``world_size`` ranks of this host, ready when the constructor returns.
 
-    Parameters
-    ----------
-    model : str
-        "smollm2" (embedded), a local folder, or a hub id.
-    world_size : int
-        Number of ranks.
-    attention : str
-        "razor" (by head map), "full" or "streaming".
-    **config
-        Any other field of `EngineConfig`.
+    ``model`` is "smollm2" (embedded), a local folder or a hub id, ``config`` any other field of
+    `EngineConfig`. The attribute ``use_tqdm`` is for calls that are given none: False at first.
 
-    Attributes
-    ----------
-    use_tqdm : bool or callable
-        What calls that are given no ``use_tqdm`` take: False at first.
-
-    Raises
-    ------
-    ConfigError
-        If a setting is unknown or wrong.
-    ModelError
-        If the model cannot be found.
-    EngineError
-        If the ranks cannot be started; the message is theirs.
+    Raises `ConfigError` if a setting is unknown or wrong, `ModelError` if there is no such model,
+    and `EngineError` if the ranks cannot be started, with their message.
 
     Examples
     --------
@@ -117,7 +98,7 @@ class LLM:
         use_tqdm: UseTqdm | None = None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
-        """Generate one answer for each prompt.
+        """Generate one answer for each prompt, in their order.
 
         Parameters
         ----------
@@ -132,23 +113,14 @@ class LLM:
         prefix : Prefix, optional
             What `prefill` returned: every prompt continues it, as if its tokens stood before the
             prompt's. Texts are tokenised by themselves and get no special tokens, such as a
-            beginning of sequence, before them.
-
-        Returns
-        -------
-        list of RequestOutput
-            In the order of ``prompts``. With a prefix, ``prompt_token_ids`` and
+            beginning of sequence, before them. In the outputs ``prompt_token_ids`` and
             ``prompt_logprobs`` are those of the prompt alone, and ``num_cached_tokens`` is the
             prefix's length.
 
-        Raises
-        ------
-        RequestError
-            If a prompt or its parameters cannot be served, or the prefix was released or is
-            another engine's; no answer is returned then.
-        EngineError
-            If the engine dies meanwhile, or died with the prefix. It is restarted for the next
-            call. Also if the `LLM` was closed.
+        Raises `RequestError` if a prompt or its parameters cannot be served, or the prefix was
+        released or is another engine's (no answer is returned then), and `EngineError` if the
+        engine dies meanwhile or died with the prefix (it is restarted for the next call), or the
+        `LLM` was closed.
         """
         if prefix is not None:
             prefix.stream_for(self._client)  # refused before anything is tokenised
@@ -202,24 +174,19 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of each conversation.
 
+        Results, errors and what is not told here are as in `generate`.
+
         Parameters
         ----------
         messages : list of ``{"role": ..., "content": ...}``, or a list of such lists
             One conversation or several.
-        sampling_params, use_tqdm
-            As in `generate`.
         add_generation_prompt : bool
             End the prompt with the beginning of an assistant's message.
         chat_template_kwargs : mapping, optional
             Passed to the model's chat template.
         prefix : Prefix, optional
-            What `prefill_chat` returned. Every conversation begins with its messages, as texts;
-            what is beyond them is read, and told as `generate` tells it.
-
-        Raises
-        ------
-        RequestError, EngineError
-            As `generate` does; also if a conversation does not begin as the prefix does.
+            What `prefill_chat` returned. Every conversation begins with its messages, as texts
+            (`RequestError` otherwise); what is beyond them is read.
         """
         if prefix is not None:
             prefix.stream_for(self._client)  # refused before anything is tokenised
@@ -291,7 +258,7 @@ class LLM:
         prompts: Sequence[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm | None,
-        prefix: Prefix | None = None,
+        prefix: Prefix | None,
     ) -> list[RequestOutput]:
         params = params_for(sampling_params, len(prompts), self.get_default_sampling_params())
         before = 0 if prefix is None else prefix.num_tokens

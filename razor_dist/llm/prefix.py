@@ -18,9 +18,7 @@ _BORDER = 64
 
 
 class Prefix:
-    """A prefilled prompt whose caches an engine keeps.
-
-    `LLM.prefill` and `LLM.prefill_chat` make it.
+    """A prefilled prompt whose caches an engine keeps, made by `LLM.prefill` or `prefill_chat`.
 
     Release it, or use it as a context manager: it takes a sequence's slot and the prompt's pages
     until then. Closing the `LLM` and garbage collection release it as well.
@@ -56,7 +54,6 @@ class Prefix:
 
     @property
     def released(self) -> bool:
-        """True once `release` was called."""
         return not self._release.alive
 
     def release(self) -> None:
@@ -72,10 +69,7 @@ class Prefix:
         return self._stream
 
     def rest_of(self, chat_text: str) -> str:
-        """Return the part of a conversation's `PromptEncoder.chat_text` beyond this prefix.
-
-        Raises `RequestError` if the prefix is not a conversation's, or this one begins otherwise.
-        """
+        """Return a conversation beyond this prefix; `RequestError` if it begins otherwise."""
         if self._chat_text is None:
             raise RequestError(
                 "the prefix was made by prefill, which generate continues; make one with "

@@ -37,14 +37,12 @@ class PromptBar:
         return f"{self._answered}/{self._prompts} prompts answered"
 
     def progress(self, message: Message) -> None:
-        """Take note of a request's ``progress`` message."""
         read = message["processed"] - message["cached"]
         before = self._read.get(message["id"], 0)
         self._read[message["id"]] = read
         self._bar.update(read - before)
 
     def answered(self) -> None:
-        """Take note of an answer that is finished."""
         self._answered += 1
         self._bar.set_description(self._description)
 
@@ -66,8 +64,6 @@ class ReadingLog:
         self, what: str, *, every: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.what, self._every, self._clock = what, every, clock
-        self._total = self._read = 0
-        self._began = self._told = clock()
 
     def __call__(self, *, total: int, desc: str, unit: str) -> Self:
         """Begin anew for ``total`` tokens, as a call of tqdm does."""
@@ -76,19 +72,15 @@ class ReadingLog:
         return self
 
     def update(self, tokens: int) -> None:
-        """Count ``tokens`` more."""
         self._read += tokens
         now = self._clock()
         if now - self._told >= self._every and self._read < self._total:
             self._told = now
-            seconds = now - self._began
-            log.info(
-                "%s: read %s of %s tokens in %.0f s", self.what, f"{self._read:,}",
-                f"{self._total:,}", seconds,
-            )  # fmt: skip
+            read = f"{self._read:,} of {self._total:,}"
+            log.info("%s: read %s tokens in %.0f s", self.what, read, now - self._began)
 
     def set_description(self, text: str) -> None:
-        """Do nothing: a log has no description."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: nothing is left open."""
+        """Do nothing."""
