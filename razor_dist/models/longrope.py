@@ -48,10 +48,15 @@ class LongRope(nn.Module):
         ``position_ids`` is int64 ``[B, T]``, with bit `LONG` where the long frequencies are wanted.
         """
         long = (position_ids & LONG).bool().unsqueeze(-1)
-        positions = position_ids & (LONG - 1)
+        positions = plain_positions(position_ids)
         cos_short, sin_short = self.short(x, positions)
         cos_long, sin_long = self.long(x, positions)
         return torch.where(long, cos_long, cos_short), torch.where(long, sin_long, sin_short)
+
+
+def plain_positions(position_ids: Tensor) -> Tensor:
+    """``position_ids`` without marks."""
+    return position_ids & (LONG - 1)
 
 
 def _fixed(stock: Any, inv_freq: Tensor) -> nn.Module:
