@@ -60,10 +60,11 @@ def plain_positions(position_ids: Tensor) -> Tensor:
 
 
 def _fixed(stock: Any, inv_freq: Tensor) -> nn.Module:
-    fixed: nn.Module = copy.deepcopy(stock)
+    fixed = copy.deepcopy(stock)
     fixed.rope_type = "default"  # whose frequencies transformers never updates
     fixed.inv_freq = nn.Buffer(inv_freq, persistent=False)
-    return fixed
+    module: nn.Module = fixed
+    return module
 
 
 def mark_long_positions(model: PreTrainedModel) -> None:
