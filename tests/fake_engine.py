@@ -68,7 +68,7 @@ class FakeEngine:
 
     async def beat(self) -> None:
         while True:
-            self.send(t="alive", pid=os.getpid())
+            self.send(t="alive", pid=os.getpid(), seconds_left=7.5 * len(self.tasks))
             await asyncio.sleep(0.2)
 
     def info(self) -> Message:

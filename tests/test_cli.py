@@ -26,9 +26,9 @@ SERVE_OPTIONS = """
     --generation-config --head-map --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level
     --max-body-mb --max-model-len --max-num-seqs --max-queue --model --no-compensation
     --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill --ring
-    --scheduling-policy --seed --served-model-name --shared-memory --sink-tokens --threads
-    --trust-remote-code --chunked-prefill-size --max-step-ms --weights --window-max --window-min
-    --window-ratio --world-size
+    --request-timeout --scheduling-policy --seed --served-model-name --shared-memory --sink-tokens
+    --threads --trust-remote-code --chunked-prefill-size --max-step-ms --weights --window-max
+    --window-min --window-ratio --world-size
 """
 
 

@@ -161,6 +161,9 @@ class ServerConfig(EngineConfig):
         None, "Name of the model in the API; none: that of --model.", min_length=1
     )
     max_queue: int = _server(64, "Requests in flight or waiting before a 429.", ge=1)
+    request_timeout: float | None = _server(
+        None, "Seconds from a request's arrival to its end, waiting included; none: any.", gt=0
+    )
     max_body_mb: float = _server(64.0, "Largest request body, in MiB.", gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "How much the server logs."

@@ -24,6 +24,8 @@ from razor_dist.parallel.comm import PURPOSES
 # With log-probabilities of the prompt, every position's logits are computed: short chunks keep
 # that many rows of the vocabulary's size in bounds.
 _LOGPROB_CHUNK_TOKENS = 512
+# Tokens of an answer, before any has ended.
+_ANSWER_TOKENS = 256
 
 
 class EngineCore:
@@ -54,7 +56,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
-        self._prompt_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._generated_tokens = self._answers = 0
 
     @property
     def has_work(self) -> bool:
@@ -224,6 +226,7 @@ class EngineCore:
         self._generated_tokens += 1
         finish = self._finish_reason(request, sampled.token)
         if finish is not None:
+            self._answers += 1
             self._end(request)
         return {
             "t": "token",
@@ -241,6 +244,23 @@ class EngineCore:
         if token in self.eos_token_ids and not params.ignore_eos:
             return "stop"
         return "length" if len(request.generated) >= request.max_tokens else None
+
+    def seconds_left(self) -> float:
+        """Estimate how long the requests that are here will take; any thread may ask.
+
+        Answers are taken to get as long as those so far, if they may.
+        """
+        requests = list(self._requests.values())  # at once: they come and go meanwhile
+        usual = (_ANSWER_TOKENS + self._generated_tokens) / (1 + self._answers)
+        seconds, cost = 0.0, self.scheduler.turns.cost
+        at_once = min(len(requests), self.runner.config.max_sequences)
+        for request in requests:
+            begin = max(request.begin, request.prefilled_to)
+            if begin < request.end:
+                seconds += cost.seconds(request.end - begin, begin)
+            tokens = min(request.max_tokens, usual) - len(request.generated)
+            seconds += max(tokens, 0.0) * cost.seconds(1, request.end) / at_once
+        return seconds
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""

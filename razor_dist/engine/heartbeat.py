@@ -24,19 +24,22 @@ def interval(timeout: float) -> float:
 
 
 @contextmanager
-def heartbeat(send: Callable[[Message], None], seconds: float) -> Iterator[None]:
+def heartbeat(
+    send: Callable[[Message], None], seconds: float, seconds_left: Callable[[], float]
+) -> Iterator[None]:
     """Send ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
 
-    ``send`` may be called from any thread. Its first `OSError` ends the heartbeat: the main thread
-    finds out by itself that the frontend has gone.
+    ``send`` and ``seconds_left`` may be called from any thread. The first `OSError` ends the
+    heartbeat: the main thread finds out by itself that the frontend has gone.
     """
     over = threading.Event()
 
     def run() -> None:
         with suppress(OSError):
-            send({"t": "alive", "pid": os.getpid()})
-            while not over.wait(seconds):
-                send({"t": "alive", "pid": os.getpid()})
+            ended = False
+            while not ended:
+                send({"t": "alive", "pid": os.getpid(), "seconds_left": seconds_left()})
+                ended = over.wait(seconds)
 
     # A daemon: a frontend that reads no more can block it in the socket.
     threading.Thread(target=run, name="razor-heartbeat", daemon=True).start()

@@ -241,13 +241,18 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
         engine = _engine(config, local_rank)
         follow(engine)
     else:
-        link = Link(socket_path)
-        with heartbeat(link.send, interval(config.heartbeat_timeout)):
+        link, started = Link(socket_path), False
+
+        def seconds_left() -> float:
+            return engine.core.seconds_left() if started else 0.0
+
+        with heartbeat(link.send, interval(config.heartbeat_timeout), seconds_left):
             try:
                 engine = _engine(config, local_rank)
             except RazorError as error:
                 link.send_failure(error)
                 raise
+            started = True
             serve_frontend(engine, link, idle_seconds=config.collective_timeout / 4)
     engine.runner.close()
     if dist.is_initialized():

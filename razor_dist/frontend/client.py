@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -124,7 +125,10 @@ class EngineClient:
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
         self.received = 0  # messages of all rank 0s so far
-        self.rank0_pid: int | None = None  # the connected one's; its heartbeat brings it
+        # The connected one's, and its estimate of the time that its requests will take; its
+        # heartbeat brings them.
+        self.rank0_pid: int | None = None
+        self.seconds_left = 0.0
         self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -143,6 +147,11 @@ class EngineClient:
     def unfinished(self) -> int:
         """The number of requests being read or in the engine, pinned prefixes included."""
         return self._being_read + len(self._streams)
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds, at least 1, until a place in the queue is likely to be free."""
+        return max(1, math.ceil(self.seconds_left / max(1, self.unfinished)))
 
     async def wait_change(self) -> Status:
         """Wait until the state changes and return the new one."""
@@ -320,7 +329,7 @@ class EngineClient:
         kind = message["t"]
         self.received += 1
         if kind == "alive":
-            self.rank0_pid = message["pid"]
+            self.rank0_pid, self.seconds_left = message["pid"], message["seconds_left"]
         elif kind == "ready":
             fields = message["info"]
             self.info = EngineInfo(fields["max_model_len"], fields["vocab_size"], fields)

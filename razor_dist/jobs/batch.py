@@ -140,6 +140,8 @@ def _answer(
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
+    if parsed.timeout is not None:
+        raise RequestError("timeout is not supported in a batch", param="timeout")
     # Draws depend on the request alone, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     params = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class LiveChoices:
         self._unfinished = len(prompts)
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
         for index, (tokens, params) in enumerate(prompts):
             stream = client.generate(uuid.uuid4().hex, tokens, params)
             self._streams.append(stream)
@@ -79,8 +81,24 @@ class LiveChoices:
                 raise event
             yield event
 
+    def fail_at(self, time: float, error: Exception) -> None:
+        """Abort what is unfinished at a time by the loop's clock; `events` then raises ``error``.
+
+        However slowly those are read, the engine's caches are free at that time.
+        """
+
+        def fail() -> None:
+            if self._unfinished:
+                self.close()
+                self._events.put_nowait(error)
+
+        if time < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(time, fail)
+
     def close(self) -> None:
         """Abort what is unfinished. Never waits."""
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         for stream in self._streams:

@@ -25,8 +25,9 @@ def build_app(service: Service) -> FastAPI:
     max_bytes = int(service.config.max_body_mb * 2**20)
 
     async def answer(request: Request, endpoint: Endpoint) -> Response:
+        arrived = asyncio.get_running_loop().time()
         raw = await _read_body(request, max_bytes)
-        work = asyncio.create_task(service.respond(endpoint, raw))
+        work = asyncio.create_task(service.respond(endpoint, raw, arrived))
         del raw
         return await _unless_gone(request, work)
 
@@ -57,8 +58,11 @@ def build_app(service: Service) -> FastAPI:
     async def stats() -> dict[str, Any]:
         return await service.stats()
 
-    app.add_exception_handler(RazorError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return Failure.of(error).response(service.client.retry_after)
+
+    app.add_exception_handler(RazorError, on_error)
+    app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     return app
@@ -97,10 +101,6 @@ async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Respon
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    return Failure.of(error).response()
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

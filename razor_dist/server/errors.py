@@ -9,10 +9,20 @@ from fastapi.responses import JSONResponse
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineBusyError, Status
 
-_STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413}
+_STATUS_OF_CODE = {
+    "queue_full": 429,
+    "model_not_found": 404,
+    "body_too_large": 413,
+    "timeout": 408,
+}
 # Characters of an error's message and of its param: both may quote what the client has sent.
 _LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
-_TYPE_OF_STATUS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+_TYPE_OF_STATUS = {
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
 
 
 class NotReadyError(EngineError):
@@ -58,9 +68,14 @@ class Failure(NamedTuple):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """The failure as a response."""
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+    def response(self, retry_after: int = 1) -> JSONResponse:
+        """The failure as a response; a full queue is to be tried again after so many seconds."""
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(retry_after if self.status == 429 else 1)
+        if self.status == 408:
+            # OpenAI's clients would ask twice more, each time for as long.
+            headers["x-should-retry"] = "false"
         return JSONResponse(self.body(), self.status, headers)
 
 

@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     max_model_len: int
     vocab_size: int
     defaults: SamplingDefaults
+    room: int | None = None  # prompts that the queue takes now; None is any number
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     return_progress: bool
+    timeout: float | None  # seconds from its arrival
 
 
 def parse_request(
@@ -61,7 +63,7 @@ def parse_value(
     del value
     params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
-    ids = _encode(body, encoder, limits.max_prompts)
+    ids = _encode(body, encoder, limits)
     checked = [
         check_prompt(
             prompt,
@@ -73,18 +75,26 @@ def parse_value(
         )
         for prompt in ids
     ]
-    return ParsedRequest(checked, bool(body.stream), body.include_usage, bool(body.return_progress))
+    return ParsedRequest(
+        checked, bool(body.stream), body.include_usage, bool(body.return_progress), body.timeout
+    )
 
 
 def _encode(
-    body: ChatBody | CompletionBody, encoder: PromptEncoder, max_prompts: int
+    body: ChatBody | CompletionBody, encoder: PromptEncoder, limits: Limits
 ) -> list[list[int]]:
     if isinstance(body, ChatBody):
         return [encoder.chat([message.for_template() for message in body.messages])]
-    if len(body.prompt) > max_prompts:
+    count = len(body.prompt)
+    if count > limits.max_prompts:
         raise RequestError(
-            f"prompt must hold at most {max_prompts} prompts, got {len(body.prompt)}",
+            f"prompt must hold at most {limits.max_prompts} prompts, got {count}", param="prompt"
+        )
+    if limits.room is not None and count > limits.room:
+        raise RequestError(
+            f"the queue has room for {limits.room} prompts now, got {count}; try again later",
             param="prompt",
+            code="queue_full",
         )
     return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
 

@@ -161,6 +161,7 @@ class GenerateBody(_Strict):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None

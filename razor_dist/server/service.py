@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
 
+from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
@@ -75,25 +77,35 @@ class Service:
             "max_model_len": info.max_model_len if info is not None else None,
         }
 
-    async def respond(self, endpoint: Endpoint, raw: bytes | bytearray) -> Response:
+    async def respond(self, endpoint: Endpoint, raw: bytes | bytearray, arrived: float) -> Response:
         """Answer a completion request, streaming or not; its end frees what it holds.
 
-        Raises `RequestError` or `EngineError` if it cannot be served or the engine fails before
-        the response begins.
+        Its time-outs count from ``arrived`` by the loop's clock.
+
+        Raises `RequestError` or `EngineError` if it cannot be served, or if its time is over or the
+        engine fails before the response begins.
         """
-        parsed = await self._parse(endpoint, raw)
+        seconds = self.config.request_timeout or math.inf
+        try:
+            async with asyncio.timeout_at(arrived + seconds):
+                parsed = await self._parse(endpoint, raw)
+        except TimeoutError:
+            raise _late(seconds) from None
         del raw  # megabytes, for as long as the answer takes
         _, reader = self._require_ready()  # again: it may have died while the request was read
         tokenizer = reader.encoder.tokenizer
         choices = LiveChoices(
             self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
         )
+        seconds = min(seconds, parsed.timeout or math.inf)
+        choices.fail_at(arrived + seconds, _late(seconds))
         make = ChatFormat if endpoint == "chat" else CompletionFormat
         form = make(self.config.name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():
                     pass
+                choices.close()
                 return JSONResponse(form.whole())
             events = await _unless_refused(choices.events(self._heartbeat))
             lines = stream(events, form, include_usage=parsed.include_usage)
@@ -106,10 +118,15 @@ class Service:
         """Read a request's body; the request counts for ``max_queue`` meanwhile."""
         info, reader = self._require_ready()
         config = self.config
-        limits = Limits(
-            config.name, config.max_queue, info.max_model_len, info.vocab_size, reader.defaults
-        )
         with self.client.reading():
+            limits = Limits(
+                config.name,
+                config.max_queue,
+                info.max_model_len,
+                info.vocab_size,
+                reader.defaults,
+                room=config.max_queue - self.client.unfinished + 1,  # in its own place, too
+            )
             if len(raw) >= _LONG:
                 return await reader.process.parse_request(endpoint, raw, limits)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
@@ -120,6 +137,10 @@ class Service:
         answer = await self.client.stats(_STATS_PATIENCE)
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
+
+
+def _late(seconds: float) -> RequestError:
+    return RequestError(f"the request was not answered within {seconds:g} s", code="timeout")
 
 
 async def _unless_refused(

@@ -150,6 +150,27 @@ def test_prefill_seconds_leave_out_the_wait(
     assert [m["seconds"] for m in messages["a"]] == [0, 1, 3, 4]
 
 
+def test_the_time_that_is_left_falls_from_request_to_request(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=2)
+    cost = core.scheduler.turns.cost
+    monkeypatch.setattr(cost, "observe", lambda *_: None)
+    monkeypatch.setattr(cost, "seconds", lambda tokens, _: float(tokens))
+    assert core.seconds_left() == 0
+    core.add("doc", prompt(50), GREEDY, pin=True)
+    core.add("a", prompt(20), GREEDY, prefix_id="doc")
+    # Two at once, so that a token of an answer costs each of them half a second.
+    assert core.seconds_left() == 50 + 20 + 8 / 2
+    left = []
+    while core.has_work:
+        core.step()
+        left.append(core.seconds_left())
+    assert left == sorted(left, reverse=True) and left[-1] == 0
+    core.add("b", prompt(20), SamplingParams(max_tokens=300))
+    assert core.seconds_left() == 20 + (256 + 8) / 2 / 2  # as long as answers are, nearly
+
+
 def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"))
     first = dataclasses.replace(GREEDY, priority=-1)

@@ -35,6 +35,7 @@ LINES: list[Any] = [
     request("long", prompt="a " * 600),
     request("stream", prompt="a", stream=True),
     {**request("other", prompt="a"), "body": {"model": "gpt-5", "prompt": "a"}},
+    request("timeout", prompt="a", timeout=60),
 ]
 
 
@@ -52,7 +53,7 @@ def test_a_batch(
     command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
     assert cli.main([*command, "--attention", "full"]) == 1
     told = capfd.readouterr()
-    assert "4 of 11 requests answered" in told.out
+    assert "4 of 12 requests answered" in told.out
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [a["custom_id"] for a in answers] == [
         (line["custom_id"] or None) if isinstance(line, dict) else None for line in LINES
@@ -88,6 +89,7 @@ def test_a_batch(
         8: (400, "prompt", "context_length_exceeded"),
         9: (400, "stream", None),
         10: (404, "model", "model_not_found"),
+        11: (400, "timeout", None),
     }
     for place, (status, param, code) in refused.items():
         response = answers[place]["response"]

@@ -12,12 +12,14 @@ import httpx
 import openai
 import pytest
 
+from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import encode
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.app import build_app
 from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.request_parsing import Limits, parse_value
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import wait_until
@@ -234,14 +236,62 @@ def test_a_client_that_vanishes_in_mid_prefill_is_forgotten(url: str, stream: bo
 def test_a_full_queue_refuses_with_429(url: str) -> None:
     body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 4, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10):
-        full = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "Hello"})
-        assert full.status_code == 429
-        assert full.headers["retry-after"] == "1"
+
+        def refused() -> httpx.Response:
+            full = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "Hello"})
+            assert full.status_code == 429
+            return full
+
+        # The engine's estimate, for one of the four: it comes with the next heartbeat.
+        assert wait_until(lambda: refused().headers["retry-after"] == "8", 20)
+        full = refused()
         assert full.json()["error"]["code"] == "queue_full"
         assert "at most 4 may be" in full.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == 200
     free = {"model": "smollm2", "prompt": "Hello"}
     assert wait_until(lambda: httpx.post(f"{url}/v1/completions", json=free).status_code == 200, 20)
+
+
+def test_prompts_for_which_the_queue_has_no_room_are_not_tokenised() -> None:
+    class Untouched(PromptEncoder):
+        def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+            raise AssertionError("tokenised")
+
+    limits = Limits("smollm2", 4, 100, 100, {}, room=1)
+    body = {"model": "smollm2", "prompt": ["a", "b"]}
+    with pytest.raises(RequestError, match="the queue has room for 1 prompts now") as refused:
+        parse_value("completions", body, Untouched(None), limits)
+    assert refused.value.code == "queue_full"
+
+
+def test_a_request_that_is_late_ends_and_frees_the_engine(url: str) -> None:
+    def counts() -> tuple[int, int]:
+        stats = httpx.get(f"{url}/stats").json()
+        return stats["running"], stats["aborted"]
+
+    assert wait_until(lambda: counts()[0] == 0, 20)
+    _, aborted = counts()
+    body = {"model": "smollm2", "prompt": [fake_engine.HANG], "timeout": 0.2}
+    for stream in (False, True):  # before a stream has begun, it is an HTTP error as well
+        late = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=30)
+        assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
+        assert late.json()["error"] == {
+            "message": "the request was not answered within 0.2 s",
+            "type": "timeout_error",
+            "param": None,
+            "code": "timeout",
+        }
+    eager = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+    with pytest.raises(openai.APIStatusError, match="not answered within") as error:
+        eager.completions.create(**body | {"timeout": None}, extra_body={"timeout": 0.2})
+    assert error.value.status_code == 408
+    assert wait_until(lambda: counts() == (0, aborted + 3), 20), counts()  # asked once each
+    endless = {"prompt": [fake_engine.ENDLESS, 20], "max_tokens": 400, "timeout": 0.7}
+    *texts, failure, done = events(url, "/v1/completions", endless)
+    assert len(texts) > 1 and all("choices" in text for text in texts)
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert done == "data: [DONE]"
+    assert wait_until(lambda: counts() == (0, aborted + 4), 20), counts()
 
 
 def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:

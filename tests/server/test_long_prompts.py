@@ -184,10 +184,12 @@ def test_another_process_reads_bodies_as_this_one_does(
 
 @contextlib.asynccontextmanager
 async def frontend(
-    heartbeat: float = 3.0, max_queue: int = 64
+    heartbeat: float = 3.0, max_queue: int = 64, request_timeout: float | None = None
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     """The server in this process, on ranks that compute nothing."""
-    config = ServerConfig(max_model_len=2 * MILLION, max_queue=max_queue)
+    config = ServerConfig(
+        max_model_len=2 * MILLION, max_queue=max_queue, request_timeout=request_timeout
+    )
     engine = ManagedEngine(config, max_queue=max_queue, start_ranks=fake_ranks)
     await engine.start()
     service = Service(config, engine.client, heartbeat=heartbeat)
@@ -273,6 +275,24 @@ def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
             assert (await post(body(prompt="Hello"))).status_code == 200
             assert (await read).status_code == 200
             assert service.client.unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_the_servers_time_out_counts_while_a_body_is_read_too() -> None:
+    async def main() -> None:
+        async with frontend(request_timeout=0.5) as (service, http):
+            assert service.reader is not None
+            turn = service.reader.process._turn
+            await turn.acquire()  # another body is being read
+            for prompt in (words(60_000), [fake_engine.HANG]):
+                late = await http.post("/v1/completions", content=body(prompt=prompt, timeout=60))
+                assert late.status_code == 408
+                assert "not answered within 0.5 s" in late.json()["error"]["message"]
+                assert service.client.unfinished == 0
+            turn.release()
+            quick = await http.post("/v1/completions", content=body(prompt="Hello"))
+            assert quick.status_code == 200
 
     asyncio.run(main())
 
