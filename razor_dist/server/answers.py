@@ -84,7 +84,7 @@ class LiveChoices:
     def fail_at(self, time: float, error: Exception) -> None:
         """Abort what is unfinished at a time by the loop's clock; `events` then raises ``error``.
 
-        However slowly those are read, the engine's caches are free at that time.
+        However slowly those are read, the engine hears of it at that time.
         """
 
         def fail() -> None:
