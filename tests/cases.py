@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.streaming import Arena
+from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.graph import Recorder
-from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
@@ -70,8 +72,10 @@ def make_runner(
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
     longest = max(shard_sizes(0, n, total, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
+    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device), case.windows)
+    policies = [case.policy.with_window(window) for window in layout.windows]
     cache = CacheConfig(
-        case.policy,
+        tuple(Arena.of(policy, model.dtype, total, sequences) for policy in policies),
         sequences,
         total,
         pages,
@@ -79,7 +83,6 @@ def make_runner(
         pages if case.exact else 0,
         case.kv_dtype,
     )
-    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device), case.windows)
     return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)
 
 

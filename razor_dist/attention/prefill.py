@@ -33,6 +33,11 @@ class Caches:
         """All of them."""
         return [self.pages, *self.streaming, *([] if self.scratch is None else [self.scratch])]
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes set aside for keys and values."""
+        return sum(store.reserved_bytes for store in self.stores)
+
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """New keys and values in the dtype in which they are kept and travel.
 

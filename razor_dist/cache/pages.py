@@ -7,6 +7,7 @@ views; where they are not, each contiguous run is one more segment to merge.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -86,7 +87,7 @@ class PagePool:
         self.positions: Tensor | None = None
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
-        self._references = [0] * num_pages
+        self._references: dict[int, int] = {}  # of the pages that are held
         self.free_pages = num_pages  # that no sequence holds
 
     @property
@@ -121,7 +122,8 @@ class PagePool:
             raise EngineError(f"{need} KV pages needed, {self.free_pages} free")
         pages = self._first_run(need)
         if pages is None:
-            pages = [p for p, count in enumerate(self._references) if count == 0][:need]
+            free = (page for page in range(self.num_pages) if page not in self._references)
+            pages = list(itertools.islice(free, need))
         for page in pages:
             self._references[page] = 1
         self.free_pages -= need
@@ -132,18 +134,19 @@ class PagePool:
         return pages
 
     def _first_run(self, need: int) -> list[int] | None:
-        run = 0
-        for page, count in enumerate(self._references):
-            run = run + 1 if count == 0 else 0
-            if run == need > 0:
-                return list(range(page - need + 1, page + 1))
-        return [] if need == 0 else None
+        begin = 0
+        for page in [*sorted(self._references), self.num_pages]:
+            if page - begin >= need:
+                return list(range(begin, begin + need))
+            begin = page + 1
+        return None
 
     def release(self, table: PageTable) -> None:
         """Give a sequence's pages back; a page that a fork still holds stays."""
         for page in table.pages:
             self._references[page] -= 1
             if self._references[page] == 0:
+                del self._references[page]
                 self.free_pages += 1
         table.pages, table.tokens = [], 0
 

@@ -43,14 +43,14 @@ class Arena:
 
     @classmethod
     def of(
-        cls, policy: StreamingPolicy, queries: torch.dtype, tokens: int, sequences: int
+        cls, policy: StreamingPolicy, queries: torch.dtype, tokens: int, sequences: float
     ) -> Arena:
-        """Return room for so many sequences of up to ``tokens`` tokens.
+        """Return room for so many sequences of up to ``tokens`` tokens, or part of one more.
 
         ``queries`` is the queries' dtype, to which their ops may round a bias.
         """
         arena = cls(policy, compensation_entries(policy, queries), 0)
-        return replace(arena, places=sequences * arena.width(tokens))
+        return replace(arena, places=int(sequences * arena.width(tokens)))
 
     @property
     def ring(self) -> int:

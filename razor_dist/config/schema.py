@@ -69,9 +69,14 @@ class EngineConfig(BaseModel):
     max_model_len: Size | None = _model(
         None, "Tokens of prompt and answer together; none: the model's own.", ge=1
     )
-    max_num_seqs: int = _memory(4, "Sequences whose caches fit at once.", ge=1)
+    max_num_seqs: int = _memory(
+        64, "Sequences at once at most, if memory holds their caches.", ge=1
+    )
     kv_tokens: Size | None = _memory(
-        None, "Tokens in the retrieval KV pool, over all ranks; none: computed.", ge=1
+        None,
+        "Tokens in the retrieval KV pool, over all ranks; none: max_num_seqs sequences of "
+        "max_model_len, or as many as memory holds.",
+        ge=1,
     )
     page_size: Size = _memory(64, "Tokens per page of retrieval KV.", ge=1)
     chunked_prefill_size: Size | None = _memory(

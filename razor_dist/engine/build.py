@@ -16,7 +16,13 @@ from transformers import PreTrainedModel
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.advice import about_settings
-from razor_dist.engine.capacity import cache_config, chunk_length, context_length
+from razor_dist.engine.capacity import (
+    cache_config,
+    cache_room,
+    chunk_length,
+    context_length,
+    free_memory,
+)
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import cuda_recorder
@@ -195,23 +201,20 @@ def make_engine(
     chunked_prefill_size = chunk_length(
         config, shape, layout.windows, max_model_len, comm.size, device
     )
+    ring = ring or ring_of(config, device, dtype, kv_dtype)
+    room = cache_room(free_memory(comm, device), shape, chunked_prefill_size, comm.size, dtype)
+    cache = cache_config(
+        config, shape, layout, max_model_len, comm.size, dtype, kv_dtype, room=room
+    )
+    recorder = cuda_recorder(config, comm, device)
     try:
-        runner = ModelRunner(
-            model,
-            shape,
-            layout,
-            cache_config(config, shape, max_model_len, comm.size, kv_dtype),
-            comm,
-            ring or ring_of(config, device, dtype, kv_dtype),
-            cuda_recorder(config, comm, device),
-        )
+        runner = ModelRunner(model, shape, layout, cache, comm, ring, recorder)
     except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU
         if "memory" not in str(error):
             raise
         raise ConfigError(
-            f"the KV caches of {config.max_num_seqs} sequences of {max_model_len} tokens do not "
-            "fit into memory; lower max_num_seqs, max_model_len or kv_tokens, or use more ranks "
-            f"({error})"
+            f"the KV caches do not fit into memory with max_model_len {max_model_len} and "
+            f"kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
     core = EngineCore(
         runner,
@@ -231,6 +234,6 @@ def make_engine(
         "attention": config.attention,
         "prefill": config.prefill,
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
-        "kv_reserved_bytes_per_rank": runner.reserved_bytes,
+        "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,
     }
     return RankEngine(runner, core, info)

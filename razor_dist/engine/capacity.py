@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
+import psutil
 import torch
 
+from razor_dist.attention.prefill import Caches
+from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.streaming import Arena, StreamingCache
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.runner import CacheConfig
+from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import whole_shards
 
 log = logging.getLogger(__name__)
@@ -32,6 +41,23 @@ _STEP_CUDA = 1024
 _WINDOWS_IN_CHUNK = 4
 # Tokens by which the last chunk and the decoded tokens may favour one rank.
 _UNEVEN = 4
+# The caches of several sequences take up to this part of the memory that is free.
+_SHARE = 0.7
+# A chunk's activations take about so many times its hidden states (`razor-dist plan` counts them).
+_ACTIVATIONS = 16
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes of one rank's caches."""
+
+    arenas: tuple[Arena, ...]  # of the streaming heads, one for each of `HeadLayout.windows`
+    max_sequences: int
+    max_tokens: int  # of the longest sequence
+    num_pages: int
+    page_size: int  # tokens
+    scratch_pages: int  # for exact prefill; 0 with local prefill
+    dtype: torch.dtype  # of keys and values, in the caches and between ranks
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -88,25 +114,90 @@ def chunk_length(
 def cache_config(
     config: EngineConfig,
     shape: ModelShape,
+    layout: HeadLayout,
     max_model_len: int,
     world_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    room: float = math.inf,
 ) -> CacheConfig:
-    """A rank's caches of ``dtype``; by default ``max_num_seqs`` sequences of full length fit."""
+    """A rank's caches, in ``room`` bytes, for queries of ``dtype``.
+
+    They hold ``max_num_seqs`` sequences of ``max_model_len`` tokens, or as many as there is room
+    for, but at least one; more, if these are shorter. ``kv_tokens`` sets the size of the page pool.
+    """
     longest = shard_sizes(0, max_model_len, max_model_len, world_size)
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
-    if config.kv_tokens is None:
-        num_pages = pages * config.max_num_seqs
-    else:
-        per_rank = -(-config.kv_tokens // world_size)
-        num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
-    return CacheConfig(
-        policy=StreamingPolicy.of(config),
-        max_sequences=config.max_num_seqs,
-        max_tokens=max_model_len,
-        num_pages=num_pages,
-        page_size=config.page_size,
-        scratch_pages=pages if config.prefill == "exact" else 0,
-        dtype=dtype,
+    policy = StreamingPolicy.of(config)
+
+    def room_for(sequences: float) -> CacheConfig:
+        num_pages = int(pages * sequences)
+        if config.kv_tokens is not None:
+            per_rank = -(-config.kv_tokens // world_size)
+            num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
+        return CacheConfig(
+            arenas=tuple(
+                Arena.of(policy.with_window(window), dtype, max_model_len, sequences)
+                for window in layout.windows
+            ),
+            max_sequences=config.max_num_seqs,
+            max_tokens=max_model_len,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            scratch_pages=pages if config.prefill == "exact" else 0,
+            dtype=kv_dtype,
+        )
+
+    if room == math.inf:
+        return room_for(config.max_num_seqs)
+    one, two = (
+        new_caches(layout, shape, room_for(n), torch.device("meta")).reserved_bytes for n in (1, 2)
     )
+    more = max(0.0, room - one) / max(1, two - one)
+    return room_for(min(config.max_num_seqs, 1 + more))
+
+
+def new_caches(
+    layout: HeadLayout,
+    shape: ModelShape,
+    cache: CacheConfig,
+    device: torch.device,
+    *,
+    clear: bool = False,
+) -> Caches:
+    """A rank's empty caches on ``device``; ``clear`` is `PagePool`'s, for retrieval heads."""
+    size, dim = cache.page_size, shape.head_dim
+    new_pool = partial(PagePool, dtype=cache.dtype, device=device)
+    scratch = None
+    if cache.scratch_pages and layout.streaming_rows:
+        scratch = new_pool(layout.streaming_rows, cache.scratch_pages, size, dim)
+    alibi = shape.alibi
+    pages = new_pool(
+        layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
+    )
+    streaming = tuple(
+        StreamingCache(rows, cache.max_sequences, arena, dim, dtype=cache.dtype, device=device)
+        for rows, arena in zip(layout.rows, cache.arenas, strict=True)
+    )
+    return Caches(layout, pages, streaming, scratch)
+
+
+def free_memory(comm: Communicator, device: torch.device) -> float:
+    """Bytes that are free for each rank now, the least of all ranks, which call this together."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this host
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        ranks = -(-ranks // torch.cuda.device_count())
+    else:
+        free = psutil.virtual_memory().available
+    mine = torch.tensor([free // ranks], device=device)
+    return comm.all_gather(mine, "control").min().item()
+
+
+def cache_room(
+    free: float, shape: ModelShape, chunked_prefill_size: int, world_size: int, dtype: torch.dtype
+) -> float:
+    """Bytes for a rank's caches, of those that are ``free`` beside the weights."""
+    hidden = shape.query_heads * shape.head_dim * dtype.itemsize
+    return _SHARE * (free - _ACTIVATIONS * chunked_prefill_size / world_size * hidden)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,15 +19,13 @@ from razor_dist.attention.decode_inputs import (
     exact_extent,
     step_inputs,
 )
-from razor_dist.attention.prefill import Caches, PrefillContext
-from razor_dist.cache.pages import PagePool
+from razor_dist.attention.prefill import PrefillContext
 from razor_dist.cache.sequence import Sequence, shard_sizes
-from razor_dist.cache.streaming import Arena, StreamingCache
 from razor_dist.config.memory import resident_bytes
+from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
@@ -38,19 +34,6 @@ from razor_dist.parallel.ring import RingAttention, positions_of, ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """Sizes of one rank's caches."""
-
-    policy: StreamingPolicy
-    max_sequences: int  # slots of the streaming cache
-    max_tokens: int  # of the longest sequence
-    num_pages: int
-    page_size: int  # tokens
-    scratch_pages: int  # for exact prefill; 0 with local prefill
-    dtype: torch.dtype  # of keys and values, in the caches and between ranks
 
 
 class ModelRunner:
@@ -73,28 +56,7 @@ class ModelRunner:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
         self.device = next(model.parameters()).device
-        size, dim = cache.page_size, shape.head_dim
-        new_pool = partial(PagePool, dtype=cache.dtype, device=self.device)
-        scratch = None
-        if cache.scratch_pages and layout.streaming_rows:
-            scratch = new_pool(layout.streaming_rows, cache.scratch_pages, size, dim)
-        clear, alibi = recorder is not None, shape.alibi
-        retrieval = new_pool(
-            layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
-        )
-        slots = cache.max_sequences
-        streaming = tuple(
-            StreamingCache(
-                rows,
-                slots,
-                Arena.of(cache.policy.with_window(window), model.dtype, cache.max_tokens, slots),
-                dim,
-                dtype=cache.dtype,
-                device=self.device,
-            )
-            for window, rows in zip(layout.windows, layout.rows, strict=True)
-        )
-        self.caches = Caches(layout, retrieval, streaming, scratch)
+        self.caches = new_caches(layout, shape, cache, self.device, clear=recorder is not None)
         self._nothing = self._integers([])
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
@@ -270,11 +232,6 @@ class ModelRunner:
         context = DecodeContext(self.comm, self.caches, extents, inputs)
         keep = 0 if self.comm.rank == 0 else self._nothing
         return self._forward(inputs.token, inputs.model_position, context, keep)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes set aside for keys and values on this rank."""
-        return sum(store.reserved_bytes for store in self.caches.stores)
 
     @property
     def kv_bytes(self) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.request import Request
-from razor_dist.engine.runner import CacheConfig
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.zigzag import whole_shards
@@ -39,15 +39,19 @@ class Scheduler:
         self.cache, self.world_size, self.turns = cache, world_size, turns
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
-        # [2, P]: on every rank, free pages of the pool and of the scratch pool.
-        self._free: Ints = np.full((world_size, 2), [cache.num_pages, cache.scratch_pages]).T
+        # Row by row, on every rank: pages of the pool, places of the streaming heads' arenas, one
+        # after the other, and pages of the scratch pool, which only prompts take.
+        places = [arena.places for arena in cache.arenas]
+        sizes = [cache.num_pages, *places, cache.scratch_pages]
+        self._free: Ints = np.full((world_size, len(sizes)), sizes).T
+        self._sizes = self._free[:-1].copy()
         self._decoded_last = True
 
     def _pages(self, tokens: Ints | list[int]) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
 
     def _need(self, request: Request) -> Ints:
-        """Pages that a request takes, like ``_free``."""
+        """Pages and places that a request takes, like ``_free``."""
         size = self.world_size
         new = shard_sizes(request.begin, request.end, request.total, size)
         scratch = np.zeros(size, np.int64)
@@ -55,7 +59,10 @@ class Scheduler:
             scratch = self._pages(shard_sizes(0, request.end, request.end, size))
         # Full pages are shared with the prefix; a partly filled one is copied.
         held = self._shards(request.prefix)
-        return np.stack([self._pages(held + new) - held // self.cache.page_size, scratch])
+        pages = self._pages(held + new) - held // self.cache.page_size
+        # Of an arena whatever is free can be taken, wherever it is (`StreamingCache`).
+        places = [np.full(size, arena.width(request.total)) for arena in self.cache.arenas]
+        return np.stack([pages, *places, scratch])
 
     def _shards(self, prefix: Request | None) -> Ints:
         """Tokens of a pinned prefix on every rank."""
@@ -92,38 +99,50 @@ class Scheduler:
 
     def _check_size(self, request: Request) -> None:
         """Refuse a request that is too large even for caches that hold nothing else."""
-        size = self.cache.page_size
-        pages = self._pages_of([request, *_prefixes(request)]).max()
-        if pages > self.cache.num_pages:
+        need = self._lasting([request, *_prefixes(request)])
+        over = self._exceeded(need)
+        if over is not None:
+            unit, what, setting = self._resource(over[0])
             raise RequestError(
-                f"the request needs {pages * size} tokens of KV cache on a rank "
-                f"({request.total} in all), which has {self.cache.num_pages * size}; shorten it or "
-                "start the engine with a larger kv_tokens",
+                f"the request needs {need[over] * unit} {what} ({request.total} in all), which has "
+                f"{self._sizes[over] * unit}; shorten it or start the engine with {setting}",
                 code="kv_capacity_exceeded",
             )
 
     def _check_beside_pinned(self, request: Request) -> None:
         """Refuse a request that would wait for ever, because pinned prefixes end by abort only."""
         pinned = self._held()
-        need, held = self._pages_of([request]), self._pages_of(pinned)
-        most = np.argmax(held + need)
-        size = self.cache.page_size
+        need, held = self._lasting([request]), self._lasting(pinned)
+        over = self._exceeded(held + need)
         if len(pinned) >= self.cache.max_sequences:
-            what = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
-            setting = "max_num_seqs"
-        elif held[most] + need[most] > self.cache.num_pages:
-            what = (
-                f"{held[most] * size} of the {self.cache.num_pages * size} tokens of KV cache on a "
-                f"rank, where the request needs {need[most] * size}"
+            held_text = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
+            setting = "a larger max_num_seqs"
+        elif over is not None:
+            unit, what, setting = self._resource(over[0])
+            held_text = (
+                f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
+                f"needs {need[over] * unit}"
             )
-            setting = "kv_tokens"
         else:
             return
         raise RequestError(
-            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {what}; release one "
-            f"that is not needed or start the engine with a larger {setting}",
+            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {held_text}; release one "
+            f"that is not needed or start the engine with {setting}",
             code="pinned_prefixes_hold_cache",
         )
+
+    def _exceeded(self, need: Ints) -> tuple[int, int] | None:
+        """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
+        over = need - self._sizes
+        row, rank = map(int, np.unravel_index(over.argmax(), over.shape))
+        return (row, rank) if over[row, rank] > 0 else None
+
+    def _resource(self, row: int) -> tuple[int, str, str]:
+        """Tokens in a unit of a row of ``_sizes``, what they are, and what makes it larger."""
+        if row == 0:
+            return self.cache.page_size, "tokens of KV cache on a rank", "a larger kv_tokens"
+        setting = "a larger max_num_seqs, a smaller window_max or more free memory"
+        return 1, "tokens of the streaming heads' cache", setting
 
     def _held(self) -> list[Request]:
         """Requests that only an abort frees: pinned prefixes, and the prompts that these continue.
@@ -135,9 +154,9 @@ class Scheduler:
         held = {r.key: r for k in pinned for r in [k, *_prefixes(k)]}
         return list(held.values())
 
-    def _pages_of(self, requests: list[Request]) -> Ints:
-        """Pages of the pool that requests take together, on every rank."""
-        return sum((self._need(r)[0] for r in requests), start=np.zeros_like(self._free[0]))
+    def _lasting(self, requests: list[Request]) -> Ints:
+        """Return what requests take together until they end, like ``_sizes``."""
+        return sum((self._need(r)[:-1] for r in requests), start=np.zeros_like(self._sizes))
 
     def admit(self) -> StepPlan | None:
         """Open the oldest waiting request if its prefix is ready and all it needs is free."""
@@ -206,7 +225,7 @@ class Scheduler:
         self.turns.cost.observe(plan.end - plan.begin, plan.begin, seconds)
         request.prefilled_to = plan.end
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
-            self._free[1] += self._need(request)[1]
+            self._free[-1] += self._need(request)[-1]
 
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches, if it has any.
@@ -221,7 +240,8 @@ class Scheduler:
             return self._release_prefix(request)
         del self.running[request.key]
         need = self._need(request)
-        self._free += [need[0], need[1] * (not request.prefilled)]
+        need[-1] *= not request.prefilled
+        self._free += need
         plan = StepPlan(Op.CLOSE, request.key)
         return [plan, *self._release_prefix(request)]
 

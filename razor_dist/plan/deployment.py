@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.capacity import cache_config, chunk_length
+from razor_dist.engine.capacity import CacheConfig, cache_config, cache_room, chunk_length
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
-from razor_dist.engine.runner import CacheConfig
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout
@@ -179,13 +179,24 @@ class Deployment:
     def chunks(self, prompt: int) -> list[Chunk]:
         return chunks(0, prompt, self.chunked_prefill_size, self.world_size)
 
-    def cache(self, max_model_len: int, *, bounded: bool = True) -> CacheConfig:
+    def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
         """The caches that the engine would make for sequences of up to so many tokens.
 
-        Not ``bounded``, as if ``kv_tokens`` were not set.
+        ``free`` counts the bytes that a rank has beside the weights.
         """
-        config = self.config if bounded else self.config.model_copy(update={"kv_tokens": None})
-        return cache_config(config, self.shape, max_model_len, self.world_size, self.kv_dtype)
+        room = cache_room(free, self.shape, self.chunked_prefill_size, self.world_size, self.dtype)
+        return self._cache(self.config, self.layout, max_model_len, room)
+
+    def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:
+        """Caches for one sequence, with the heads of another ``layout``."""
+        alone = self.config.model_copy(update={"kv_tokens": None, "max_num_seqs": 1})
+        return self._cache(alone, layout, tokens, math.inf)
+
+    def _cache(
+        self, config: EngineConfig, layout: HeadLayout, tokens: int, room: float
+    ) -> CacheConfig:
+        dtypes = self.dtype, self.kv_dtype
+        return cache_config(config, self.shape, layout, tokens, self.world_size, *dtypes, room)
 
     @property
     def exact(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.engine.capacity import CacheConfig
+from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy, WindowRun
@@ -79,10 +81,13 @@ class _FewRuns(StreamingPolicy):
 
 
 class DryRun:
-    """Chunks and caches of one deployment, on the meta device."""
+    """Chunks and caches of one deployment, on the meta device.
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._d = deployment
+    ``free`` counts the bytes that a rank has beside the weights.
+    """
+
+    def __init__(self, deployment: Deployment, free: float = math.inf) -> None:
+        self._d, self._free = deployment, free
         kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
         layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
         self._model = deployment.meta_model(len(layers))
@@ -142,7 +147,7 @@ class DryRun:
     def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
         allocations = Allocations()
         chunk, prompt = chunks[index], chunks[-1].end
-        cache = self._d.cache(prompt, bounded=False)
+        cache = self._d.one_cache(self._layout, prompt)
         runner = self._runner(cache, rank, allocations, self._layout)
         self._open(runner, prompt, max_read=prompt)
         self._skip(runner, chunks[:index])
@@ -164,7 +169,8 @@ class DryRun:
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
         """A runner with the caches of all layers."""
-        return self._runner(self._d.cache(max_model_len), rank, Allocations(), self._d.layout)
+        cache = self._d.cache(max_model_len, self._free)
+        return self._runner(cache, rank, Allocations(), self._d.layout)
 
     def _runner(
         self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
@@ -173,7 +179,8 @@ class DryRun:
             with allocations.labelled("ring"):
                 return ring_attention(*arguments)
 
-        cache = replace(cache, policy=_FewRuns(**vars(cache.policy)))
+        few = [replace(a, policy=_FewRuns(**vars(a.policy))) for a in cache.arenas]
+        cache = replace(cache, arenas=tuple(few))
         comm = SilentCommunicator(rank, self._d.world_size, allocations)
         return ModelRunner(self._model, self._d.shape, layout, cache, comm, ring)
 
@@ -281,12 +288,12 @@ class Memory:
 class MemoryPlanner:
     def __init__(self, deployment: Deployment, device: Device) -> None:
         d, self._d = deployment, deployment
-        self._dry_run = DryRun(d)
-        self._activations = functools.cache(self._dry_run.activations)
         self._logits = d.config.max_num_seqs * d.shape.vocab_size * (d.dtype.itemsize + 4)
         # Ranks of one host map the same pages of their files.
         self._weights = d.weights.nbytes // (d.world_size if device.shared else 1)
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
+        self._dry_run = DryRun(d, self.budget - self._weights)
+        self._activations = functools.cache(self._dry_run.activations)
 
     def at(self, max_model_len: int, context: int) -> Memory:
         """Return it with room for sequences of ``max_model_len`` tokens, and a prompt in it."""

@@ -29,6 +29,9 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
 
+# Caches so many times as large as a sequence's are several sequences', and can be made smaller.
+_SEVERAL = 1.1
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -187,9 +190,11 @@ def _remedies(plan: Plan) -> list[str]:
     more = "take a device with more memory"
     if not fit:
         more += f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
+    caches = memory.retrieval_kv + memory.streaming_cache
+    held = memory.sequence_retrieval_kv + memory.sequence_streaming_cache
     chunked = memory.working > memory.logits and d.chunked_prefill_size > d.world_size
     helps = {
-        "lower max_num_seqs": fit and config.max_num_seqs > 1,
+        "lower max_num_seqs": fit and config.max_num_seqs > 1 and caches > _SEVERAL * held,
         "lower kv_tokens": fit and (config.kv_tokens or 0) > plan.context,
         "lower chunked_prefill_size": fit and chunked,
         "add ranks": fit and not plan.device.shared,

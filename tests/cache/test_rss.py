@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import platform
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 import pytest
@@ -18,6 +19,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.parallel.comm import Communicator
+
+T = TypeVar("T")
 
 # Keys and values of 8 layers with 32 heads of 64 coordinates, in float32: 128 KiB a token, beside
 # which a model of hidden size 32 and chunks of 256 tokens are nothing.
@@ -89,21 +92,46 @@ def measure(model: str, attention: str) -> Growth:
     return Growth(long - short, again - long, kv_bytes)
 
 
-def in_fresh_process(model: Path, attention: str) -> Growth:
+def measure_many(model: str) -> tuple[int, int, int]:
+    """Bytes that caches reserve, that 64 short sequences hold of them, that the process grows."""
+    torch.set_num_threads(1)
+    process = psutil.Process()
+    config = EngineConfig(model=model, attention="streaming", block=64, chunked_prefill_size=CHUNK)
+    before = process.memory_full_info().uss
+    core = build_engine(config, Communicator(None), torch.device("cpu")).core
+    for index in range(64):
+        core.add(str(index), [index] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
+    core.step()
+    assert len(core.scheduler.running) == 64
+    held = core.runner.kv_bytes
+    while core.has_work:
+        core.step()
+    return core.runner.caches.reserved_bytes, held, process.memory_full_info().uss - before
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
     # Spawned: a fork would share this process's pages until it writes to them.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(measure, str(model), attention).result()
+        return pool.submit(function, *arguments).result()
+
+
+def test_what_is_reserved_is_not_resident(model: Path) -> None:
+    reserved, held, grown = in_fresh_process(measure_many, str(model))
+    # One sequence's, with a window of a fifth of 65,536 tokens, is 1.7 GB.
+    assert reserved > 13000 * TOKEN_BYTES
+    assert held == 64 * 30 * TOKEN_BYTES  # of each 24, and five places more; the sums
+    assert grown < held + 0.1 * reserved
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_what_local_heads_drop_is_freed(model: Path) -> None:
-    full = in_fresh_process(model, "full")
+    full = in_fresh_process(measure, str(model), "full")
     computed = (LONG - SHORT) * TOKEN_BYTES
     assert full.kv_bytes == pytest.approx(LONG * TOKEN_BYTES, rel=0.05)
     assert full.long == pytest.approx(computed, rel=0.05)
     assert full.again < 0.05 * computed
-    streaming = in_fresh_process(model, "streaming")
+    streaming = in_fresh_process(measure, str(model), "streaming")
     assert streaming.kv_bytes < 0.1 * LONG * TOKEN_BYTES
     assert streaming.long < 0.05 * full.long
     assert streaming.again < 0.05 * computed

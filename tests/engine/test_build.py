@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
-from razor_dist.engine.capacity import chunk_length
+from razor_dist.engine.capacity import (
+    CacheConfig,
+    cache_config,
+    chunk_length,
+    free_memory,
+    new_caches,
+)
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -57,8 +67,47 @@ def test_attention_that_cannot_be_honoured_is_refused_at_start(
 def test_caches_that_do_not_fit_are_refused_with_the_settings_to_change(
     tiny: Callable[[str], Path],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"KV caches of 1 sequences of 64 tokens .* kv_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"do not fit .* max_model_len 64 and kv_tokens \d+; lower"
+    ):
         build_full(tiny("llama"), max_num_seqs=1, kv_tokens=2**44)
+
+
+@pytest.mark.parametrize("windows", [(), (None,), (7, None)])
+def test_caches_are_as_large_as_memory_allows(windows: tuple[int | None, ...]) -> None:
+    shape, tokens = ModelShape(2, 8, 2, 16, 100, 4096), 1000
+    row = (*windows, None) if len(windows) == 1 else windows or (None, None)
+    layout = HeadLayout.from_decision([[True] * 2, [not windows] * 2], CPU, [(None, None), row])
+
+    def sized(room: float, **settings: Any) -> tuple[CacheConfig, int]:
+        config = EngineConfig(window_min=20, block=8, page_size=4, **settings)
+        dtypes = torch.float32, torch.bfloat16
+        cache = cache_config(config, shape, layout, tokens, 2, *dtypes, room)
+        return cache, new_caches(layout, shape, cache, torch.device("meta")).reserved_bytes
+
+    one, least = sized(0.0)
+    assert one.num_pages == 126  # 125 of each rank, and one for what differs between ranks
+    assert [arena.places for arena in one.arenas] == [a.width(tokens) for a in one.arenas]
+    for room in (least, 1.5 * least, 7.3 * least):
+        some, nbytes = sized(room)
+        assert 0.98 * room <= nbytes <= room
+        assert some.max_sequences == 64
+    most, nbytes = sized(math.inf)
+    assert most.num_pages == 64 * 126
+    assert sized(nbytes) == (most, nbytes)
+    assert sized(2 * nbytes, max_num_seqs=64) == (most, nbytes)
+    given, _ = sized(3 * least, kv_tokens=4000)
+    assert given.num_pages == 500 + 64
+    assert len(given.arenas) == len(windows)
+    assert all(a.places >= a.width(tokens) for a in given.arenas)
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=9000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert free_memory(Communicator(None), CPU) == 9000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert free_memory(Communicator(None), CPU) == 3000
 
 
 def test_the_package_ring_computes_on_cuda_only(tiny: Callable[[str], Path]) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import build
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
@@ -25,8 +26,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def make_core(path: Path, **settings: Any) -> EngineCore:
-    values = {"attention": "streaming", "window_min": 24, "block": 8, "chunked_prefill_size": 40}
-    config = EngineConfig(model=str(path), max_model_len=400, page_size=8, **{**values, **settings})
+    values: dict[str, Any] = {
+        "attention": "streaming",
+        "window_min": 24,
+        "block": 8,
+        "chunked_prefill_size": 40,
+    }
+    values |= {"max_model_len": 400, "page_size": 8, **settings}
+    config = EngineConfig(model=str(path), **values)
     return build_engine(config, Communicator(None), torch.device("cpu")).core
 
 
@@ -65,6 +72,33 @@ def test_requests_in_flight_together_answer_as_if_alone(
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
     assert core.scheduler._free[0] == [core.runner.config.num_pages]
+
+
+@pytest.mark.parametrize("attention", ["full", "streaming"])
+def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
+    attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def core_of(room: float, **settings: Any) -> EngineCore:
+        monkeypatch.setattr(build, "cache_room", lambda *_: room)
+        return make_core(tiny("llama"), attention=attention, max_model_len=4000, **settings)
+
+    one = core_of(0.0, max_num_seqs=1).runner.caches.reserved_bytes
+    core = core_of(3 * one)
+    assert one < core.runner.caches.reserved_bytes <= 3 * one
+    for index in range(64):
+        core.add(f"r{index}", prompt(20 + index % 7, index), GREEDY)
+    alone = core_of(0.0)
+    core.step()
+    assert len(core.scheduler.running) == 64
+    together = run(core)
+    for name in ("r0", "r63"):
+        index = int(name[1:])
+        alone.add(name, prompt(20 + index % 7, index), GREEDY)
+        assert tokens(together[name]) == tokens(run(alone)[name])
+    assert core.runner.kv_bytes == 0
+    core.add("long", prompt(100), dataclasses.replace(GREEDY, max_tokens=3900))
+    core.step()
+    core.abort("long")
 
 
 def test_full_attention_generates_what_transformers_generates(
@@ -127,7 +161,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler._free[1] == [core.runner.config.scratch_pages]
+    assert core.scheduler._free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(

@@ -118,6 +118,28 @@ class Both:
             self.next[key] = (self.next[key] * 7 + key) % 180 + 3
 
 
+def test_slots_that_have_moved_are_recorded_anew(tiny: Tiny) -> None:
+    both = Both(Communicator(None), case_of(tiny("llama")))
+    for runner in (both.eager, both.graphs):
+        (cache,) = runner.caches.streaming
+        cache.arena = dataclasses.replace(cache.arena, places=70)
+    both.open(0, 9)  # 32 places
+    both.open(1, 41)  # 32
+    for _ in range(4):
+        both.decode(1)
+        both.choose(1)
+    before, (slot,) = both.tape.recorded, both.graphs.sequences[1].streaming
+    both.execute(StepPlan(Op.CLOSE, 0))
+    assert slot.offset == 32
+    both.open(2, 70)  # 34, which are free, but not together
+    assert slot.offset == 0
+    for _ in range(4):
+        both.decode(1)
+        both.choose(1)
+    assert both.tape.recorded == before + 1
+    assert max(both.errors) < 1e-4 and both.agree
+
+
 def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, list]:
     """Sequences come, grow past every padded length, are forked and go."""
     # Graphs hold collectives of NCCL only; the tape records torch.distributed's.

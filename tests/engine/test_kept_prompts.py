@@ -18,9 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import owner_of, shard_sizes
+from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.runner import CacheConfig, ModelRunner
+from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
@@ -28,14 +30,23 @@ from razor_dist.parallel.zigzag import Chunk
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
-POLICY = StreamingPolicy(window_min=4, window_ratio=None, window_max=None, sinks=1, block=1)
+POLICY = StreamingPolicy(window_min=4, window_ratio=2, window_max=None, sinks=1, block=1)
+POLICIES = (POLICY.with_window(3), POLICY)
+WIDEST = Arena.of(POLICY, torch.float32, MAX_LEN, 1).places
 
 
 class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
-    def __init__(self, ranks: int, pages: int, slots: int, scratch: int = 0) -> None:
-        self.config = CacheConfig(POLICY, slots, MAX_LEN, pages, PAGE, scratch, torch.float32)
+    def __init__(self, ranks: int, pages: int, slots: int, scratch: int, places: int) -> None:
+        # Streaming heads of two windows; one rank's slots, for all have the same.
+        arenas = tuple(Arena(policy, 1, places) for policy in POLICIES)
+        self.config = CacheConfig(arenas, slots, MAX_LEN, pages, PAGE, scratch, torch.float32)
+        self.streaming = [
+            StreamingCache(1, slots, arena, 1, dtype=torch.float32, device=torch.device("cpu"))
+            for arena in arenas
+        ]
+        self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
@@ -65,6 +76,8 @@ class PagesOnly:
                 self._take(plan, self.lengths[plan.source], self.tables[plan.source])
             case Op.CLOSE:
                 del self.lengths[plan.sequence]
+                for cache, slot in zip(self.streaming, self.slots.pop(plan.sequence), strict=True):
+                    cache.release(slot)
                 for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
                     pool.release(table)
                 self._release_scratch(plan.sequence)
@@ -96,6 +109,7 @@ class PagesOnly:
             pool.fork(table, table.tokens + count)
             for pool, table, count in zip(self.pools, source, new, strict=True)
         ]
+        self.slots[plan.sequence] = [cache.allocate(plan.total) for cache in self.streaming]
         self.lengths[plan.sequence] = begin
 
     def _release_scratch(self, key: int) -> None:
@@ -107,15 +121,20 @@ def _pool(pages: int) -> PagePool:
     return PagePool(1, pages, PAGE, 1, dtype=torch.float32, device=torch.device("cpu"))
 
 
+def free_places(cache: StreamingCache) -> int:
+    return cache.arena.places - sum(cache.arena.ring + slot.capacity for slot in cache._held)
+
+
 def make_core(
     *,
     ranks: int = 1,
     pages: int = 20,
     slots: int = 4,
     scratch: int = 0,
+    places: int = 4 * WIDEST,
     by_priority: bool = False,
 ) -> tuple[EngineCore, PagesOnly]:
-    runner = PagesOnly(ranks, pages, slots, scratch)
+    runner = PagesOnly(ranks, pages, slots, scratch, places)
     core = EngineCore(
         cast("ModelRunner", runner),
         chunked_prefill_size=CHUNK,
@@ -211,6 +230,23 @@ def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
     assert runner.pools[0].free_pages == 10
 
 
+def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() -> None:
+    """A continuation shares the pages of its prefix, but has a window of its own."""
+    core, runner = make_core(pages=60, places=WIDEST + 8)
+    add(core, "doc", 30, pin=True)
+    with pytest.raises(RequestError, match=r"needs 37 tokens of the str.*has 30; .* window_max"):
+        add(core, "question", 2, 4, prefix="doc")
+    with pytest.raises(RequestError, match=r"\(doc\) hold 17 of the 30 .* needs 14; ") as no:
+        add(core, "other", 20, 4)
+    assert no.value.code == "pinned_prefixes_hold_cache"
+    add(core, "fits", 8, 2)
+    run(core)
+    core.abort("doc")
+    add(core, "other", 20, 4)
+    run(core)
+    assert free_places(runner.streaming[0]) == runner.streaming[0].arena.places
+
+
 def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     core, runner = make_core(pages=10, slots=2)
     add(core, "doc", 12, pin=True)
@@ -256,6 +292,7 @@ class Engine(RuleBasedStateMachine):
         pages=st.integers(4, 24),
         slots=st.integers(1, 4),
         scratch=st.just(0) | st.integers(10, 24),
+        places=st.integers(WIDEST, 3 * WIDEST),
         by_priority=st.booleans(),
     )
     def start(self, by_priority: bool, **sizes: int) -> None:
@@ -298,6 +335,8 @@ class Engine(RuleBasedStateMachine):
         end = begin + prompt
         new = shard_sizes(begin, end, end + answer, runner.comm.size)
         fits = all(
+            cache.arena.width(end + answer) <= free_places(cache) for cache in runner.streaming
+        ) and all(
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
         )
@@ -331,7 +370,8 @@ class Engine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
-            assert self.core.scheduler._free.tolist() == [free, scratch]
+            places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
+            assert self.core.scheduler._free.tolist() == [free, *places, scratch]
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -345,6 +385,7 @@ class Engine(RuleBasedStateMachine):
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )
+        assert all(free_places(c) == c.arena.places for c in self.runner.streaming)
 
 
 TestEngine = Engine.TestCase

@@ -15,8 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.cache.pages import PagePool
-from razor_dist.cache.streaming import Arena, StreamingCache
 from razor_dist.cli import main
 from razor_dist.config.errors import HeadMapError
 from razor_dist.config.schema import ServerConfig
@@ -24,6 +22,7 @@ from razor_dist.config.sources import load_config
 from razor_dist.engine import build, capacity
 from razor_dist.engine.core import EngineCore
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
+from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -187,16 +186,18 @@ def memory(world: int, kept: int) -> dict[str, int]:
     model_config = read_config(ROOT / "configs/shapes/glm-4-9b-chat-1m")
     shape = ModelShape.from_config(model_config)
     assert config.chunked_prefill_size is not None
-    caches = capacity.cache_config(config, shape, LENGTH, world, torch.bfloat16)
-    size, on = (caches.page_size, shape.head_dim), {"dtype": torch.bfloat16, "device": META}
-    arena = Arena.of(caches.policy, torch.bfloat16, LENGTH, 1)
-    local = shape.layers * shape.kv_heads - kept
+    whole = kept // shape.kv_heads
+    retrieval = [[layer < whole] * shape.kv_heads for layer in range(shape.layers)]
+    layout = HeadLayout.from_decision(retrieval, META)
+    dtypes = torch.bfloat16, torch.bfloat16
+    cache = capacity.cache_config(config, shape, layout, LENGTH, world, *dtypes)
+    caches = capacity.new_caches(layout, shape, cache, META)
     with META:
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     return {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
-        "retrieval": PagePool(kept, caches.num_pages, *size, **on).reserved_bytes,
-        "local": StreamingCache(local, 1, arena, size[1], **on).reserved_bytes,
+        "retrieval": caches.pages.reserved_bytes,
+        "local": sum(store.reserved_bytes for store in caches.streaming),
     }
 
 
