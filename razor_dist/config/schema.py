@@ -165,7 +165,7 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = _server(
         None, "Name of the model in the API; none: that of --model.", min_length=1
     )
-    max_queue: int = _server(64, "Requests in flight or waiting before a 429.", ge=1)
+    max_queue: int = _server(128, "Requests in flight or waiting before a 429.", ge=1)
     request_timeout: float | None = _server(
         None, "Seconds from a request's arrival to its end, waiting included; none: any.", gt=0
     )

@@ -99,7 +99,7 @@ def measure(
         step(StepPlan(Op.DECODE, payload=(0, 7)))
     decode = {p: n - prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
     return Measured(
-        runner.reserved_bytes,
+        runner.caches.reserved_bytes,
         used,
         runner.peak_kv_bytes,
         {p: n for p, n in prefill.items() if n},
