@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from razor_dist.kernels import attend, compensate, empty_partial
+from razor_dist.kernels import attend, compensate, empty_partial, merge
 from razor_dist.kernels.alibi import (
     Distance,
     Places,
@@ -15,6 +17,15 @@ from razor_dist.kernels.alibi import (
     distance_bias,
 )
 from razor_dist.kernels.partial import Partial
+
+
+class Keys(NamedTuple):
+    """One segment that all queries of a sequence see alike: `Query.attend`'s arguments."""
+
+    k: Tensor  # [K, S, D]
+    v: Tensor
+    bias: Tensor | None = None
+    where: Places | Distance | None = None
 
 
 class Query(NamedTuple):
@@ -68,6 +79,21 @@ class Query(NamedTuple):
             return attend_at_distance(*both, where, scale=self.scale, causal=causal, bias=bias)
         assert bias is None, "a bias goes with a distance only"
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
+
+    def attend_each(self, sequences: Sequence[tuple[slice, Sequence[Keys]]]) -> Partial:
+        """Attention of several sequences' queries, each to its own segments, in float32.
+
+        A sequence is its queries, as a slice of the tokens, and its segments. The results are in
+        the order of the sequences.
+        """
+        found = []
+        for at, segments in sequences:
+            query = self.tokens(at)
+            parts = [query.attend(s.k, s.v, bias=s.bias, where=s.where) for s in segments]
+            found.append(merge(parts) if parts else empty_partial(query.q))
+        if len(found) == 1:
+            return found[0]
+        return Partial(*(torch.cat(x, dim=2) for x in zip(*found, strict=True)))
 
     def compensate(
         self, k_mean: Tensor, v_mean: Tensor, count: int | Tensor, away: Tensor | None = None

@@ -102,7 +102,7 @@ def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     for chunk in chunks(0, n, case.chunked_prefill_size, runner.comm.size):
         logits = runner.execute(
             StepPlan(
-                Op.PREFILL,
+                Op.LONG,
                 key,
                 begin=chunk.begin,
                 end=chunk.end,
@@ -118,7 +118,7 @@ def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
     runner = make_runner(comm, case)
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
-        rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
+        rows.append(runner.execute(StepPlan(Op.SHORT, payload=(0, token))))
     runner.execute(StepPlan(Op.CLOSE, 0))
     assert runner.kv_bytes == 0
     if comm.rank != 0:

@@ -206,7 +206,7 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
         runner.execute(opened)
         for chunk in chunks(begin, end, cut, comm.size):
             plan = StepPlan(
-                Op.PREFILL,
+                Op.LONG,
                 key,
                 begin=chunk.begin,
                 end=chunk.end,

@@ -32,7 +32,7 @@ def outcome(
     comm.bytes_sent.clear()
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
-        rows.append(runner.execute(StepPlan(Op.DECODE, payload=(0, token))))
+        rows.append(runner.execute(StepPlan(Op.SHORT, payload=(0, token))))
     caches = runner.caches
     pools = [caches.pages, *caches.streaming, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]

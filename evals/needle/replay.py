@@ -242,8 +242,8 @@ def kept_layers(runner: ModelRunner) -> Layers:
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout
     assert not layout.streaming_rows, "only full attention keeps every head's keys"
-    extents = pages.extents(sequence.table, 0, sequence.table.tokens)
-    found = [pages.segments(layer.retrieval_rows, extents) for layer in layout.layers]
+    spans = pages.spans(sequence.table, 0, sequence.table.tokens)
+    found = [pages.segments(layer.retrieval_rows, spans) for layer in layout.layers]
     return [
         tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*segments, strict=True))
         for segments in found

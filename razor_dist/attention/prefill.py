@@ -73,10 +73,10 @@ class PrefillContext:
         self.chunk, self.last, self._ring_attention = chunk, last, ring
         self.tokens = chunk.tokens(comm.rank)
         self.exact = sequence.scratch is not None
-        self._slots = self._extents(caches.pages, sequence.table)
+        self._slots = self._slots_of(caches.pages, sequence.table)
         if self.exact:
             assert caches.scratch is not None and sequence.scratch is not None
-            self._scratch_slots = self._extents(caches.scratch, sequence.scratch)
+            self._scratch_slots = self._slots_of(caches.scratch, sequence.scratch)
         # What every rank holds of earlier chunks: of all tokens, and of this prompt's alone.
         self._earlier = {False: sequence.shard_tokens}
         if self.exact:
@@ -86,16 +86,16 @@ class PrefillContext:
         self._device = caches.pages.k.device
         windows = sequence.window or [{} for _ in caches.streaming]
         self._streaming = [
-            StreamingChunk(comm, cache, slot, sequence, window, chunk, last=last)
+            StreamingChunk(comm, cache, slot, sequence, window, chunk, exact=self.exact, last=last)
             for cache, slot, window in zip(
                 caches.streaming, sequence.streaming, windows, strict=True
             )
         ]
 
-    def _extents(self, pool: PagePool, table: PageTable) -> tuple[list, list]:
+    def _slots_of(self, pool: PagePool, table: PageTable) -> tuple[list, list]:
         """Slots of the tokens already stored, and of this chunk's."""
         old = table.tokens
-        return pool.extents(table, 0, old), pool.extents(table, old, old + self.tokens)
+        return pool.spans(table, 0, old), pool.extents(table, old, old + self.tokens)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         """See `razor_dist.models.bridge.AttentionContext`."""
@@ -150,9 +150,9 @@ class PrefillContext:
         """Positions of the tokens of earlier chunks, for every rank's shard, in its order."""
         if exact not in self._earlier_positions:
             done = self.sequence.done if exact else self.sequence.chunks
-            begin, size = self.chunk.begin, self.comm.size
+            end, size = self.chunk.begin, self.comm.size
             self._earlier_positions[exact] = [
-                positions_of(shard_positions(done, begin, rank, size), self._device)
+                positions_of(shard_positions(done, end, rank, size), self._device)
                 for rank in range(size)
             ]
         return self._earlier_positions[exact]

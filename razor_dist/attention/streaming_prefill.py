@@ -31,7 +31,7 @@ class StreamingTransfers:
 class StreamingChunk:
     """One chunk as the streaming heads of one window see it.
 
-    They attend to sinks, window and compensation token. With exact prefill they see the whole
+    They attend to sinks, window and compensation token. With ``exact`` prefill they see the whole
     context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
 
     ``slot`` is the sequence's in ``cache``; ``earlier`` has, by layer, what this rank holds of the
@@ -47,11 +47,11 @@ class StreamingChunk:
         earlier: dict[int, list[KVPiece]],
         chunk: Chunk,
         *,
+        exact: bool,
         last: bool,
     ) -> None:
         self._comm, self._cache, self._slot = comm, cache, slot
         self._earlier, self._chunk, self._last = earlier, chunk, last
-        exact = sequence.scratch is not None
         # A prompt that continues a finished one finds the window replicated in the streaming cache.
         prompt_begin = sequence.done[0].begin if sequence.done else chunk.begin
         base = max(cache.policy.sinks, slot.start)

@@ -2,18 +2,34 @@
 
 A page holds ``page_size`` tokens of all retrieval heads of all layers. A sequence's pages are
 taken when it is admitted, contiguous where the pool allows it, so that attention reads plain
-views; where they are not, each contiguous run is one more segment to merge.
+views. Where they are not, a long run of pages is one more segment to merge, and short runs are
+copied together, some thousand tokens at a time: a segment for every page would be a kernel each.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from razor_dist.config.errors import EngineError
+
+# Shorter runs of pages than this many tokens are read by copying them together, up to so many at a
+# time: a call for each costs more than the copy (docs/LOG.md).
+_LONG_RUN = 512
+_COPIED = 4096
+
+# Slots of the pool: a run of them, or int64 ``[n]`` in any order.
+Span = slice | Tensor
+
+
+def span_tokens(span: Span) -> int:
+    """Tokens of a span."""
+    return span.stop - span.start if isinstance(span, slice) else len(span)
 
 
 @dataclass
@@ -203,6 +219,42 @@ class PagePool:
         self.k[rows].index_copy_(1, at, k)
         self.v[rows].index_copy_(1, at, v)
 
-    def segments(self, rows: slice, extents: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
-        """Views ``(k, v)``, each ``[K, n, D]``, of one layer's heads in ``extents``."""
-        return [(self.k[rows, a:b], self.v[rows, a:b]) for a, b in extents]
+    def spans(self, table: PageTable, begin: int, end: int) -> list[Span]:
+        """Slots for the table's tokens ``begin`` to ``end``, in order, in few parts to read."""
+        spans: list[Span] = []
+        short: list[tuple[int, int]] = []
+
+        def copy_short() -> None:
+            if len(short) == 1:
+                spans.append(slice(*short[0]))
+            elif short:
+                slots = torch.cat([torch.arange(a, b) for a, b in short]).to(self.k.device)
+                spans.extend(slots.split(_COPIED))
+            short.clear()
+
+        for a, b in self.extents(table, begin, end):
+            if b - a < _LONG_RUN:
+                short.append((a, b))
+            else:
+                copy_short()
+                spans.append(slice(a, b))
+        copy_short()
+        return spans
+
+    def segments(self, rows: slice, spans: Sequence[Span]) -> Segments:
+        """Keys and values of one layer's heads in each of ``spans``."""
+        return Segments(self, rows, spans)
+
+
+class Segments(Sequence[tuple[Tensor, Tensor]]):
+    """Pairs ``(k, v)``, each ``[K, n, D]``: views, or copies that are made when they are read."""
+
+    def __init__(self, pool: PagePool, rows: slice, spans: Sequence[Span]) -> None:
+        self._pool, self._rows, self._spans = pool, rows, spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: Any) -> Any:
+        at = self._rows, self._spans[index]
+        return self._pool.k[at], self._pool.v[at]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.halo import KVPiece
-from razor_dist.parallel.zigzag import Chunk
+from razor_dist.parallel.zigzag import Chunk, Interval
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Sequence:
     # window. None when the window is replicated in ``streaming``.
     window: list[dict[int, list[KVPiece]]] | None = None
     done: list[Chunk] = field(default_factory=list)  # of the prompt that is being prefilled
-    # All chunks, of a prompt that it was forked from as well. What lies between two of them, and
-    # after the last, was decoded.
+    # All chunks, of a prompt that it was forked from as well. What is in none of them was read in
+    # short steps.
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0  # tokens in the caches
     # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
@@ -39,42 +39,39 @@ class Sequence:
 
 
 def owner_of(position: int, world_size: int) -> int:
-    """The rank that stores the retrieval keys and values of a decoded token."""
+    """The rank that stores the retrieval keys and values of a short step's token."""
     return position % world_size
 
 
-def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
-    """Positions of the tokens of a rank's shard, in its order.
+def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
+    """The tokens of a short step that a rank stores, of consecutive ones of a sequence."""
+    return range(at.begin + (rank - at.begin) % world_size, at.end, world_size)
 
-    ``done`` is in order: tokens before its first chunk are not in the shard, others between chunks
-    were decoded, and so were ``[done[-1].end, end)``.
+
+def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
+    """Positions of the tokens of a rank's shard of ``end`` tokens, in its order.
+
+    What is not in the chunks ``done``, which are in order, was read in short steps.
     """
     found: list[range] = []
-
-    def decoded(begin: int, end: int) -> None:
-        found.append(range(begin + (rank - begin) % world_size, end, world_size))
-
-    for before, chunk in zip([None, *done], done, strict=False):
-        if before is not None:
-            decoded(before.end, chunk.begin)
-        found += chunk.ranges(rank)
-    if done:
-        decoded(done[-1].end, end)
-    return [run for run in found if run]
+    begin = 0
+    for chunk in done:
+        found += [owned_tokens(Interval(begin, chunk.begin), rank, world_size), *chunk.ranges(rank)]
+        begin = chunk.end
+    return [run for run in (*found, owned_tokens(Interval(begin, end), rank, world_size)) if run]
 
 
-def shard_sizes(begin: int, prompt_end: int, total: int, world_size: int) -> list[int]:
+def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
-    ``[begin, prompt_end)`` is prefilled, in whatever chunks (`razor_dist.parallel.zigzag`), and the
-    rest is decoded.
+    ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), and
+    the rest in short steps.
     """
-    sizes = [0] * world_size
-    if prompt_end > begin:
-        prompt = Chunk(begin, prompt_end, world_size)
-        sizes = [prompt.tokens(rank) for rank in range(world_size)]
-    decoded = total - prompt_end
-    for rank in range(world_size):
-        first = (rank - prompt_end) % world_size
-        sizes[rank] += max(0, -(-(decoded - first) // world_size))
+    sizes = [
+        len(owned_tokens(Interval(chunks_end, total), rank, world_size))
+        for rank in range(world_size)
+    ]
+    if chunks_end > begin:
+        chunk = Chunk(begin, chunks_end, world_size)
+        sizes = [size + chunk.tokens(rank) for rank, size in enumerate(sizes)]
     return sizes

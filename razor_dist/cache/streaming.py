@@ -18,6 +18,7 @@ times, with biases that bfloat16 holds exactly and whose weights add up to ``N_d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -220,6 +221,16 @@ class StreamingCache:
         """Indices in a slot of the given positions: int64, of the same shape."""
         ring = self._ring + position % max(1, slot.capacity)
         return torch.where(position < self.policy.sinks, self.entries + position, ring)
+
+    def places_of(self, slots: Sequence[StreamingSlot], position: Tensor) -> Tensor:
+        """Places in the arena of one position of each slot: int64 ``[n]``, like ``position``."""
+        found = [slot.offset + self.places(slot, at) for slot, at in zip(slots, position, strict=True)]
+        return torch.stack(found) if found else position
+
+    def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store ``k``, ``v`` ``[K, n, D]`` at the places ``at`` of the arena, int64 ``[n]``."""
+        self.k[rows].index_copy_(1, at, k)
+        self.v[rows].index_copy_(1, at, v)
 
     def write(self, rows: slice, slot: StreamingSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""

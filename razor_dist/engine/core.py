@@ -179,33 +179,48 @@ class EngineCore:
             # A request that waits while nothing runs would have rank 0 spin for ever.
             assert not self.scheduler.waiting, "the scheduler took in what it cannot admit"
             return []
-        if plan.op is Op.PREFILL:
-            request = self.scheduler.running[plan.sequence]
-            began = self._clock()
-            if plan.begin == request.begin:
-                request.began = began
-        logits = self._run(plan)
-        if plan.op is Op.PREFILL:
-            self.runner.synchronize()
-            self.scheduler.chunk_done(plan, self._clock() - began)
-            self._prompt_tokens += plan.end - plan.begin
-            return self._after_prefill(plan, logits)
-        assert logits is not None
-        keys = plan.payload[::2].tolist()
-        return self._advance_all([self.scheduler.running[key] for key in keys], logits)
+        return self._long(plan) if plan.op is Op.LONG else self._short(plan)
 
-    def _after_prefill(self, plan: StepPlan, logits: Tensor | None) -> list[Message]:
+    def _long(self, plan: StepPlan) -> list[Message]:
         request = self.scheduler.running[plan.sequence]
+        began = self._clock()
+        first = plan.begin == request.begin
+        if first:
+            request.began = began
+        logits = self._run(plan)
+        self.runner.synchronize()
+        self.scheduler.long_done(plan, self._clock() - began)
+        self._prompt_tokens += plan.end - plan.begin
         if request.released:
             return []  # needed by those that continue it only, as above
         messages = []
         if self.runner.prompt_logprobs is not None:
-            first = plan.begin == request.begin
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
         messages.append(_progress_message(request, plan.end, self._clock()))
         if plan.last and not request.pinned:
             assert logits is not None
             messages += self._advance_all([request], logits)
+        return messages
+
+    def _short(self, plan: StepPlan) -> list[Message]:
+        began = self._clock()
+        logits = self._run(plan)
+        assert logits is not None
+        self.runner.synchronize()
+        requests = self.scheduler.short_done(plan, self._clock() - began)
+        messages: list[Message] = []
+        rows = []
+        for row, request in enumerate(requests):
+            if not request.generated:
+                request.began = began
+                self._prompt_tokens += len(request.prompt)
+                if not request.released:
+                    messages.append(_progress_message(request, request.end, self._clock()))
+            if not (request.pinned or request.released):
+                rows.append(row)
+        if rows:
+            logits = logits if len(rows) == len(requests) else logits[rows]
+            messages += self._advance_all([requests[row] for row in rows], logits)
         return messages
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:

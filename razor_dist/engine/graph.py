@@ -2,7 +2,7 @@
 
 A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
 CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
-of two parts (`razor_dist.attention.decode_inputs`): the memory that it touches, which a recording
+of two parts (`razor_dist.attention.short_inputs`): the memory that it touches, which a recording
 fixes, and the `StepInputs`, one tensor that is written before every replay. What grows with the
 sequence is read up to a padded length, with a bias over what is not there yet.
 
@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from razor_dist.attention.decode_inputs import (
+from razor_dist.attention.prefill import Caches
+from razor_dist.attention.short_inputs import (
     ReadExtent,
     StepInputs,
     exact_extent,
     padded_extent,
     streaming_widths,
 )
-from razor_dist.attention.prefill import Caches
 from razor_dist.cache.sequence import Sequence, owner_of
 from razor_dist.config.schema import EngineConfig
 from razor_dist.parallel.comm import Communicator, Purpose

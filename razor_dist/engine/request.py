@@ -22,6 +22,7 @@ class Request:
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     generator: torch.Generator  # of its random draws
     prefix: Request | None = None  # a pinned prefix that this one continues
+    short: bool = False  # the whole prompt is read in one short step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     generated: list[int] = field(default_factory=list)
@@ -40,6 +41,11 @@ class Request:
     def end(self) -> int:
         """Position after the prompt's last token."""
         return self.begin + len(self.prompt)
+
+    @property
+    def chunks_end(self) -> int:
+        """Position up to which long steps read it."""
+        return self.begin if self.short else self.end
 
     @property
     def total(self) -> int:

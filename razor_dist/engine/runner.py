@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from razor_dist.attention.decode import DecodeContext
-from razor_dist.attention.decode_inputs import (
+from razor_dist.attention.prefill import Caches, PrefillContext
+from razor_dist.attention.short import PromptPiece, ShortContext
+from razor_dist.attention.short_inputs import (
     ReadExtent,
     StepInputs,
     advance_lengths,
@@ -60,7 +61,7 @@ class ModelRunner:
         self._nothing = self._integers([])
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(comm, self.caches, self.decode_logits, recorder, model.dtype)
+            self.graphs = DecodeGraphs(comm, self.caches, self.short_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
         self.prompt_logprobs: Tensor | None = None  # of the last chunk: `_gather_logprobs`
@@ -70,7 +71,7 @@ class ModelRunner:
         """Carry out one step.
 
         Return, on rank 0, float32 logits ``[1, V]`` after a prompt's last chunk and ``[n, V]``
-        after a decode step of n sequences, or the gathered counters after STATS. Otherwise None.
+        after a short step of n sequences, or the gathered counters after STATS. Otherwise None.
         """
         match plan.op:
             case Op.OPEN:
@@ -79,10 +80,10 @@ class ModelRunner:
                 self._fork(plan)
             case Op.CLOSE:
                 self._close(plan.sequence)
-            case Op.PREFILL:
-                return self._prefill(plan)
-            case Op.DECODE:
-                return self._decode(plan)
+            case Op.LONG:
+                return self._long(plan)
+            case Op.SHORT:
+                return self._short(plan)
             case Op.STATS:
                 return self._stats()
             case Op.STOP:
@@ -102,7 +103,7 @@ class ModelRunner:
     def _open(self, plan: StepPlan) -> None:
         sizes = shard_sizes(0, plan.end, plan.total, self.comm.size)
         scratch = None
-        if self.caches.scratch is not None:
+        if self.caches.scratch is not None and plan.end:
             prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
             scratch = self.caches.scratch.allocate(prompt[self.comm.rank])
         self.sequences[plan.sequence] = Sequence(
@@ -159,7 +160,7 @@ class ModelRunner:
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-    def _prefill(self, plan: StepPlan) -> Tensor | None:
+    def _long(self, plan: StepPlan) -> Tensor | None:
         chunk = Chunk(plan.begin, plan.end, self.comm.size)
         sequence = self.sequences[plan.sequence]
         context = PrefillContext(
@@ -214,24 +215,41 @@ class ModelRunner:
             rows[at] = gathered[r, : len(at)]
         return rows[: len(plan.payload) - 1]
 
-    def _decode(self, plan: StepPlan) -> Tensor | None:
-        keys, tokens = plan.payload.view(-1, 2).T.tolist()
-        sequences = [self.sequences[key] for key in keys]
+    def _short(self, plan: StepPlan) -> Tensor | None:
+        found = [(self.sequences[key], tokens) for key, tokens in plan.by_sequence()]
+        single = [(sequence, tokens[0]) for sequence, tokens in found if len(tokens) == 1]
+        sequences, offset = [sequence for sequence, _ in single], len(single)
+        pieces = []
+        for sequence, tokens in found[offset:]:
+            ids = self._integers(tokens)
+            pieces.append(PromptPiece(self.comm, self.caches, sequence, ids, offset))
+            offset += len(tokens)
         drop_outdated(self.caches, sequences)
-        inputs = step_inputs(self.comm, self.caches, sequences, tokens)
-        if self.graphs is not None:
+        inputs = step_inputs(self.comm, self.caches, single)
+        if self.graphs is not None and not pieces:
             logits = self.graphs.run(sequences, inputs)
         else:
             extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
-            logits = self.decode_logits(extents, StepInputs.of(inputs.to(self.device)))
+            logits = self.short_logits(extents, StepInputs.of(inputs.to(self.device)), pieces)
         advance_lengths(self.comm, sequences)
+        for piece in pieces:
+            piece.finish()
+        self._note_peak()
         return logits if self.comm.rank == 0 else None
 
-    def decode_logits(self, extents: Seq[ReadExtent], inputs: StepInputs) -> Tensor:
-        """Logits ``[n, V]`` of a decode step; only rank 0, which samples, computes any."""
-        context = DecodeContext(self.comm, self.caches, extents, inputs)
-        keep = 0 if self.comm.rank == 0 else self._nothing
-        return self._forward(inputs.token, inputs.model_position, context, keep)
+    def short_logits(
+        self, extents: Seq[ReadExtent], inputs: StepInputs, pieces: Seq[PromptPiece] = ()
+    ) -> Tensor:
+        """Logits ``[n, V]`` of a short step; only rank 0, which samples, computes any."""
+        context = ShortContext(self.comm, self.caches, extents, inputs, pieces)
+        keep: Tensor | int = 0 if self.comm.rank == 0 else self._nothing
+        ids, positions = inputs.token, inputs.model_position
+        if pieces:
+            ids = torch.cat([ids, *(piece.tokens for piece in pieces)])
+            positions = torch.cat([positions, *(piece.model_positions for piece in pieces)])
+            if self.comm.rank == 0:
+                keep = self._integers([*range(len(extents)), *(p.at.stop - 1 for p in pieces)])
+        return self._forward(ids, positions, context, keep)
 
     @property
     def kv_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The ranks' next steps: admission, then prefill chunks and decode steps in turn."""
+"""The ranks' next steps: admission, then long and short steps in turn."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    Prefill chunks alternate with decode steps of the requests that are already answering. Several
-    prompts are prefilled at once: `Turns` says which goes next, and how far, so that nobody is
-    delayed by more than ``max_step`` seconds at a time.
+    Long steps, chunks of long prompts, alternate with short steps: the next token of all requests
+    that are already answering, and whole short prompts, as many as `Turns` lets into one step.
+    Several long prompts are prefilled at once: `Turns` says which goes next, and how far, so that
+    nobody is delayed by more than about ``max_step`` seconds at a time.
 
     Every rank's pools have the sizes of ``cache``; how much of them is free differs by rank, and is
     known here by the same arithmetic that the ranks allocate with. ``running`` has the admitted
@@ -45,7 +46,7 @@ class Scheduler:
         sizes = [cache.num_pages, *places, cache.scratch_pages]
         self._free: Ints = np.full((world_size, len(sizes)), sizes).T
         self._sizes = self._free[:-1].copy()
-        self._decoded_last = True
+        self._short_last = True
 
     def _pages(self, tokens: Ints | list[int]) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
@@ -53,10 +54,10 @@ class Scheduler:
     def _need(self, request: Request) -> Ints:
         """Pages and places that a request takes, like ``_free``."""
         size = self.world_size
-        new = shard_sizes(request.begin, request.end, request.total, size)
+        new = shard_sizes(request.begin, request.chunks_end, request.total, size)
         scratch = np.zeros(size, np.int64)
         if request.prefix is None and self.cache.scratch_pages:
-            scratch = self._pages(shard_sizes(0, request.end, request.end, size))
+            scratch = self._pages(shard_sizes(0, request.chunks_end, request.chunks_end, size))
         # Full pages are shared with the prefix; a partly filled one is copied.
         held = self._shards(request.prefix)
         pages = self._pages(held + new) - held // self.cache.page_size
@@ -68,7 +69,7 @@ class Scheduler:
         """Tokens of a pinned prefix on every rank."""
         if prefix is None:
             return np.zeros(self.world_size, np.int64)
-        own = shard_sizes(prefix.begin, prefix.end, prefix.end, self.world_size)
+        own = shard_sizes(prefix.begin, prefix.chunks_end, prefix.end, self.world_size)
         return self._shards(prefix.prefix) + own
 
     def add(self, request: Request) -> None:
@@ -81,6 +82,7 @@ class Scheduler:
             for the prompts it continues; ``pinned_prefixes_hold_cache`` if it could not be admitted
             until a pinned prefix is released.
         """
+        request.short = self.turns.is_short(request, self.world_size)
         self._check_size(request)
         self._check_beside_pinned(request)
         if request.prefix is not None:
@@ -176,7 +178,7 @@ class Scheduler:
         return StepPlan(
             Op.OPEN if prefix is None else Op.FORK,
             request.key,
-            end=request.end,
+            end=request.chunks_end,
             total=request.total,
             source=0 if prefix is None else prefix.key,
             # Another may continue a pinned one; an answer's last token is sampled and never read.
@@ -184,29 +186,34 @@ class Scheduler:
         )
 
     def next(self) -> StepPlan | None:
-        """The next prefill chunk or decode step, or None when there is nothing to do."""
-        prefilling = [r for r in self.running.values() if not r.prefilled]
-        decoding = [r for r in self.running.values() if r.prefilled and not r.pinned]
-        if prefilling and (self._decoded_last or not decoding):
-            self._decoded_last = False
-            request = self.turns.choose(prefilling)
+        """The next step, or None when there is nothing to do."""
+        unread = [r for r in self.running.values() if not r.prefilled]
+        long, short = ([r for r in unread if r.short is kind] for kind in (False, True))
+        answering = [r for r in self.running.values() if r.prefilled and not r.pinned]
+        if long and (self._short_last or not (short or answering)):
+            self._short_last = False
+            request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
-            alone = len(prefilling) == 1 and not decoding
-            return self._prefill_plan(request, self.turns.length(request, alone=alone))
-        if decoding:
-            self._decoded_last = True
-            pairs = [number for r in decoding for number in (r.key, r.generated[-1])]
-            return StepPlan(Op.DECODE, payload=torch.tensor(pairs))
+            alone = len(long) == 1 and not (short or answering)
+            return self._long_plan(request, self.turns.length(request, alone=alone))
+        if short or answering:
+            self._short_last = True
+            tokens = [(r.key, r.generated[-1:]) for r in answering]
+            prompts = self.turns.together(short, self.world_size)
+            tokens += [(r.key, r.prompt.tolist()) for r in prompts]
+            tokens.sort(key=lambda item: len(item[1]) > 1)
+            pairs = [number for key, ids in tokens for token in ids for number in (key, token)]
+            return StepPlan(Op.SHORT, payload=torch.tensor(pairs))
         return None
 
-    def _prefill_plan(self, request: Request, length: float) -> StepPlan:
+    def _long_plan(self, request: Request, length: float) -> StepPlan:
         begin, end = request.prefilled_to, request.end
         if length < end - begin:
             end = begin + whole_shards(length, self.world_size)
         count = request.params.prompt_logprobs
         following = 0 if count is None else 1
         return StepPlan(
-            Op.PREFILL,
+            Op.LONG,
             request.key,
             begin=begin,
             end=end,
@@ -217,15 +224,25 @@ class Scheduler:
             ),
         )
 
-    def chunk_done(self, plan: StepPlan, seconds: float) -> None:
+    def long_done(self, plan: StepPlan, seconds: float) -> None:
         """Note that a prompt's next chunk has been prefilled, and in what time."""
         request = self.running[plan.sequence]
-        prefilling = [r for r in self.running.values() if not r.prefilled]
-        self.turns.took(prefilling, request, seconds)
+        long = [r for r in self.running.values() if not (r.prefilled or r.short)]
+        self.turns.took(long, request, seconds)
         self.turns.cost.observe(plan.end - plan.begin, plan.begin, seconds)
         request.prefilled_to = plan.end
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
             self._free[-1] += self._need(request)[-1]
+
+    def short_done(self, plan: StepPlan, seconds: float) -> list[Request]:
+        """Note that a short step has been made, and in what time; return its requests, in order."""
+        requests = [self.running[key] for key, _ in plan.by_sequence()]
+        if not all(request.prefilled for request in requests):
+            # Every rank computes every token.
+            self.turns.cost.observe(self.world_size * (len(plan.payload) // 2), 0, seconds)
+        for request in requests:
+            request.prefilled_to = request.end
+        return requests
 
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches, if it has any.

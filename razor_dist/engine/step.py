@@ -6,6 +6,8 @@ Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
@@ -21,8 +23,8 @@ HEADER = 16
 
 class Op(IntEnum):
     OPEN = 1
-    PREFILL = 2
-    DECODE = 3
+    LONG = 2  # a chunk of a prompt, its tokens sharded over the ranks
+    SHORT = 3  # tokens of several sequences, all of them on every rank
     CLOSE = 4
     FORK = 5
     STATS = 6
@@ -34,23 +36,32 @@ class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0  # OPEN, PREFILL, CLOSE, FORK: its key
-    # PREFILL: the chunk's positions. OPEN and FORK: ``end`` is the position after the prompt's
-    # last token, counted from the beginning of what FORK copies.
+    sequence: int = 0  # OPEN, LONG, CLOSE, FORK: its key
+    # LONG: the chunk's positions. OPEN and FORK: ``end`` is the position up to which long steps
+    # will read, counted from the beginning of what FORK copies.
     begin: int = 0
     end: int = 0
     total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
-    last: bool = False  # PREFILL: the prompt ends with this chunk
-    prompt_logprobs: int = -1  # PREFILL: -1, or how many likeliest tokens to report per position
+    last: bool = False  # LONG: the prompt ends with this chunk
+    prompt_logprobs: int = -1  # LONG: -1, or how many likeliest tokens to report per position
     source: int = 0  # FORK: key of the sequence to copy
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
-    # int64 [n], made of any integers. PREFILL: the chunk's token ids, and the next one if
-    # log-probabilities are asked for and there is one. DECODE: pairs (sequence, token id).
+    # int64 [n], made of any integers. LONG: the chunk's token ids, and the next one if
+    # log-probabilities are asked for and there is one. SHORT: pairs (sequence, token id), those of
+    # a sequence together; sequences with one token come first.
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "payload", torch.as_tensor(self.payload, dtype=torch.int64))
+
+    def by_sequence(self) -> list[tuple[int, list[int]]]:
+        """SHORT: every sequence and its tokens."""
+        pairs = self.payload.view(-1, 2).tolist()
+        return [
+            (key, [token for _, token in tokens])
+            for key, tokens in itertools.groupby(pairs, key=operator.itemgetter(0))
+        ]
 
     def send(self, comm: Communicator, device: torch.device) -> None:
         """Broadcast from rank 0."""

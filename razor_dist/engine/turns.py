@@ -3,6 +3,8 @@
 A long prompt is hundreds of chunks, so that whoever comes after it would wait for all of them. Here
 those with little to do go first, and the oldest gets at least half of the time: a short question
 overtakes a million tokens, and costs their reader no more time than it takes itself.
+
+Prompts that are read in one short step take no turns: they share the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from razor_dist.engine.request import Request
 
 # Weight that an observation keeps when the next comes, and that of what is believed before any.
 _FORGET, _BELIEF = 0.97, 1e-7
+# Tokens of a prompt that may be a short step's, at most: their activations are in nobody's plan.
+_SHORT = 512
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -60,6 +64,10 @@ class StepCost:
         """Estimate a chunk of ``tokens`` after ``context`` others."""
         return float(self._terms(tokens, context) @ self._sab)
 
+    def work(self, tokens: int, context: int) -> float:
+        """Estimate what such a chunk takes beyond what every step costs."""
+        return self.seconds(tokens, context) - float(self._sab[0])
+
     def tokens(self, seconds: float, context: int) -> float:
         """Return the length of a chunk that takes so long.
 
@@ -92,6 +100,36 @@ class Turns:
         self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
+
+    def is_short(self, prompt: Request, world_size: int) -> bool:
+        """Tell if a prompt is read in one short step, where every rank computes all of it.
+
+        That repeats its work on all ranks but one. It must save more: a step of its own, as what
+        else the short step does is done anyway.
+        """
+        most = min(_SHORT, prompt.chunked_prefill_size)
+        if len(prompt.prompt) > most or prompt.params.prompt_logprobs is not None:
+            return False
+        work = self.cost.work(len(prompt.prompt), prompt.begin)
+        alone = self.cost.seconds(0, 0)
+        return world_size * work <= self._max_step and (world_size - 1) * work <= alone
+
+    def together(self, prompts: Sequence[Request], world_size: int) -> list[Request]:
+        """Choose short prompts for one step: the oldest that fit into ``max_step``, one at least.
+
+        ``prompts`` come in the order in which they were admitted.
+        """
+        chosen: list[Request] = []
+        work, tokens = 0.0, 0
+        if prompts:
+            prompts = self._first_class(prompts)
+        for prompt in prompts:
+            work += world_size * self.cost.work(len(prompt.prompt), prompt.begin)
+            tokens += len(prompt.prompt)
+            if chosen and (work > self._max_step or tokens > _SHORT):
+                break
+            chosen.append(prompt)
+        return chosen
 
     def choose(self, prompts: Sequence[Request]) -> Request:
         """Return the prompt to read from next.

@@ -161,9 +161,7 @@ def _pass_kv(
     """
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
-    block = torch.stack(
-        [torch.cat([*(s[i] for s in earlier.segments), new], 1) for i, new in enumerate((k, v))]
-    )
+    block = torch.stack([torch.cat(x, 1) for x in zip(*earlier.segments, (k, v), strict=True)])
     where = _Positions(chunk, earlier, query.by_distance, k.device)
     split = len(chunk.owned(rank)[0])
     query_early, query_late = query.tokens(slice(0, split)), query.tokens(slice(split, None))

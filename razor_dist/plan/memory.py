@@ -152,7 +152,7 @@ class DryRun:
         self._open(runner, prompt, max_read=prompt)
         self._skip(runner, chunks[:index])
         plan = StepPlan(
-            Op.PREFILL,
+            Op.LONG,
             begin=chunk.begin,
             end=chunk.end,
             last=chunk.end == prompt,

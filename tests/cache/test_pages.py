@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def content_is_intact(self) -> None:
         for table, content in self.live:
-            segments = self.pool.segments(slice(0, ROWS), self.pool.extents(table, 0, table.tokens))
+            segments = self.pool.segments(slice(0, ROWS), self.pool.spans(table, 0, table.tokens))
             assert sum(k.shape[1] for k, _ in segments) == len(content)
             read = [x for k, _ in segments for x in k[1, :, 2].tolist()]
             assert read == content

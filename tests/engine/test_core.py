@@ -171,7 +171,7 @@ def test_prefill_seconds_leave_out_the_wait(
     chunks, execute = [0], core.runner.execute
 
     def count(plan: StepPlan) -> torch.Tensor | None:
-        chunks[0] += plan.op is Op.PREFILL
+        chunks[0] += plan.op is Op.LONG
         return execute(plan)
 
     monkeypatch.setattr(core, "_clock", lambda: float(chunks[0]))  # a chunk takes a second
@@ -336,7 +336,7 @@ def test_a_request_without_a_distribution_fails_alone(
 
     def spoil(plan: StepPlan) -> torch.Tensor | None:
         logits = execute(plan)
-        if plan.op is Op.DECODE and len(plan.payload) == 4 and not bad:
+        if plan.op is Op.SHORT and len(plan.payload) == 4 and not bad:
             assert logits is not None
             bad.append(plan)
             logits = logits.clone()

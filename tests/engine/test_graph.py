@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.attention.decode_inputs import drop_outdated, step_inputs
+from razor_dist.attention.short_inputs import drop_outdated, step_inputs
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
@@ -68,7 +68,7 @@ def make_pair(
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
     graphs.graphs = DecodeGraphs(
-        comm, graphs.caches, graphs.decode_logits, recorder, torch.float32, pad=pad
+        comm, graphs.caches, graphs.short_logits, recorder, torch.float32, pad=pad
     )
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
@@ -103,7 +103,7 @@ class Both:
         before = self.tape.recorded
         for runner in (self.eager, self.graphs):
             already = self.comm.bytes_sent["merge"]
-            logits.append(runner.execute(StepPlan(Op.DECODE, payload=payload)))
+            logits.append(runner.execute(StepPlan(Op.SHORT, payload=payload)))
             sent.append(self.comm.bytes_sent["merge"] - already)
         self.sent.append((sent[0], sent[1], self.tape.recorded > before))
         if logits[0] is None or logits[1] is None:
@@ -228,9 +228,9 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     for step in range(12):  # over the edge of a block, too
         sequence = runner.sequences[0]
         drop_outdated(caches, [sequence])
-        recording.inputs.copy_(step_inputs(runner.comm, caches, [sequence], [20 + step]))
+        recording.inputs.copy_(step_inputs(runner.comm, caches, [(sequence, 20 + step)]))
         got = recording.replay()
-        want = both.eager.execute(StepPlan(Op.DECODE, payload=(0, 20 + step)))
+        want = both.eager.execute(StepPlan(Op.SHORT, payload=(0, 20 + step)))
         assert want is not None
         assert (got - want).abs().max() / want.abs().max() <= 1e-5
         sequence.table.tokens += 1
@@ -327,7 +327,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     for runner in (eager, graphs):
         prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
     for token in range(10, 20):
-        plan = StepPlan(Op.DECODE, payload=(0, token))
+        plan = StepPlan(Op.SHORT, payload=(0, token))
         want, got = eager.execute(plan), graphs.execute(plan)
         if want is not None and got is not None:
             error = max(error, ((want - got).abs().max() / want.abs().max()).item())
@@ -396,7 +396,7 @@ def test_captured_steps_are_the_eager_steps(tiny: Tiny) -> None:
             prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
     for step in range(30):
         payload = (0, 10 + step, 1, 20 + step) if step > 10 else (0, 10 + step)
-        plan = StepPlan(Op.DECODE, payload=payload)
+        plan = StepPlan(Op.SHORT, payload=payload)
         want, got = eager.execute(plan), graphs.execute(plan)
         assert want is not None and got is not None
         assert (want - got).abs().max() / want.abs().max() <= 1e-4

@@ -22,6 +22,7 @@ from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.core import EngineCore
+from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, StepPlan
@@ -66,7 +67,7 @@ class PagesOnly:
         match plan.op:
             case Op.OPEN:
                 self._take(plan, 0, [PageTable() for _ in self.pools])
-                if self.scratch:
+                if self.scratch and plan.end:
                     prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
                     self.scratch_tables[plan.sequence] = [
                         pool.allocate(count)
@@ -81,7 +82,7 @@ class PagesOnly:
                 for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
                     pool.release(table)
                 self._release_scratch(plan.sequence)
-            case Op.PREFILL:
+            case Op.LONG:
                 assert plan.begin == self.lengths[plan.sequence]
                 chunk = Chunk(plan.begin, plan.end, self.comm.size)
                 self.lengths[plan.sequence] = plan.end
@@ -92,8 +93,8 @@ class PagesOnly:
                     assert len(table.pages) * PAGE >= table.tokens
                 if plan.last:
                     self._release_scratch(plan.sequence)
-            case Op.DECODE:
-                rows = len(plan.payload) // 2
+            case Op.SHORT:
+                rows = len(plan.by_sequence())
                 for key in plan.payload[::2].tolist():
                     owner = owner_of(self.lengths[key], self.comm.size)
                     self.tables[key][owner].tokens += 1
@@ -333,7 +334,15 @@ class Engine(RuleBasedStateMachine):
             key = self.core._requests[prefix].key
             begin, held = runner.lengths[key], [t.tokens for t in runner.tables[key]]
         end = begin + prompt
-        new = shard_sizes(begin, end, end + answer, runner.comm.size)
+        request = SimpleNamespace(
+            prompt=range(prompt),
+            begin=begin,
+            params=SamplingParams(),
+            chunked_prefill_size=CHUNK,
+        )
+        short = self.core.scheduler.turns.is_short(cast("Request", request), runner.comm.size)
+        chunks_end = begin if short else end
+        new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(
             cache.arena.width(end + answer) <= free_places(cache) for cache in runner.streaming
         ) and all(
@@ -341,7 +350,7 @@ class Engine(RuleBasedStateMachine):
             for pool, have, more in zip(runner.pools, held, new, strict=True)
         )
         if prefix is None:
-            parts = shard_sizes(0, end, end, runner.comm.size)
+            parts = shard_sizes(0, chunks_end, chunks_end, runner.comm.size)
             fits = fits and all(
                 pool.pages_for(tokens) <= pool.free_pages
                 for pool, tokens in zip(runner.scratch, parts, strict=False)

@@ -183,13 +183,13 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     runner = make_runner(comm, case, 2)
     prefill(runner, 0, dataclasses.replace(case, prompt=case.prompt[:60]))
     for token in case.prompt[60:63]:
-        runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
+        runner.execute(StepPlan(Op.SHORT, payload=(0, token)))
     end, logits = len(case.prompt), None
     runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, source=0))
     for chunk in chunks(63, end, 20, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(
-            StepPlan(Op.PREFILL, 1, chunk.begin, chunk.end, last=chunk.end == end, payload=tokens)
+            StepPlan(Op.LONG, 1, chunk.begin, chunk.end, last=chunk.end == end, payload=tokens)
         )
     return logits
 

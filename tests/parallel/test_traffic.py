@@ -27,7 +27,7 @@ def traffic(comm: Communicator, case: Case) -> tuple[dict[str, int], dict[str, i
     prefill(runner, 0, case)
     after_prefill = dict(comm.bytes_sent)
     for token in case.forced:
-        runner.execute(StepPlan(Op.DECODE, payload=(0, token)))
+        runner.execute(StepPlan(Op.SHORT, payload=(0, token)))
     decode = {p: n - after_prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
     return after_prefill, {p: n for p, n in decode.items() if n}
 

@@ -85,7 +85,7 @@ def measure(
         with allocations:
             step(
                 StepPlan(
-                    Op.PREFILL,
+                    Op.LONG,
                     0,
                     begin=chunk.begin,
                     end=chunk.end,
@@ -96,7 +96,7 @@ def measure(
         activations.append(sum(allocations.transient().values()))
     prefill = dict(comm.bytes_sent)
     for _ in range(STEPS):
-        step(StepPlan(Op.DECODE, payload=(0, 7)))
+        step(StepPlan(Op.SHORT, payload=(0, 7)))
     decode = {p: n - prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
     return Measured(
         runner.caches.reserved_bytes,

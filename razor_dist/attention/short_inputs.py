@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention.prefill import Caches
+from razor_dist.cache.pages import Span
 from razor_dist.cache.sequence import Sequence, owner_of
 from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.comm import Communicator
@@ -26,8 +27,7 @@ class ReadExtent:
 
     # For each streaming cache, the slot and how much of it is read.
     streaming: tuple[tuple[StreamingSlot, int], ...]
-    # Extents of the page pool that are read.
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[Span, ...]  # of the page pool, in order
     # True if segments end with the newest token; else a bias hides what no token has filled yet.
     exact: bool
     # True if this rank writes the new token's retrieval keys and values.
@@ -54,7 +54,7 @@ def exact_extent(comm: Communicator, caches: Caches, sequence: Sequence) -> Read
                 strict=True,
             )
         ),
-        segments=tuple(caches.pages.extents(table, 0, table.tokens + own)),
+        segments=tuple(caches.pages.spans(table, 0, table.tokens + own)),
         exact=True,
         writes=own,
     )
@@ -72,7 +72,7 @@ def padded_extent(
     within = min(stored, len(table.pages) * pages.page_size)
     return ReadExtent(
         streaming=tuple(zip(sequence.streaming, widths, strict=True)),
-        segments=tuple(pages.extents(table, 0, within)),
+        segments=tuple(pages.spans(table, 0, within)),
         exact=False,
         writes=True,
     )
@@ -97,19 +97,18 @@ class StepInputs(NamedTuple):
         return cls(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5:])
 
 
-def step_inputs(
-    comm: Communicator, caches: Caches, sequences: Seq[Sequence], tokens: Seq[int]
-) -> Tensor:
+def step_inputs(comm: Communicator, caches: Caches, tokens: Seq[tuple[Sequence, int]]) -> Tensor:
     """`StepInputs` as rows of one tensor ``[5 + windows, n]``, in the host's memory."""
     columns = []
-    for sequence, token in zip(sequences, tokens, strict=True):
+    for sequence, token in tokens:
         position, table = sequence.length, sequence.table
         own = owner_of(position, comm.size) == comm.rank
         at = caches.pages.slot(table, table.tokens) if own else caches.pages.dummy_slot
         starts = [cache.policy.start(position) for cache in caches.streaming]
         marked = position + sequence.position_mark
         columns.append((token, position, marked, at, table.tokens + own, *starts))
-    return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+    rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 5 + len(caches.streaming))
+    return rows.T.contiguous()
 
 
 def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:

@@ -1,0 +1,291 @@
+"""Attention of a short step on one rank: a few tokens of each of several sequences.
+
+All ranks compute all of a step's tokens. Most are the one token that an answer has grown by; a
+`PromptPiece` is several tokens of a prompt: a short prompt as a whole, or a question that continues
+a prefix. The part of a step that is one token a sequence runs captured in a CUDA graph or not:
+`razor_dist.attention.short_inputs` says which memory is read and holds what changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.prefill import Caches
+from razor_dist.attention.short_inputs import ReadExtent, StepInputs
+from razor_dist.attention.streaming_prefill import StreamingChunk
+from razor_dist.cache.pages import Span, span_tokens
+from razor_dist.cache.sequence import Sequence, owned_tokens
+from razor_dist.heads.layout import LayerHeads, StreamingGroup
+from razor_dist.kernels import HIDDEN, Partial, merge, merge_stacked
+from razor_dist.kernels.alibi import Distance, Places
+from razor_dist.kernels.query import Keys, Query
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.ring import positions_of
+from razor_dist.parallel.zigzag import Chunk
+
+
+class PromptPiece:
+    """Several tokens of one prompt, its last ones, in a short step.
+
+    Every rank has all of them, and all of the window before them. So the streaming heads do what
+    they do for a chunk on one rank, without transfers. The retrieval heads see the piece's own
+    tokens under the causal mask, and the rank's shard of those before it; only what the ranks find
+    there has to be merged. Each rank keeps the keys and values of the tokens that it would own had
+    they been decoded.
+
+    With exact prefill, a piece at the beginning of its sequence is seen in full by all heads.
+    """
+
+    def __init__(
+        self, comm: Communicator, caches: Caches, sequence: Sequence, tokens: Tensor, offset: int
+    ) -> None:
+        assert sequence.window is None and sequence.scratch is None, "a prompt is being prefilled"
+        begin = sequence.length
+        self.sequence, self.tokens = sequence, tokens
+        self.at = slice(offset, offset + len(tokens))  # of the step's tokens
+        self.chunk = Chunk(begin, begin + len(tokens), 1)
+        exact = caches.scratch is not None and begin == 0
+        self._rank, self._caches = comm.rank, caches
+        table, self._owned = sequence.table, owned_tokens(self.chunk.span, comm.rank, comm.size)
+        stored = table.tokens
+        self.seen = caches.pages.spans(table, 0, stored)
+        self._slots = caches.pages.extents(table, stored, stored + len(self._owned))
+        alone = Communicator(None)
+        self._streaming = [
+            StreamingChunk(alone, cache, slot, sequence, {}, self.chunk, exact=exact, last=True)
+            for cache, slot in zip(caches.streaming, sequence.streaming, strict=True)
+        ]
+
+    def places(self, keys: Tensor) -> Places:
+        """The places of the queries, and of keys at positions ``keys``."""
+        return Places(self.chunk.ranges(0), keys)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[T]``."""
+        return torch.arange(self.chunk.begin, self.chunk.end, device=self.tokens.device)
+
+    @property
+    def model_positions(self) -> Tensor:
+        """The positions as the model is told of them."""
+        return self.positions + self.sequence.position_mark
+
+    def own(self, query: Query, k: Tensor, v: Tensor) -> Partial:
+        """Attention of the piece's queries to the piece itself."""
+        where = self.places(self.positions) if query.by_distance else None
+        return query.attend(k, v, causal=True, where=where)
+
+    def keep(self, rows: slice, k: Tensor, v: Tensor) -> None:
+        """Store the retrieval keys and values of the tokens that this rank owns."""
+        step = slice(self._owned.start - self.chunk.begin, None, self._owned.step)
+        self._caches.pages.write(rows, self._slots, k[:, step], v[:, step])
+
+    def stream(
+        self, layer: int, group: StreamingGroup, query: Query, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Attention of the streaming heads of one window: float32 ``[K, G, T, D]``."""
+        chunk = self._streaming[group.index]
+        transfers = chunk.start(layer, group.rows, [], k, v)
+        found = chunk.finish(layer, group.rows, query, transfers)
+        return self.own(query, k, v).out.float() if found is None else found
+
+    def finish(self) -> None:
+        """Account for the piece in its sequence; call once, after the forward pass."""
+        sequence, pages = self.sequence, self._caches.pages
+        if pages.positions is not None:
+            pages.place(self._slots, positions_of([self._owned], pages.k.device))
+        size = len(sequence.shard_tokens)
+        for rank in range(size):
+            sequence.shard_tokens[rank] += len(owned_tokens(self.chunk.span, rank, size))
+        sequence.table.tokens += len(self._owned)
+        sequence.length = self.chunk.end
+        for heads in self._streaming:
+            heads.close()
+
+
+class ShortContext:
+    """`AttentionContext` of one short step.
+
+    Streaming heads are computed on every rank from the replicated cache, without traffic. Retrieval
+    heads attend to each rank's shard; one all-gather per layer carries ``out`` and ``lse``, packed
+    together. A layer without retrieval heads makes no collective at all, nor does a step that only
+    begins prompts.
+
+    The step's first tokens are one of a sequence each, with its extent in ``extents`` and its
+    numbers in ``inputs``, which is on the caches' device; those of ``pieces`` follow. For the
+    former nothing is read back from the device, here or in `attend`, so that both can be captured.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        caches: Caches,
+        extents: Seq[ReadExtent],
+        inputs: StepInputs,
+        pieces: Seq[PromptPiece] = (),
+    ) -> None:
+        self.comm, self.caches, self._extents = comm, caches, extents
+        self._inputs, self._pieces = inputs, pieces
+        # By token and streaming cache: what is seen of its slot.
+        self._biases: list[list[Tensor]] = []
+        # By streaming cache: where the new tokens are written.
+        self._places = [
+            cache.places_of([e.streaming[index][0] for e in extents], inputs.position)
+            for index, cache in enumerate(caches.streaming)
+        ]
+        self._segments: list[list[tuple[Span, Tensor | None]]] = []
+        for t, extent in enumerate(extents):
+            position = inputs.position[t]
+            views = list(zip(caches.streaming, extent.streaming, inputs.start[:, t], strict=True))
+            self._biases.append(
+                [
+                    cache.visibility(slot, width, position, start)
+                    for cache, (slot, width), start in views
+                ]
+            )
+            self._segments.append(_with_bias(extent, inputs.stored[t]))
+        self._distances: _Distances | None = None
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """See `razor_dist.models.bridge.AttentionContext`."""
+        heads = self.caches.layout.layers[layer]
+        k, v = self.caches.stored(k, v)
+        if query.by_distance and self._distances is None:
+            self._distances = self._measure(query.q.dtype)
+        parts = []
+        if len(heads.retrieval):
+            of = heads.retrieval_index
+            parts.append(self._retrieval(heads, query.heads(of), k[of], v[of]))
+        if len(heads.streaming):
+            of = heads.streaming_index
+            parts.append(self._streaming(layer, heads, query.heads(of), k[of], v[of]))
+        if len(parts) == 1 and len(heads.groups) <= 1:
+            (out_KGTD,) = parts
+        else:
+            out_KGTD = torch.cat(parts)[heads.inverse]
+        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(query.q.dtype)
+
+    def _measure(self, dtype: torch.dtype) -> _Distances:
+        """Note where the new tokens stand; return how far from them is all that is read."""
+        pages, inputs = self.caches.pages, self._inputs
+        assert pages.positions is not None
+        pages.positions.index_copy_(0, inputs.at, inputs.position)
+        distances = _Distances([], [])
+        for t, extent in enumerate(self._extents):
+            position = inputs.position[t]
+            distances.streaming.append(
+                [
+                    Distance.of(cache.distance(slot, width, position, start), dtype)
+                    for cache, (slot, width), start in zip(
+                        self.caches.streaming, extent.streaming, inputs.start[:, t], strict=True
+                    )
+                ]
+            )
+            distances.segments.append(
+                [
+                    Distance.of((pages.positions[span] - position).float(), dtype)
+                    for span in extent.segments
+                ]
+            )
+        return distances
+
+    def _streaming(
+        self, layer: int, heads: LayerHeads, query: Query, k: Tensor, v: Tensor
+    ) -> Tensor:
+        outs = []
+        for group in heads.groups:
+            part = group.part
+            of, k_of, v_of = query.heads(part), k[part], v[part]
+            found = [self._windows(group, of, k_of, v_of)] if self._extents else []
+            for piece in self._pieces:
+                at = piece.at
+                found.append(piece.stream(layer, group, of.tokens(at), k_of[:, at], v_of[:, at]))
+            outs.append(found[0] if len(found) == 1 else torch.cat(found, dim=2))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _windows(self, group: StreamingGroup, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """One token's attention for each sequence, in one window: ``[K, G, n, D]`` float32."""
+        cache, batch, count = self.caches.streaming[group.index], [], len(self._extents)
+        cache.put(group.rows, self._places[group.index], k[:, :count], v[:, :count])
+        for t, extent in enumerate(self._extents):
+            seen = cache.view(group.rows, *extent.streaming[group.index])
+            where = self._distances and self._distances.streaming[t][group.index]
+            keys = Keys(*seen, self._biases[t][group.index], where)
+            batch.append((slice(t, t + 1), [keys]))
+        return query.attend_each(batch).out.float()
+
+    def _retrieval(self, heads: LayerHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        pages, rows, first = self.caches.pages, heads.retrieval_rows, len(self._extents)
+        batch: list[tuple[slice, list[Keys]]] = []
+        if first:
+            pages.put(rows, self._inputs.at, k[:, :first], v[:, :first])
+        for t, segments in enumerate(self._segments):
+            keys = [
+                Keys(
+                    pages.k[rows, span],
+                    pages.v[rows, span],
+                    bias,
+                    self._distances and self._distances.segments[t][index],
+                )
+                for index, (span, bias) in enumerate(segments)
+            ]
+            batch.append((slice(t, t + 1), keys))
+        own = []
+        for piece in self._pieces:
+            of, k_of, v_of = query.tokens(piece.at), k[:, piece.at], v[:, piece.at]
+            own.append(piece.own(of, k_of, v_of))
+            piece.keep(rows, k_of, v_of)
+            if piece.chunk.begin:
+                batch.append((piece.at, list(self._before(piece, rows, query.by_distance))))
+        outs = []
+        if batch:
+            found = self._merged(query.attend_each(batch))
+            outs.append(found.out[:, :, :first])
+        for piece, partial in zip(self._pieces, own, strict=True):
+            if piece.chunk.begin:
+                at = slice(first, first + len(piece.tokens))
+                first = at.stop
+                before = Partial(found.out[:, :, at], found.lse[:, :, at])
+                partial = merge([partial, before])
+            outs.append(partial.out.float())
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def _before(self, piece: PromptPiece, rows: slice, by_distance: bool) -> Iterator[Keys]:
+        """Keys on this rank of the tokens before a piece."""
+        pages = self.caches.pages
+        for span in piece.seen:
+            where = None
+            if by_distance:
+                assert pages.positions is not None
+                where = piece.places(pages.positions[span])
+            yield Keys(pages.k[rows, span], pages.v[rows, span], None, where)
+
+    def _merged(self, found: Partial) -> Partial:
+        """What the ranks found in their shards, together."""
+        if self.comm.size == 1:
+            return found
+        packed = torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)
+        gathered = self.comm.all_gather(packed, "merge")
+        return merge_stacked(gathered[..., :-1], gathered[..., -1])
+
+
+class _Distances(NamedTuple):
+    """``j - i`` of what a step reads, for each of its tokens."""
+
+    streaming: list[list[Distance]]  # by streaming cache: the places of its slot
+    segments: list[list[Distance]]  # the spans of the page pool
+
+
+def _with_bias(extent: ReadExtent, stored: Tensor) -> list[tuple[Span, Tensor | None]]:
+    """The spans that are read, each with the bias that hides the places after ``stored``."""
+    if extent.exact:
+        return [(span, None) for span in extent.segments]
+    lengths = [span_tokens(span) for span in extent.segments]
+    place = torch.arange(sum(lengths), device=stored.device)
+    bias = torch.zeros(len(place), device=stored.device).masked_fill_(place >= stored, HIDDEN)
+    return list(zip(extent.segments, bias.split(lengths), strict=True))
