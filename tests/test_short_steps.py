@@ -1,0 +1,216 @@
+"""Short steps: logits do not depend on what shared the step, nor on how a prompt was cut for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from razor_dist.cache.pages import PagePool
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.comm import Communicator
+from tests.alibi_models import make_alibi
+from tests.cases import Case, logits_of, make_runner
+from tests.ranks import RankPool
+from tests.test_invariance import TOLERANCE, assert_same, split_of, tokens_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+POLICY = StreamingPolicy(window_min=12, window_ratio=4, window_max=26, sinks=4, block=8)
+
+
+@dataclass(frozen=True)
+class Company:
+    """Several texts that are read together, in short steps."""
+
+    case: Case  # of which prompt and forced tokens are not used
+    texts: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]  # tokens that a long step reads of each first, or 0
+    steps: tuple[tuple[int, ...], ...]  # tokens that each step reads of each text
+
+    def pieces(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Of every step: text, begin and end of what it reads, one token each first."""
+        read = list(self.chunks)
+        for step in self.steps:
+            found = []
+            for text, tokens in enumerate(step):
+                end = min(read[text] + tokens, len(self.texts[text]))
+                if end > read[text]:
+                    found.append((text, read[text], end))
+                read[text] = end
+            if found:
+                yield sorted(found, key=lambda piece: piece[2] - piece[1] > 1)
+
+
+def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
+    """Rank 0's logits by text and tokens read of it; and the bytes that its merges sent."""
+    longest = max(company.texts, key=len)
+    runner = make_runner(comm, dataclasses.replace(company.case, prompt=longest), 4)
+    for key, (text, end) in enumerate(zip(company.texts, company.chunks, strict=True)):
+        runner.execute(StepPlan(Op.OPEN, key, end=end, total=len(text), max_read=len(text)))
+        if end:
+            runner.execute(StepPlan(Op.LONG, key, end=end, last=True, payload=text[:end]))
+    comm.bytes_sent.clear()
+    found: dict[tuple[int, int], Tensor] = {}
+    for pieces in company.pieces():
+        pairs = [(key, t) for key, a, b in pieces for t in company.texts[key][a:b]]
+        logits = runner.execute(StepPlan(Op.SHORT, payload=torch.tensor(pairs).flatten()))
+        if logits is not None:
+            rows = zip(pieces, logits, strict=True)
+            found |= {(key, end): row.clone() for (key, _, end), row in rows}
+    for key in range(len(company.texts)):
+        runner.execute(StepPlan(Op.CLOSE, key))
+    assert runner.kv_bytes == 0
+    return found, comm.bytes_sent["merge"]
+
+
+def assert_same_as_alone(
+    company: Company, ranks: Ranks, *worlds: int, tolerance: float = TOLERANCE
+) -> None:
+    alone = []
+    for index, text in enumerate(company.texts):
+        # Exact prefill sees the prompt, however it is read, otherwise than what comes after it.
+        first = next(end for step in company.pieces() for key, _, end in step if key == index)
+        end = (company.chunks[index] or first) if company.case.exact else 1
+        case = dataclasses.replace(company.case, prompt=text[:end], forced=text[end:])
+        alone.append((end, ranks(1).run(logits_of, case)[0]))
+    for world in worlds:
+        found, _ = ranks(world).run(together, company)[0]
+        assert found
+        for (key, read), row in found.items():
+            end, rows = alone[key]
+            want = rows[read - end]
+            assert (row - want).abs().max() <= tolerance * want.abs().max(), (key, read)
+
+
+def texts_of(*lengths: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tokens_of(n, seed) for seed, n in enumerate(lengths))
+
+
+# An answer after a long prompt, a short prompt and its answer, a prompt that continues twice, one
+# that begins with a single token, in steps of one kind and mixed ones; windows move in all of them.
+STEPS = (
+    (1, 0, 9, 1),
+    (1, 60, 0, 1),
+    (1, 1, 40, 1),
+    (1, 1, 1, 30),
+    (1, 1, 1, 1),
+    (7, 33, 1, 1),
+    (1, 1, 60, 1),
+)
+TEXTS = texts_of(140, 99, 115, 40)
+CHUNKS = (120, 0, 0, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "glm", "phi3"])
+def test_a_step_that_is_shared_changes_nothing(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny(family)
+    case = Case(str(path), split_of(path), POLICY, ())
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "baichuan"])
+def test_with_a_bias_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = make_alibi(family, tmp_path)
+    case = Case(str(path), split_of(path), POLICY, ())
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"exact": True}, {"kv_dtype": torch.bfloat16}, {"exact": True, "kv_dtype": torch.bfloat16}],
+    ids=["exact", "bfloat16", "both"],
+)
+def test_with_exact_prefill_and_keys_of_another_dtype(
+    settings: dict[str, object], ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    case = dataclasses.replace(Case(str(path), split_of(path), POLICY, ()), **settings)
+    # A key on the edge between two numbers of bfloat16, 4e-3 apart, may be rounded either way.
+    tolerance = 5e-4 if "kv_dtype" in settings else TOLERANCE
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
+
+
+def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    case = Case(str(path), split_of(path), POLICY, ())
+    begins = Company(case, texts_of(50, 30), (0, 0), ((50, 30),))
+    assert all(sent == 0 for _, sent in ranks(4).run(together, begins))
+    goes_on = dataclasses.replace(begins, steps=((20, 30), (30, 0)))
+    assert all(sent > 0 for _, sent in ranks(4).run(together, goes_on))
+
+
+@st.composite
+def companies(draw: st.DrawFn) -> tuple[int, Company]:
+    low = draw(st.integers(1, 24))
+    policy = StreamingPolicy(
+        window_min=low,
+        window_ratio=draw(st.none() | st.integers(1, 8)),
+        window_max=draw(st.none() | st.integers(low, 40)),
+        sinks=draw(st.integers(0, 9)),
+        block=draw(st.sampled_from([1, 2, 3, 8, 16])),
+        compensation=draw(st.booleans()),
+    )
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    texts = texts_of(*lengths)
+    chunks = tuple(draw(st.just(0) | st.integers(0, n - 1)) for n in lengths)
+    tokens = st.sampled_from([0, 1, 1, 2, 5, 17, 64])
+    steps = tuple(tuple(draw(tokens) for _ in lengths) for _ in range(draw(st.integers(1, 5))))
+    rest = (*steps, (70,) * len(lengths))
+    case = Case("", (), policy, (), exact=draw(st.booleans()), page_size=3)
+    return draw(st.sampled_from([1, 2, 3, 8])), Company(case, texts, chunks, rest)
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(drawn=companies())
+def test_any_company(drawn: tuple[int, Company], ranks: Ranks, tiny: Tiny) -> None:
+    world, company = drawn
+    path = tiny("llama")
+    case = dataclasses.replace(company.case, model=str(path), retrieval=split_of(path, world))
+    assert_same_as_alone(dataclasses.replace(company, case=case), ranks, world)
+
+
+def test_a_fragmented_pool_is_read_in_few_parts(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages in any order give the same logits, and no call each."""
+    path = tiny("llama")
+    text = tokens_of(900)
+    case = Case(str(path), split_of(path), POLICY, text[:880], text[880:], page_size=4)
+    want = logits_of(Communicator(None), case)
+    taken = PagePool._take
+    found: list[int] = []
+
+    def scattered(pool: PagePool, need: int) -> list[int]:
+        pages = taken(pool, need)
+        order = torch.randperm(len(pages), generator=torch.manual_seed(0)).tolist()
+        return [pages[i] for i in order]
+
+    spans = PagePool.spans
+
+    def counted(pool: PagePool, table: object, begin: int, end: int) -> list[object]:
+        parts = spans(pool, table, begin, end)  # type: ignore[arg-type]
+        found.append(len(parts))
+        return list(parts)
+
+    monkeypatch.setattr(PagePool, "_take", scattered)
+    monkeypatch.setattr(PagePool, "spans", counted)
+    for cut in (8192, 200):
+        scattered_case = dataclasses.replace(case, chunked_prefill_size=cut)
+        got = logits_of(Communicator(None), scattered_case)
+        assert got is not None and want is not None
+        assert_same(got, want)
+    assert max(found) == 1  # of 225 pages
