@@ -224,7 +224,8 @@ class StreamingCache:
 
     def places_of(self, slots: Sequence[StreamingSlot], position: Tensor) -> Tensor:
         """Places in the arena of one position of each slot: int64 ``[n]``, like ``position``."""
-        found = [slot.offset + self.places(slot, at) for slot, at in zip(slots, position, strict=True)]
+        pairs = zip(slots, position, strict=True)
+        found = [slot.offset + self.places(slot, at) for slot, at in pairs]
         return torch.stack(found) if found else position
 
     def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:

@@ -21,6 +21,9 @@ from razor_dist.engine.request import Request
 _FORGET, _BELIEF = 0.97, 1e-7
 # Tokens of a prompt that may be a short step's, at most: their activations are in nobody's plan.
 _SHORT = 512
+# Somebody may come while the chunk of a lone prompt is under way, so that this too takes no longer
+# than some steps; or longer, if else what each step costs would be more than this part of it.
+_ALONE, _IDLE = 8, 0.05
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -147,11 +150,14 @@ class Turns:
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
     def length(self, prompt: Request, *, alone: bool) -> float:
-        """Tokens of its next chunk: as many as there may be, or fewer if others wait meanwhile."""
+        """Tokens of its next chunk, at most: of one step's time if others wait meanwhile."""
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
-        if alone or self._left(prompt) <= _LAST_PIECE * self._max_step:
+        step = self._max_step
+        if alone:
+            step = max(_ALONE * step, self.cost.seconds(0, 0) / _IDLE)
+        if self._left(prompt) <= _LAST_PIECE * step:
             return most
-        return min(most, self.cost.tokens(self._max_step, prompt.prefilled_to))
+        return min(most, self.cost.tokens(step, prompt.prefilled_to))
 
     def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
         """Note that ``served``, one of ``prompts``, was read from for so long."""
