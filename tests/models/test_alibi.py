@@ -326,5 +326,5 @@ def test_an_engine_has_the_maps_windows_at_any_length(
     lengths = sorted({w for row in own for w in row if w is not None})
     policies = [cache.policy for cache in engine.runner.caches.streaming]
     assert [p.window(4999) for p in policies] == [p.window(0) for p in policies] == lengths
-    assert [c.k.shape[2] for c in engine.runner.caches.streaming] == [1 + w + 7 for w in lengths]
+    assert [c.k.shape[1] for c in engine.runner.caches.streaming] == [1 + w + 7 for w in lengths]
     assert not any(p.sinks or p.compensation for p in policies)
