@@ -16,10 +16,10 @@ def _fail_once(self: ModelRunner, plan: Any) -> Any:
     if plan.begin > 0 and self.comm.rank == self.comm.size - 1 and not failed.exists():
         failed.touch()
         raise RuntimeError("a rank fails in the middle of a prompt")
-    return _prefill(self, plan)
+    return _long(self, plan)
 
 
 if __name__ == "__main__":
-    _prefill = ModelRunner._prefill
-    ModelRunner._prefill = _fail_once  # type: ignore[method-assign]
+    _long = ModelRunner._long
+    ModelRunner._long = _fail_once  # type: ignore[method-assign]
     main()
