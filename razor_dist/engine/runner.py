@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from razor_dist.attention.prefill import Caches, PrefillContext
+from razor_dist.attention.prefill import PrefillContext
 from razor_dist.attention.short import PromptPiece, ShortContext
 from razor_dist.attention.short_inputs import (
     ReadExtent,
@@ -20,7 +20,6 @@ from razor_dist.attention.short_inputs import (
     exact_extent,
     step_inputs,
 )
-from razor_dist.attention.prefill import PrefillContext
 from razor_dist.cache.sequence import Sequence, shard_sizes
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
