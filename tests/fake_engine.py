@@ -27,7 +27,7 @@ SLOW_PREFILL, HANG, DIE, REFUSE, ENDLESS = 49001, 49002, 49003, 49004, 49005
 
 
 def _fail_at_start(model: str, rank: int) -> str | None:
-    """What is wrong with a model by its name, or a crash."""
+    """Return what is wrong with a model by its name, or crash."""
     if "crash-at-start" in model:
         sys.exit(1)
     if "bad-head-map" in model:
@@ -175,6 +175,8 @@ def main() -> None:
     config = json.loads(arguments.config_json.read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
+        if "connects-late" in config["model"]:
+            time.sleep(2.0)
         asyncio.run(FakeEngine(config, world_size).run(arguments.socket))
     else:
         problem = _fail_at_start(config["model"], rank)

@@ -206,7 +206,7 @@ def test_a_rank_0_that_is_stopped_before_it_connects_is_replaced(
     monkeypatch.setattr(managed_engine, "patience", lambda _: 5.0)
 
     async def main() -> None:
-        async with running(heartbeat_timeout=4.0) as engine:
+        async with running("connects-late", heartbeat_timeout=4.0) as engine:
             while not engine.pids:
                 await asyncio.sleep(0)
             stopped = engine.pids[0]
