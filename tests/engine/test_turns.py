@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,8 +77,8 @@ def test_short_prompts_overtake_a_long_one_and_cost_it_their_own_time() -> None:
     shorts = [request(key, 50, 10.0 + 4 * key) for key in range(1, 11)]
     together = Simulation([long(), *shorts]).run()
     waits = [together.finished[r.key] - r.arrived for r in shorts]
-    # Its own 0.15 s, and what is left of a whole chunk (4.1 s) that had begun before it came.
-    assert max(waits) <= 4.15 + 0.15 + 0.01
+    # Its own 0.15 s, and what is left of a lone prompt's chunk that had begun before it came.
+    assert max(waits) <= 8 * STEP + 0.15 + 0.01
     assert together.finished[0] <= alone + 10 * (0.15 + STEP)
 
 
@@ -85,9 +87,53 @@ def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() ->
     found = Simulation([request(0, 40_000, 0.0), *shorts]).run()
     waits = sorted(found.finished[r.key] - 5.0 for r in shorts)
     # After the chunk that had begun, one of 0.15 s and one of the long prompt in turn.
-    assert waits[-1] <= 4.15 + 20 * (0.15 + STEP * 1.2)
+    assert waits[-1] <= 8 * STEP + 0.01 + 20 * (0.15 + STEP * 1.2)
     contended = [seconds for key, seconds, waited, _ in found.chunks if key == 0 and waited]
     assert max(contended) <= STEP * 1.1
+
+
+def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
+    # A step costs 0.2 s: 5 % of what 20 such take, and so chunks are of 4 s, not of 2 s, once that
+    # is known.
+    for cost, tokens in ((0.2, 1900), (0.05, 975)):
+        found = Simulation([request(0, 40_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
+        assert found.chunks[-4][3] == pytest.approx(tokens, rel=0.1)
+
+
+def learned() -> Turns:
+    """Turns that know a step's 0.05 s and 2 ms a token."""
+    turns = Turns(STEP)
+    for tokens in (100, 200, 400) * 20:
+        turns.cost.observe(tokens, 0, 0.05 + 0.002 * tokens)
+    return turns
+
+
+def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
+    turns = learned()
+
+    def short(tokens: int, ranks: int) -> bool:
+        return turns.is_short(request(0, tokens, 0.0), ranks)
+
+    # Alone, whatever fits into a step; of several ranks all but one repeat 2 ms a token, which a
+    # step of its own would cost 0.05 s.
+    for ranks, most in ((1, 124), (2, 24), (4, 8), (8, 3)):
+        assert [short(n, ranks) for n in (1, most, most + 2)] == [True, True, False]
+    explained = dataclasses.replace(request(0, 5, 0.0), params=SamplingParams(prompt_logprobs=0))
+    assert not turns.is_short(explained, 1)
+    assert not turns.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4), 1)
+    assert not Turns(math.inf).is_short(request(0, 513, 0.0), 1)
+
+
+def test_short_prompts_share_a_step_as_far_as_it_goes() -> None:
+    turns = learned()
+    prompts = [request(key, 50, 0.0) for key in range(5)]
+    assert turns.together(prompts, 1) == prompts[:2]  # 0.1 s each
+    assert turns.together(prompts, 2) == prompts[:1]
+    assert turns.together([request(0, 4000, 0.0)], 8) != []  # one at least
+    assert turns.together([], 1) == []
+    urgent = Turns(STEP, by_priority=True)
+    first = request(9, 50, 0.0, priority=-1)
+    assert urgent.together([*prompts, first], 1) == [first]
 
 
 arrivals = st.lists(
