@@ -216,7 +216,7 @@ def test_identify_chooses_the_method_and_the_map_loses_next_to_nothing(
     )
     comm = Communicator(None)
     caches = make_runner(comm, case).caches.streaming
-    assert [c.k.shape[2] for c in caches] == [1 + w + 7 for w in sorted(lengths)]
+    assert [c.k.shape[1] for c in caches] == [1 + w + 7 for w in sorted(lengths)]
     got = logits_of(comm, case)
     stock = AutoModelForCausalLM.from_pretrained(bloom)
     with torch.inference_mode():

@@ -163,7 +163,7 @@ def wait_idly(comm: Communicator) -> float:
 
 
 def test_ranks_that_wait_for_a_plan_take_no_cpu_time(ranks: Callable[[int], RankPool]) -> None:
-    assert max(ranks(4).run(wait_idly)) <= 0.02
+    assert max(ranks(4).run(wait_idly)) <= 0.035  # of 3 s; the clock ticks 100 times a second
 
 
 def elsewhere(comm: Communicator) -> bool:

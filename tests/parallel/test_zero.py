@@ -74,8 +74,9 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
     asked = [(str(n), prompt(n), sampling(max_tokens=3, logprobs=4)) for n in PROMPTS]
     asked.append(("scored", prompt(30), sampling(max_tokens=1, prompt_logprobs=2)))
     told: dict[str, list[Any]] = defaultdict(list)
-    # One after the other: how prompts in company are cut depends on the time that steps take, and
-    # the last bits on the cuts.
+    # One after the other, and in chunks: how prompts in company are cut, and whether all ranks read
+    # all of a prompt, depends on the time that steps take, and the last bits on the cuts.
+    core.scheduler.turns.is_short = lambda *_: False
     for request in asked:
         core.add(*request)
         while core.has_work:

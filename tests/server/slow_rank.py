@@ -18,10 +18,10 @@ def _slowly(self: ModelRunner, *arguments: Any) -> Any:
     with open(os.environ["CHUNKS_LOG"], "a") as log:
         log.write(f"{self.comm.rank} {time.monotonic()}\n")
     time.sleep(CHUNK_SECONDS)
-    return _prefill(self, *arguments)
+    return _long(self, *arguments)
 
 
 if __name__ == "__main__":
-    _prefill = ModelRunner._prefill
-    ModelRunner._prefill = _slowly  # type: ignore[method-assign]
+    _long = ModelRunner._long
+    ModelRunner._long = _slowly  # type: ignore[method-assign]
     main()
