@@ -269,8 +269,6 @@ def events(lines: Iterable[str]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Savings:
-    """Memory and traffic of one request."""
-
     world_size: int
     tokens: int  # of prompt and answer
     prompt_tokens: int

@@ -30,7 +30,6 @@ def join(*parts: str) -> str:
 
 
 def write_page(path: Path, *parts: str) -> str:
-    """Write the parts of a page to a file; return the page."""
     page = join(*parts)
     path.write_text(page + "\n", encoding="utf-8")
     return page

@@ -23,7 +23,6 @@ CONFIG, ENVIRONMENT = "config.json", "environment.json"
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine's hardware and the versions of what runs on it."""
     info = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -38,7 +37,6 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name, as well as the system tells it."""
     text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()

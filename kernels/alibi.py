@@ -53,7 +53,6 @@ class Distance(NamedTuple):
 
     @classmethod
     def of(cls, number: Tensor, queries: torch.dtype) -> Distance:
-        """Distances for queries of this dtype, on the same device."""
         return cls(number, digits_of(number) if needs_digits(number.device, queries) else None)
 
 

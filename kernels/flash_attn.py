@@ -28,7 +28,6 @@ def _installed() -> bool:
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """16-bit CUDA tensors without a bias, when flash-attn is installed."""
     return (
         bias is None
         and q.device.type == "cuda"

@@ -55,8 +55,6 @@ def _served(x: Tensor, weight: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` computed by `linear`."""
-
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 

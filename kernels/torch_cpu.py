@@ -19,7 +19,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """CPU tensors in float32, bfloat16 or float16."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -49,11 +49,9 @@ class Budget:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of one token's keys and values in all heads."""
         return self._deployment.full_kv_bytes
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes that may be kept of a text of so many tokens."""
         if self._config.kv_budget is not None:
             return int(self._config.kv_budget * tokens * self.token_bytes)
         longest = self._config.max_model_len or self._deployment.shape.max_positions

@@ -28,8 +28,6 @@ _IMPORTS = ("cachetools", "datasets", "fire", "requests")
 
 
 class Press(NamedTuple):
-    """A method of kvpress."""
-
     name: str  # of its class there
     attention: Literal["sdpa", "eager"] = "sdpa"  # transformers'; eager returns its weights
     with_question: bool = False  # shown the question before it drops anything of the document

@@ -91,7 +91,6 @@ def _measure(
 
 
 def recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Record a step into a CUDA graph, and return a function that replays it."""
     recorder = CudaRecorder(device)
     recorder.warm_up(step)
     return recorder.record(step)
@@ -110,7 +109,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def paths() -> dict[str, Attend]:
-    """Return every way to attend: ours, each of its backends, and the bare ops."""
     backends = [name for name in kernels.BACKENDS if name not in ("meta", "reference")]
     return {
         "kernels.attend": _own,

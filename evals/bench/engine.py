@@ -48,7 +48,6 @@ _DECODE = ("merge", "control")
 
 
 def run(settings: EngineBenchSettings) -> BenchRecord:
-    """Measure transformers, our engine and its ranks."""
     single, prompt = one_process(settings)
     parallel = ranks(settings, prompt)
     same = single[OWN["full"]].runs[0].tokens == single[STOCK].runs[0].tokens
@@ -111,7 +110,6 @@ class OwnEngine:
 
     @property
     def in_graphs(self) -> bool:
-        """True if decode steps are replayed from CUDA graphs."""
         return self.runner.graphs is not None and self.runner.graphs.enabled
 
     def __call__(self, prompt: list[int], new_tokens: int) -> TimedRun:
@@ -134,7 +132,6 @@ class OwnEngine:
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    """Return parameters that generate exactly so many tokens."""
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 

@@ -84,12 +84,10 @@ def launch(device: torch.device) -> PartResult:
 
 
 def decode(device: torch.device) -> PartResult:
-    """Measure one query's attention, with 1 and 2 KV heads."""
     return measure_attention(device, (1, 2), 1, 131072 if device.type == "cuda" else 4096)
 
 
 def prefill(device: torch.device) -> PartResult:
-    """Measure a chunk's attention to a long prefix."""
     queries, keys = (32768, 131072) if device.type == "cuda" else (256, 4096)
     return measure_attention(device, (1,), queries, keys)
 

@@ -134,7 +134,6 @@ def fastest(operation: Callable[[], object], device: torch.device, seconds: floa
 
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
-    """Return ``count`` token ids below ``vocab_size``."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
     return ids
@@ -170,20 +169,16 @@ Generate = Callable[[list[int], int], TimedRun]  # an engine; of a prompt and so
 
 @dataclass
 class Timing:
-    """The timed runs of one engine, and its other measurements."""
-
     name: str
     runs: list[TimedRun] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def prefill(self) -> float:
-        """Median seconds of prefill."""
         return statistics.median(run.prefill_seconds for run in self.runs)
 
     @property
     def decode(self) -> float:
-        """Median seconds per generated token."""
         return statistics.median(run.decode_seconds for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:

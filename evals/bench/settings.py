@@ -67,8 +67,6 @@ class BenchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBenchSettings(BenchSettings):
-    """Settings of a bench that writes the files it is given."""
-
     json: Annotated[Path | None, Option(metavar="FILE", help="Figures to write.")] = None
     markdown: Annotated[Path | None, Option(metavar="FILE", help="Tables to write.")] = None
 

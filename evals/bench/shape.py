@@ -55,14 +55,12 @@ HEAD = ("tokens", "attention", *_COLUMNS)
 
 
 def shape_config(folder: str) -> PretrainedConfig:
-    """Return the configuration in a folder, which needs no weights."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"shape is {folder!r}; give a folder with a config.json")
     return read_config(folder)
 
 
 def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of a ``config.json``, its weights drawn on the device."""
     return model_from_config(shape_config(folder), device=device, dtype=dtype)
 
 

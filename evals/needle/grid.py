@@ -128,7 +128,6 @@ class GridTask:
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
-        """One, which all methods are tried on."""
         return {"grid": self.config}
 
     def items(self) -> Sequence[Item]:

@@ -56,7 +56,6 @@ class Method:
 
     @property
     def is_full(self) -> bool:
-        """True where every head keeps the whole context."""
         return bool(self.settings.get("attention") == "full")
 
     @property
@@ -66,7 +65,6 @@ class Method:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything but the name."""
         about = [dict(self.settings), self.retrieval, self.windows]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -122,8 +120,6 @@ class ReplayConfig(ExternalEngineConfig):
 
 
 class ReplayModel:
-    """A model to try methods on."""
-
     failed = False
 
     def __init__(self, config: EngineConfig) -> None:
@@ -144,7 +140,6 @@ class ReplayModel:
         self._read: tuple[list[int], RankEngine] | None = None
 
     def close(self) -> None:
-        """Let go of the last document's caches."""
         self._read = None
 
     def engine(self, method: Method, tokens: int) -> RankEngine:
@@ -232,7 +227,6 @@ def run_core(core: EngineCore) -> list[int]:
 
 
 def prefill(core: EngineCore, document: list[int]) -> None:
-    """Prefill a document and pin it."""
     core.add("document", document, _GREEDY, pin=True)
     run_core(core)
 

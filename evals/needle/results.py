@@ -19,8 +19,6 @@ KIND = "needle"  # of task, in the settings of a needle test
 
 @dataclass(frozen=True)
 class Cell:
-    """One question and its answer."""
-
     method: str
     length: int  # tokens of prompt and answer, in a grid of the document
     depth: float  # percent of the document before the needle
@@ -38,8 +36,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """A method over its cells."""
-
     score: float | None  # the mean; None if nothing was asked
     cells: int
     by_length: Mapping[int, float]

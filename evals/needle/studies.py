@@ -217,7 +217,6 @@ class Variant:
 
     @property
     def kept(self) -> int:
-        """KV heads that keep the whole context."""
         return sum(map(sum, self.retrieval))
 
 

@@ -39,8 +39,6 @@ _MARK = "..."
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about a long text."""
-
     text: str  # the user's message: instruction, haystack, question
     cue: str  # the answer's beginning, which the model goes on from
     answers: tuple[str, ...]  # all of them are wanted, or for a `qa` task one

@@ -47,8 +47,6 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 @dataclass(frozen=True)
 class QAQuestion:
-    """A question of a data set."""
-
     text: str
     answers: tuple[str, ...]  # any of them is right
     documents: tuple[int, ...]  # indices of those that it came with
@@ -57,8 +55,6 @@ class QAQuestion:
 
 @dataclass(frozen=True)
 class QAData:
-    """A data set."""
-
     documents: tuple[str, ...]  # each once
     questions: tuple[QAQuestion, ...]  # those that have an answer
 

@@ -30,12 +30,10 @@ class Caches:
 
     @property
     def stores(self) -> list[PagePool | StreamingCache]:
-        """All of them."""
         return [self.pages, *self.streaming, *([] if self.scratch is None else [self.scratch])]
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes set aside for keys and values."""
         return sum(store.reserved_bytes for store in self.stores)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +96,6 @@ class PrefillContext:
         return pool.spans(table, 0, old), pool.extents(table, old, old + self.tokens)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
         n, dtype = self.tokens, query.q.dtype

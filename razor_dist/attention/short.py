@@ -62,21 +62,17 @@ class PromptPiece:
         ]
 
     def places(self, keys: Tensor) -> Places:
-        """The places of the queries, and of keys at positions ``keys``."""
         return Places(self.chunk.ranges(0), keys)
 
     @property
     def positions(self) -> Tensor:
-        """int64 ``[T]``."""
         return torch.arange(self.chunk.begin, self.chunk.end, device=self.tokens.device)
 
     @property
     def model_positions(self) -> Tensor:
-        """The positions as the model is told of them."""
         return self.positions + self.sequence.position_mark
 
     def own(self, query: Query, k: Tensor, v: Tensor) -> Partial:
-        """Attention of the piece's queries to the piece itself."""
         where = self.places(self.positions) if query.by_distance else None
         return query.attend(k, v, causal=True, where=where)
 
@@ -152,7 +148,6 @@ class ShortContext:
         self._distances: _Distances | None = None
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        """See `razor_dist.models.bridge.AttentionContext`."""
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
         if query.by_distance and self._distances is None:
@@ -256,7 +251,6 @@ class ShortContext:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _before(self, piece: PromptPiece, rows: slice, by_distance: bool) -> Iterator[Keys]:
-        """Keys on this rank of the tokens before a piece."""
         pages = self.caches.pages
         for span in piece.seen:
             where = None
@@ -266,7 +260,6 @@ class ShortContext:
             yield Keys(pages.k[rows, span], pages.v[rows, span], None, where)
 
     def _merged(self, found: Partial) -> Partial:
-        """What the ranks found in their shards, together."""
         if self.comm.size == 1:
             return found
         packed = torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)

@@ -56,7 +56,6 @@ class SpanKeys:
     sums: Tensor  # float32 [2, K, D]: sums of keys and values over [N0, first)
 
     def windowed(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values at ``[begin, end)``."""
         at = slice(begin - self.first, end - self.first)
         return self.k[:, at], self.v[:, at]
 
@@ -69,7 +68,6 @@ class SpanKeys:
         return k, v
 
     def sinks(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sinks at ``[begin, end)``."""
         return self.sink_k[:, begin:end], self.sink_v[:, begin:end]
 
     def mean(self, sums: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,6 @@ from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 
 @dataclass
 class StreamingTransfers:
-    """One layer's transfers in flight."""
-
     own: list[KVPiece]
     replicated: list[KVPiece]
     halo: Arriving

@@ -28,7 +28,6 @@ Span = slice | Tensor
 
 
 def span_tokens(span: Span) -> int:
-    """Tokens of a span."""
     return span.stop - span.start if isinstance(span, slice) else len(span)
 
 
@@ -108,22 +107,18 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, read off the tensors."""
         return self.reserved_bytes // (self.num_pages + 1)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the whole pool."""
         positions = 0 if self.positions is None else self.positions.nbytes
         return self.k.nbytes + self.v.nbytes + positions
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages in use."""
         return (self.num_pages - self.free_pages) * self.page_bytes
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that ``tokens`` tokens need."""
         return -(-tokens // self.page_size)
 
     def allocate(self, tokens: int) -> PageTable:
@@ -196,7 +191,6 @@ class PagePool:
         return extents
 
     def slot(self, table: PageTable, token: int) -> int:
-        """Slot of the pool for one of the table's tokens."""
         page, offset = divmod(token, self.page_size)
         return table.pages[page] * self.page_size + offset
 

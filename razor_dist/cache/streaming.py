@@ -135,12 +135,10 @@ class StreamingCache:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the arena and the sums."""
         return self.k.nbytes + self.v.nbytes + self.sums.nbytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the slots in use occupy."""
         rows, _, head_dim = self.k.shape
         widths = sum(self._end(slot) - slot.offset for slot in self._held)
         sums = 2 * len(self._held) * self.sums.itemsize
@@ -174,7 +172,6 @@ class StreamingCache:
         return len(self._held), offset
 
     def _move_together(self) -> None:
-        """Move the slots to the beginning of the arena, in their order."""
         end = 0
         for slot in self._held:
             old, slot.offset = slot.offset, end
@@ -186,7 +183,6 @@ class StreamingCache:
                     row[to] = row[source].clone()
 
     def release(self, slot: StreamingSlot) -> None:
-        """Give a slot back."""
         self._held.remove(slot)
         self._free.append(slot.index)
 

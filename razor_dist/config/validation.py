@@ -53,19 +53,16 @@ def check_least(settings: object, **least: int) -> None:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Raise `ConfigError` unless a value is from 0 to 1."""
     if not 0 <= value <= 1:
         raise ConfigError(f"{name} must be from 0 to 1, got {value}")
 
 
 def check_percent(name: str, value: float) -> None:
-    """Raise `ConfigError` unless a value is from 0 to 100."""
     if not 0 <= value <= 100:
         raise ConfigError(f"{name} must be a percentage from 0 to 100, got {value}")
 
 
 def check_seed(seed: int) -> None:
-    """Raise `ConfigError` unless generators of random numbers take the seed."""
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be at least 0 and below 2**63, got {seed}")
 

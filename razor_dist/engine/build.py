@@ -50,8 +50,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model, ready to become one rank's engine."""
-
     model: PreTrainedModel  # with our attention
     head_map: HeadMap
     eos_token_ids: tuple[int, ...]
@@ -114,8 +112,6 @@ def _check_weights(config: EngineConfig, comm: Communicator, device: torch.devic
 
 @dataclass(frozen=True)
 class RankEngine:
-    """One rank's engine."""
-
     runner: ModelRunner
     core: EngineCore  # of use on rank 0 only
     info: dict[str, Any]  # of the protocol's ``ready`` message

@@ -49,8 +49,6 @@ _ACTIVATIONS = 16
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Sizes of one rank's caches."""
-
     arenas: tuple[Arena, ...]  # of the streaming heads, one for each of `HeadLayout.windows`
     max_sequences: int
     max_tokens: int  # of the longest sequence

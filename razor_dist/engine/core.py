@@ -60,7 +60,6 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if any request is waiting, being prefilled or answering."""
         running = self.scheduler.running
         requests = self._requests.values()
         return not all(r.pinned and r.key in running and r.prefilled for r in requests)

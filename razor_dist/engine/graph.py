@@ -80,7 +80,6 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Step) -> Step:
-        """See `Recorder`."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # thread_local: NCCL's watchdog thread queries events, which would break a global capture.
         capture = torch.cuda.graph(
@@ -297,7 +296,6 @@ class DecodeGraphs:
             return f"{type(error).__name__}: {error}"
 
     def _all_well(self, problem: str | None) -> bool:
-        """True if no rank has a problem."""
         count = torch.tensor([problem is not None], dtype=torch.int64)
         pending = self._comm.all_reduce(count.to(self._caches.pages.k.device), "control")
         return pending.wait()[0].item() == 0

@@ -66,18 +66,15 @@ class FrontendUnreachableError(EngineError):
 
 
 def encode(message: Message) -> bytes:
-    """One frame."""
     body = msgpack.packb(message, use_bin_type=True)
     return _HEADER.pack(len(body)) + body
 
 
 def body_length(header: bytes) -> int:
-    """Length in bytes of the body that follows a frame's header."""
     return int(_HEADER.unpack(header)[0])
 
 
 def decode(body: bytes) -> Message:
-    """The message in a frame's body."""
     message: Message = msgpack.unpackb(body, raw=False)
     return message
 
@@ -93,7 +90,6 @@ def error_message(request_id: str, error: RazorError) -> Message:
 
 
 def exception_of(message: Message) -> RequestError | EngineError:
-    """The exception that an ``error`` message about a request tells of."""
     if message["code"] == "engine_error":
         return EngineError(message["message"])
     return RequestError(message["message"], param=message["param"], code=message["code"])

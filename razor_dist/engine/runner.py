@@ -90,7 +90,6 @@ class ModelRunner:
         return None
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -26,8 +26,6 @@ _FEW = 1024
 
 @dataclass(frozen=True)
 class Sampled:
-    """A chosen token."""
-
     token: int
     logprob: float | None = None  # under the model (temperature 1), if asked for
     top: Sequence[tuple[int, float]] = ()  # likeliest tokens and log-probabilities, if asked for

@@ -64,7 +64,6 @@ class StepPlan:
         ]
 
     def send(self, comm: Communicator, device: torch.device) -> None:
-        """Broadcast from rank 0."""
         if comm.size == 1:
             return
         frame = torch.zeros(FRAME, dtype=torch.int64)

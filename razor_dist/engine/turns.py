@@ -44,7 +44,6 @@ class StepCost:
         self._products = _BELIEF * np.ones(3)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
-        """Learn from a step."""
         x = self._terms(tokens, context) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
         self._products = _FORGET * self._products + x

@@ -73,7 +73,6 @@ class Link:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send one message."""
         try:
             with self._sending:
                 self._socket.sendall(encode(message))
@@ -260,7 +259,6 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
 
 def _engine(config: EngineConfig, local_rank: int) -> RankEngine:
-    """This rank's engine, in the process group of all."""
     device = torch_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -70,8 +70,6 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two head maps side by side."""
-
     a: str
     b: str
     kv_heads: Overlap  # of those that keep the whole context

@@ -29,7 +29,6 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return one conversation or several as a list."""
     if not messages or isinstance(messages[0], Mapping):
         return [cast("Conversation", messages)]
     return list(cast("Sequence[Conversation]", messages))

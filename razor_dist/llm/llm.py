@@ -314,8 +314,6 @@ class LoopThread:
             raise
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a last coroutine and end the thread."""
-
         async def last() -> None:
             try:
                 await coroutine

@@ -51,8 +51,6 @@ _OVERSHOOT: Final = 0.1
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern folder, read."""
-
     gates: Scores  # [layers][KV heads], in [0, 1]
     config: dict[str, Any]  # of config.json; sink_size, recent_size and sparsity are checked
     clipped: int  # gates that were a little outside [0, 1] in the file
