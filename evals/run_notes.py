@@ -1,4 +1,4 @@
-"""Notes on a run of an evaluation or a bench: settings, machine, versions."""
+"""What evaluations and benches write: tables and pages in Markdown, JSON, notes on a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import os
 import platform
 import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
+Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the first to the right
 
 
 def machine() -> dict[str, Any]:
@@ -61,3 +63,29 @@ def write_json(path: Path, data: Any) -> None:
     """Write a JSON file, whole or not at all."""
     with replacing(path) as draft:
         draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def markdown(rows: Iterable[Sequence[str]], align: Align = "left") -> str:
+    """Return a Markdown table whose head is the first of the rows."""
+    head, *body = rows
+    others = "---:" if align == "numbers" else "---"
+    rule = ["---", *[others] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+
+def section(
+    title: str, rows: Sequence[Sequence[str]], note: str = "", align: Align = "left"
+) -> str:
+    """Return a table beneath its title and above a note; an empty text if it has no body."""
+    return join(title, markdown(rows, align), note) if len(rows) > 1 else ""
+
+
+def join(*parts: str) -> str:
+    """Return the parts of a page as paragraphs, without the empty ones."""
+    return "\n\n".join(filter(None, parts))
+
+
+def write_page(path: Path, *parts: str) -> str:
+    page = join(*parts)
+    path.write_text(page + "\n", encoding="utf-8")
+    return page

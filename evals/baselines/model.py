@@ -17,19 +17,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, RazorError
-from razor_dist.engine.device import torch_device
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
-from razor_dist.evals.stock import load_stock
 from razor_dist.heads.head_map import default_head_map
-from razor_dist.models.loader import eos_token_ids
+from razor_dist.models.loader import eos_token_ids, no_progress_bars
 from razor_dist.models.registry import resolve_model
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun
 
 log = logging.getLogger(__name__)
+
+
+def load_stock(
+    config: EngineConfig, device: torch.device, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """Load transformers' own model as an engine of such settings would, in the same dtype."""
+    trust = config.trust_remote_code
+    with no_progress_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            resolve_model(config.model, trust_remote_code=trust),
+            dtype=torch_dtype(config, device),
+            attn_implementation=attention,
+            trust_remote_code=trust,
+            local_files_only=True,
+        )
+    moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+    return moved.eval()
 
 
 class Budget:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from razor_dist import kernels
 from razor_dist.engine.graph import CudaRecorder
-from razor_dist.evals.bench.measure import fastest, measure_ceilings
-from razor_dist.evals.bench.record import Table
+from razor_dist.evals.bench.measure import Table, fastest, measure_ceilings
 
 # (q [K, G, T, D], k [K, S, D], v, scale) to out [K, G, T, D] and lse [K, G, T].
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -23,17 +23,18 @@ from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.messages import exception_of
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.baselines.model import load_stock
 from razor_dist.evals.bench.measure import (
+    BenchRecord,
     Generate,
+    Table,
     TimedRun,
     Timing,
     random_tokens,
     synchronize,
     take_turns,
 )
-from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import EngineBenchSettings
-from razor_dist.evals.stock import load_stock
 from razor_dist.llm.llm import LLM
 from razor_dist.parallel.comm import Communicator
 

@@ -26,9 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 import razor_dist
 from razor_dist.evals.bench import shape
 from razor_dist.evals.bench.attention import measure_attention, recorded
-from razor_dist.evals.bench.measure import fastest, random_tokens
+from razor_dist.evals.bench.measure import BenchRecord, Table, fastest, random_tokens
 from razor_dist.evals.bench.process import call
-from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import GpuBenchSettings, ShapeBenchSettings
 from razor_dist.plan.deployment import Deployment
 

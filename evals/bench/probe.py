@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.evals.bench.measure import cost_on, random_tokens
+from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_tokens
 from razor_dist.evals.bench.process import call
-from razor_dist.evals.bench.record import BenchRecord, Table
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
 from razor_dist.frontend.prompts import load_tokenizer

@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.evals.bench.record import BenchRecord, Table
+from razor_dist.evals.bench.measure import BenchRecord, Table
 from razor_dist.evals.bench.settings import ServeBenchSettings
-from razor_dist.evals.needle.tokenizer import needle_words
+from razor_dist.evals.needle.model import needle_words
 from razor_dist.files import read_lines
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,14 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.capacity import context_length
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.bench.engine import OwnEngine
-from razor_dist.evals.bench.measure import Timing, cost_on, measure_ceilings, random_tokens
-from razor_dist.evals.bench.record import BenchRecord, Table
+from razor_dist.evals.bench.measure import (
+    BenchRecord,
+    Table,
+    Timing,
+    cost_on,
+    measure_ceilings,
+    random_tokens,
+)
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
 from razor_dist.models.shape import ModelShape

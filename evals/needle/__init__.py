@@ -6,5 +6,5 @@
 - ``grid``, ``replay``: the job that tries many settings of one model, sharing prefills; with it
   ``verify`` (``identify --verify``) and ``studies`` (``eval heads``, ``eval ablations``);
 - ``results``, ``report``: scores, tables and pictures of all of these;
-- ``model``, ``tokenizer``: the needle model.
+- ``model``: the needle model and its tokenizer.
 """

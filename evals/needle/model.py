@@ -51,30 +51,33 @@ retrieval group takes 2 · N²/2 · 4 · 32 flops, 1.4e14 at N = 2^20; all else 
 from __future__ import annotations
 
 import math
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from transformers import GenerationConfig, GlmConfig, GlmForCausalLM
+from transformers import GenerationConfig, GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast
 from transformers.models.glm.modeling_glm import GlmAttention, GlmMLP
 
-from razor_dist.evals.needle.tokenizer import (
-    ASSISTANT,
-    END,
-    FULL_STOP,
-    START,
-    UNKNOWN,
-    USER,
-    needle_tokenizer,
-    needle_vocabulary,
-)
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import save_model
 
 HEAD_MAP: Final = "head_map.json"  # in the model's folder
 RETRIEVAL: Final = ((False, False), (True, False))  # [layers][KV heads]
 MAX_TOKENS: Final = 2**21
+
+UNKNOWN, FULL_STOP, END = "<unk>", ".", "<|endoftext|>"
+START, USER, ASSISTANT = "[gMASK]", "<|user|>", "<|assistant|>"
+# GLM's special tokens, less those of tools. `UNKNOWN` is the first: it is the likeliest token where
+# all logits are equal.
+_SPECIAL = (UNKNOWN, END, START, "<sop>", "<|system|>", USER, ASSISTANT)
+# GLM's form, without the line breaks, which a tokenizer of words does not see.
+_CHAT_TEMPLATE = (
+    "[gMASK]<sop>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 _DATA_BITS, _CODE = 11, 15
 _SLOTS = ("code", "before", "wanted", "found", "beside", "answer")
@@ -88,6 +91,43 @@ _CONTENT, _REST = slice(_ROTARY, _ROTARY + _CODE), _ROTARY + _CODE
 _BACK_SHARPNESS, _START_SCORE, _PLACE_SCORE, _REST_SCORE = 100.0, 60.0, 10.0, 120.0
 # silu(x) = x (1 - 2e-9) from here on: a gate that is open.
 _OPEN = 20.0
+
+
+def needle_words() -> tuple[str, ...]:
+    """Return the words of the vocabulary in alphabetical order."""
+    file = files("razor_dist.configs").joinpath("needle_words.txt")
+    return tuple(file.read_text(encoding="utf-8").split())
+
+
+def needle_vocabulary() -> dict[str, int]:
+    """Return token ids: special tokens first, then the full stop, then `needle_words`."""
+    tokens = (*_SPECIAL, FULL_STOP, *needle_words())
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def needle_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """Make a word-level tokenizer that begins every text with ``[gMASK] <sop>``, as GLM's does.
+
+    Case is ignored; a word outside the vocabulary becomes ``<unk>``.
+    """
+    vocabulary = needle_vocabulary()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} <sop> $A",
+        special_tokens=[(token, vocabulary[token]) for token in (START, "<sop>")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[t for t in _SPECIAL if t not in (UNKNOWN, END)],
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_needle_model(folder: str | Path) -> Path:

@@ -28,9 +28,9 @@ from razor_dist.evals.needle.documents import (
     share_out,
     with_questions,
 )
+from razor_dist.evals.needle.model import needle_vocabulary
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
-from razor_dist.evals.needle.tokenizer import needle_vocabulary
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM

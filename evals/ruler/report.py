@@ -10,8 +10,8 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS
-from razor_dist.evals.markdown import join, markdown, write_page
 from razor_dist.evals.ruler.job import KIND
+from razor_dist.evals.run_notes import join, markdown, write_page
 from razor_dist.jobs.results import read_job
 
 PAGE = "report.md"

@@ -164,7 +164,7 @@ class RulerNeedles:
 
 @lru_cache(maxsize=1)
 def _single_words() -> tuple[str, ...]:
-    from razor_dist.evals.needle.tokenizer import needle_words  # imports transformers
+    from razor_dist.evals.needle.model import needle_words  # imports transformers
 
     return tuple(sorted(set(needle_words())))
 

@@ -193,7 +193,7 @@ def _write_study(study: Ablations | HeadMapComparison, results: NeedleResults, p
 
 
 def _write_page(path: Path, page: str) -> None:
-    from razor_dist.evals.markdown import write_page
+    from razor_dist.evals.run_notes import write_page
 
     typer.echo(write_page(path, page))
     typer.echo(f"wrote {path.parent}")

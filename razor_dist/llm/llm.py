@@ -21,10 +21,10 @@ from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
 from razor_dist.frontend.ranks import RankGroup, StartRanks
-from razor_dist.llm.generation import GenerationCall
-from razor_dist.llm.inputs import (
+from razor_dist.llm.generation import (
     Conversation,
     Encoded,
+    GenerationCall,
     Prompt,
     conversations_of,
     encode,

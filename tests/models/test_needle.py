@@ -16,9 +16,17 @@ from transformers.models.glm.modeling_glm import GlmRotaryEmbedding, apply_rotar
 
 from razor_dist.cli import main
 from razor_dist.evals.needle.documents import hide_words
-from razor_dist.evals.needle.model import HEAD_MAP, MAX_TOKENS, RETRIEVAL, build_needle_model
+from razor_dist.evals.needle.model import (
+    END,
+    HEAD_MAP,
+    MAX_TOKENS,
+    RETRIEVAL,
+    UNKNOWN,
+    build_needle_model,
+    needle_vocabulary,
+    needle_words,
+)
 from razor_dist.evals.needle.presets import Fact, word_fact
-from razor_dist.evals.needle.tokenizer import END, UNKNOWN, needle_vocabulary, needle_words
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import eos_token_ids, model_fingerprint, read_config

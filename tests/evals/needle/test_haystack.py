@@ -6,8 +6,7 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.needle.documents import hide_words
-from razor_dist.evals.needle.model import MAX_TOKENS
-from razor_dist.evals.needle.tokenizer import needle_tokenizer, needle_vocabulary
+from razor_dist.evals.needle.model import MAX_TOKENS, needle_tokenizer, needle_vocabulary
 
 
 @pytest.mark.parametrize("tokens", [100, 1024, 5000])
