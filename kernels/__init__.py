@@ -57,26 +57,14 @@ def attend(
 ) -> Partial:
     """Softmax attention of grouped queries over one segment of keys.
 
-    Parameters
-    ----------
-    q : Tensor
-        ``[K, G, T, D]``: G query heads for each of K key-value heads.
-    k, v : Tensor
-        ``[K, S, D]``. Those of another dtype than ``q`` are read in blocks that are converted to
-        it, for the fused ops want one dtype.
-    causal : bool
-        Query t sees keys 0..t; requires ``T == S`` (else ValueError), so that no alignment
-        convention matters.
-    bias : Tensor, optional
-        float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite, added to ``scale * q . k``; `HIDDEN`
-        hides a key. It may be rounded to the dtype of ``q``.
-    backend : str, optional
-        One of `BACKENDS` (else ValueError); by default the first that supports the input.
+    ``q`` is ``[K, G, T, D]``, G query heads for each of K key-value heads; ``k`` and ``v`` are
+    ``[K, S, D]``. Those of another dtype than ``q`` are read in blocks that are converted to it,
+    for the fused ops want one dtype. ``out`` is in the dtype of ``q`` or float32.
 
-    Returns
-    -------
-    Partial
-        ``out`` in the dtype of ``q`` or float32, ``lse`` in float32 (natural logarithm).
+    With ``causal``, query t sees keys 0..t; it requires ``T == S`` (else ValueError), so that no
+    alignment convention matters. ``bias`` is float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite,
+    added to ``scale * q . k``; `HIDDEN` hides a key. It may be rounded to the dtype of ``q``.
+    ``backend`` is one of `BACKENDS` (else ValueError), or the first that supports the input.
     """
     if causal and q.shape[2] != k.shape[1]:
         raise ValueError(f"causal needs as many queries as keys, got {q.shape[2]} and {k.shape[1]}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from razor_dist.kernels.partial import Partial
-from razor_dist.kernels.split import attend_folded, foldable, per_head
+from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -24,7 +24,7 @@ from razor_dist.kernels import (
     merge,
     merge_stacked,
 )
-from razor_dist.kernels.split import attend_folded
+from razor_dist.kernels.partial import attend_folded
 
 
 def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed: int = 0):

@@ -110,10 +110,7 @@ class ComparingConfig(JobConfig):
         return BaselineConfig.of(press, shared, self.kv_budget)
 
     def limits(self) -> tuple[ModelShape, int]:
-        """Return the model's shape, and the tokens of prompt and answer that it may have.
-
-        Raises as `check_installed`, and `ModelError` if there is no such model for the presses.
-        """
+        """Return the model's shape, and the tokens of prompt and answer that it may have."""
         from razor_dist.models.loader import read_config
         from razor_dist.models.registry import config_folder
         from razor_dist.models.shape import ModelShape

@@ -198,7 +198,6 @@ class Timing:
 def take_turns(
     engines: Mapping[str, Generate], prompt: list[int], new_tokens: int, repeats: int
 ) -> dict[str, Timing]:
-    """Warm every engine up, then time ``repeats`` runs of each in turn."""
     timings = {name: Timing(name) for name in engines}
     for round_ in range(repeats + 1):
         for name, generate in engines.items():

@@ -127,7 +127,6 @@ def measure(work: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_alibi(settings: ProbeBenchSettings) -> None:
-    """Raise `ConfigError` for a model that has no use for a probe or for training."""
     shape = settings.shape
     if is_alibi(shape_config(shape) if shape else read_config(resolve_model(settings.source))):
         raise ConfigError(

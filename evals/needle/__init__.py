@@ -4,7 +4,7 @@
 - ``documents``: texts with hidden sentences, prompts as token ids;
 - ``task``: the test as a job (`razor_dist.jobs`);
 - ``grid``, ``replay``: the job that tries many settings of one model, sharing prefills; with it
-  ``verify`` (``identify --verify``) and ``studies`` (``eval heads``, ``eval ablations``);
+  ``identify --verify`` and ``studies`` (``eval heads``, ``eval ablations``);
 - ``results``, ``report``: scores, tables and pictures of all of these;
 - ``model``: the needle model and its tokenizer.
 """

@@ -21,8 +21,8 @@ PressName = Literal[
 ]
 MethodName = Literal[OwnMethod, PressName]
 
-_WINDOW = ("window_min", "window_ratio", "window_max")
 # What decides what a streaming head keeps.
+_WINDOW = ("window_min", "window_ratio", "window_max")
 STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
 Place = tuple[int, int, int]  # length, depth and which needle
 # Given by a list or by its ends, and not by both; names of the latter begin so.
@@ -168,7 +168,6 @@ class NeedleConfig(ComparingConfig):
         return found
 
     def engine(self, method: str, longest: int) -> EngineConfig:
-        """Return the settings of a method's engine, for prompts of at most ``longest`` tokens."""
         if method == "duo":
             return self._engine({"attention": "razor", "head_map": self.duo_head_map}, longest)
         return self._engine({"press" if method in PRESSES else "attention": method}, longest)
@@ -204,7 +203,6 @@ class GridConfig(EngineConfig):
 
     @property
     def places(self) -> list[Place]:
-        """The place of each document, short ones first."""
         return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
 
 

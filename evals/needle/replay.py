@@ -143,7 +143,6 @@ class ReplayModel:
         self._read = None
 
     def engine(self, method: Method, tokens: int) -> RankEngine:
-        """Make an engine with a method's settings around the model."""
         own = {name: value for name, value in method.settings.items() if name != "head_map"}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
@@ -190,7 +189,6 @@ class MethodEngine:
     _core: EngineCore | None = None
 
     def stats(self) -> Mapping[str, Any]:
-        """Return ``kv_bytes_per_rank``, of the one rank."""
         kv = [0] if self._core is None else self._core.stats()["kv_bytes_per_rank"]
         return {"kv_bytes_per_rank": kv}
 

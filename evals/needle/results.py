@@ -168,7 +168,6 @@ class NeedleRun(NeedleResults):
         return [[len(found) < self._due for found in row] for row in self._by_place(method)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary of all methods, and the mean score of every place."""
         return {
             "settings": self.settings,
             "expected_cells": self.expected_cells,

@@ -222,8 +222,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class Ablations:
-    """The paper's ablations on one model."""
-
     head_map: HeadMap  # RazorAttention's, with induction and echo scores
     config: EngineConfig
     prefills: Sequence[str]

@@ -49,11 +49,7 @@ class NeedleTask:
 
     @classmethod
     def plan(cls, config: NeedleConfig) -> NeedleTask:
-        """Settle the lengths by the model, and the haystack by what is installed.
-
-        Raises as `ComparingConfig.limits`; `ConfigError` if a length is beyond the model, or the
-        preset or haystack cannot be used; `HeadMapError` if method duo's head map is another's.
-        """
+        """Settle the lengths by the model, the haystack by what is installed; refuse misfits."""
         shape, most = config.limits()
         if config.preset == "words" and shape.vocab_size != len(needle_vocabulary()):
             raise ConfigError(

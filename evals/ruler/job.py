@@ -1,19 +1,22 @@
-"""RULER as a job; an item is one sample, answered by one method."""
+"""RULER as a job, and its table; an item is one sample, answered by one method."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.needle.documents import Prompter, same_paragraphs
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.tasks import (
@@ -25,10 +28,13 @@ from razor_dist.evals.ruler.tasks import (
     read_squad,
     score,
 )
+from razor_dist.evals.run_notes import join, markdown, write_page
+from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 
+PAGE = "report.md"
 KIND = "ruler"  # ``settings.task.kind`` of a folder of results
 # Of the samples and their scores: raised when the same settings would give others.
 _VERSION = 2
@@ -44,10 +50,7 @@ class RulerTask:
 
     @classmethod
     def plan(cls, config: RulerConfig) -> RulerTask:
-        """Settle the prose by what is installed, and read the questions' files once.
-
-        Raises as `ComparingConfig.limits`, and `ConfigError` for lengths, text or data.
-        """
+        """Settle the prose by what is installed, and read the questions' files once."""
         _, most = config.limits()
         if (longest := max(config.lengths)) > most:
             raise ConfigError(
@@ -132,3 +135,76 @@ def _questions(squad: str | None, hotpotqa: str | None) -> dict[str, tuple[Path,
     """Return file and content of each question task's data that are given."""
     given = (("qa_1", squad, read_squad), ("qa_2", hotpotqa, read_hotpotqa))
     return {task: (Path(file), read(Path(file))) for task, file, read in given if file is not None}
+
+
+def write_report(folder: Path) -> str:
+    settings, records = read_job(folder)
+    if settings["task"].get("kind") != KIND:
+        raise ConfigError(f"{folder} holds results of another job than RULER")
+    return write_page(folder / PAGE, report(settings["task"], records, settings["engines"]))
+
+
+def report(
+    task: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    engines: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """Return the page of a run.
+
+    A cell is the mean score of its samples in percent, a task's row. The average of a length is
+    the mean over tasks, as the paper's, and the last column the mean over lengths. An average that
+    lacks a cell is not given.
+    """
+    scores: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for record in records:
+        if record["status"] == "done":
+            result = record["result"]
+            place = result["method"], result["task"], result["length"]
+            scores[place].append(100 * result["score"])
+    lengths, tasks, samples = task["lengths"], task["tasks"], task["samples"]
+    asked = len(task["methods"]) * len(tasks) * len(lengths) * samples
+    failed = [record for record in records if record["status"] == "failed"]
+    parts = [
+        f"# RULER: {task['model']}",
+        f"{samples} samples of each task and length, seed {task['seed']}, prose: "
+        f"{task['haystack']} ({task['haystack_fingerprint']}). Scores in percent.",
+    ]
+    if failed:
+        parts.append(f"{len(failed)} of {asked} samples failed and count in no cell: see below.")
+    if missing := asked - len(records):
+        parts.append(f"{missing} of {asked} samples have not been asked yet.")
+    if presses := [method for method in task["methods"] if "press" in engines.get(method, {})]:
+        part = engines[presses[0]]["kv_budget"]
+        budget = "as many bytes as razor on one rank" if part is None else f"{part:g} of all"
+        parts.append(
+            f"{', '.join(presses)}: kvpress {KVPRESS}. Every head reads in full; then {budget} is "
+            "kept. The question is a part of what is read: they know it when they drop the rest."
+        )
+    head = ["task", *map(str, lengths), "average"]
+    for method in task["methods"]:
+        rows = {name: [_mean(scores[method, name, n]) for n in lengths] for name in tasks}
+        rows["**average**"] = [_mean(column) for column in zip(*rows.values(), strict=True)]
+        body = [[name, *map(_shown, [*cells, _mean(cells)])] for name, cells in rows.items()]
+        parts += [f"## {method}", markdown([head, *body])]
+    return join(*parts, *_failures(failed))
+
+
+def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the samples that failed, those of one reason together."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for record in failed:
+        error = record["error"]
+        why = " ".join(f"{error['type']}: {error['message']}".split())
+        reasons[why].append(f"`{record['id']}`")
+    lines = [f"- {', '.join(ids)}: {why}" for why, ids in reasons.items()]
+    return ["## Failed", "\n".join(lines)] if lines else []
+
+
+def _mean(cells: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if there are no cells or one lacks its number."""
+    known = [cell for cell in cells if cell is not None]
+    return fmean(known) if known and len(known) == len(cells) else None
+
+
+def _shown(cell: float | None) -> str:
+    return "-" if cell is None else f"{cell:.1f}"

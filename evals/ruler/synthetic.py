@@ -88,12 +88,9 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
     return made[low] if low in made else units.build(low)
 
 
-# ------------------------------------------------------------------ needles (section 3.1)
-
-
 @dataclass(frozen=True)
 class RulerNeedles:
-    """One of the eight needle tasks: single, multi-key, multi-value, multi-query."""
+    """One of the eight needle tasks (section 3.1): single, multi-key, -value or -query."""
 
     # Around the needles: one sentence over and over, prose, or needles nobody asks for.
     haystack: Literal["noise", "essay", "needles"] = "essay"
@@ -191,11 +188,8 @@ def _never_twice(make: Callable[[], str]) -> Iterator[str]:
             yield text
 
 
-# -------------------------------------------------------- variable tracking (section 3.2)
-
-
 def variable_tracking(draw: random.Random) -> Units:
-    """Return a chain of variables, after a worked example; a unit is a line of noise."""
+    """Return a chain of variables (section 3.2), after an example; a unit is a line of noise."""
     example = _names(draw, _EXAMPLE_LETTERS)
     names = _names(draw, _NAME_LETTERS)
     values = _numbers(draw, _VALUE_DIGITS)
@@ -240,11 +234,8 @@ def _chain_cue(value: str) -> str:
     )
 
 
-# ---------------------------------------------------------------- aggregation (section 3.3)
-
-
 def common_words(draw: random.Random, length: int) -> Units:
-    """Return a numbered list in which ten words are more frequent than all others.
+    """Return a numbered list with ten words more frequent than all others (section 3.3).
 
     A unit is an uncommon word; one worked example goes before the list. Where the ordinary words
     do not suffice, all words, the common ones too, are pairs of them.

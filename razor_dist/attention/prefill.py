@@ -181,10 +181,7 @@ class PrefillContext:
         if pages.positions is not None:
             owned = positions_of(self.chunk.ranges(self.comm.rank), self._device)
             pages.place(self._slots[1], owned)
-        sequence.table.tokens += self.tokens
-        for rank in range(self.comm.size):
-            sequence.shard_tokens[rank] += self.chunk.tokens(rank)
-        sequence.length = self.chunk.end
+        sequence.grow([self.chunk.tokens(r) for r in range(self.comm.size)], self.comm.rank)
         sequence.done.append(self.chunk)
         sequence.chunks.append(self.chunk)
         if self.exact:

@@ -8,7 +8,7 @@ a prefix. The part of a step that is one token a sequence runs captured in a CUD
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from razor_dist.attention.short_inputs import ReadExtent, StepInputs
 from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.pages import Span, span_tokens
 from razor_dist.cache.sequence import Sequence, owned_tokens
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import LayerHeads, StreamingGroup
 from razor_dist.kernels import HIDDEN, Partial, merge, merge_stacked
 from razor_dist.kernels.alibi import Distance, Places
@@ -95,11 +96,8 @@ class PromptPiece:
         sequence, pages = self.sequence, self._caches.pages
         if pages.positions is not None:
             pages.place(self._slots, positions_of([self._owned], pages.k.device))
-        size = len(sequence.shard_tokens)
-        for rank in range(size):
-            sequence.shard_tokens[rank] += len(owned_tokens(self.chunk.span, rank, size))
-        sequence.table.tokens += len(self._owned)
-        sequence.length = self.chunk.end
+        at, size = self.chunk.span, len(sequence.shard_tokens)
+        sequence.grow([len(owned_tokens(at, rank, size)) for rank in range(size)], self._rank)
         for heads in self._streaming:
             heads.close()
 
@@ -127,25 +125,29 @@ class ShortContext:
     ) -> None:
         self.comm, self.caches, self._extents = comm, caches, extents
         self._inputs, self._pieces = inputs, pieces
-        # By token and streaming cache: what is seen of its slot.
-        self._biases: list[list[Tensor]] = []
         # By streaming cache: where the new tokens are written.
         self._places = [
             cache.places_of([e.streaming[index][0] for e in extents], inputs.position)
             for index, cache in enumerate(caches.streaming)
         ]
-        self._segments: list[list[tuple[Span, Tensor | None]]] = []
-        for t, extent in enumerate(extents):
-            position = inputs.position[t]
-            views = list(zip(caches.streaming, extent.streaming, inputs.start[:, t], strict=True))
-            self._biases.append(
-                [
-                    cache.visibility(slot, width, position, start)
-                    for cache, (slot, width), start in views
-                ]
-            )
-            self._segments.append(_with_bias(extent, inputs.stored[t]))
+        self._biases = self._by_slot(StreamingCache.visibility)
+        self._segments = [_with_bias(*pair) for pair in zip(extents, inputs.stored, strict=True)]
         self._distances: _Distances | None = None
+
+    def _by_slot(self, of: Callable[..., Tensor]) -> list[list[Tensor]]:
+        """Call a method of `StreamingCache` for what is read of it, by token and cache."""
+        inputs = self._inputs
+        return [
+            [
+                of(cache, slot, width, position, start)
+                for cache, (slot, width), start in zip(
+                    self.caches.streaming, extent.streaming, starts, strict=True
+                )
+            ]
+            for extent, position, starts in zip(
+                self._extents, inputs.position, inputs.start.T, strict=True
+            )
+        ]
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads = self.caches.layout.layers[layer]
@@ -170,24 +172,15 @@ class ShortContext:
         pages, inputs = self.caches.pages, self._inputs
         assert pages.positions is not None
         pages.positions.index_copy_(0, inputs.at, inputs.position)
-        distances = _Distances([], [])
-        for t, extent in enumerate(self._extents):
-            position = inputs.position[t]
-            distances.streaming.append(
-                [
-                    Distance.of(cache.distance(slot, width, position, start), dtype)
-                    for cache, (slot, width), start in zip(
-                        self.caches.streaming, extent.streaming, inputs.start[:, t], strict=True
-                    )
-                ]
-            )
-            distances.segments.append(
-                [
-                    Distance.of((pages.positions[span] - position).float(), dtype)
-                    for span in extent.segments
-                ]
-            )
-        return distances
+        segments = [
+            [(pages.positions[span] - position).float() for span in extent.segments]
+            for extent, position in zip(self._extents, inputs.position, strict=True)
+        ]
+
+        def measured(found: list[list[Tensor]]) -> list[list[Distance]]:
+            return [[Distance.of(number, dtype) for number in row] for row in found]
+
+        return _Distances(measured(self._by_slot(StreamingCache.distance)), measured(segments))
 
     def _streaming(
         self, layer: int, heads: LayerHeads, query: Query, k: Tensor, v: Tensor

@@ -25,13 +25,10 @@ from razor_dist.parallel.comm import Communicator
 class ReadExtent:
     """The memory that a step touches for one sequence on this rank."""
 
-    # For each streaming cache, the slot and how much of it is read.
-    streaming: tuple[tuple[StreamingSlot, int], ...]
+    streaming: tuple[tuple[StreamingSlot, int], ...]  # by cache: what is read of which slot
     segments: tuple[Span, ...]  # of the page pool, in order
     # True if segments end with the newest token; else a bias hides what no token has filled yet.
     exact: bool
-    # True if this rank writes the new token's retrieval keys and values.
-    writes: bool
 
 
 def streaming_widths(caches: Caches, sequence: Sequence, tokens: int) -> tuple[int, ...]:
@@ -46,27 +43,18 @@ def exact_extent(comm: Communicator, caches: Caches, sequence: Sequence) -> Read
     """The memory that the next step needs, and no more."""
     table = sequence.table
     own = owner_of(sequence.length, comm.size) == comm.rank
+    widths = streaming_widths(caches, sequence, sequence.length + 1)
     return ReadExtent(
-        streaming=tuple(
-            zip(
-                sequence.streaming,
-                streaming_widths(caches, sequence, sequence.length + 1),
-                strict=True,
-            )
-        ),
+        streaming=tuple(zip(sequence.streaming, widths, strict=True)),
         segments=tuple(caches.pages.spans(table, 0, table.tokens + own)),
         exact=True,
-        writes=own,
     )
 
 
 def padded_extent(
     caches: Caches, sequence: Sequence, widths: tuple[int, ...], stored: int
 ) -> ReadExtent:
-    """The memory that every step needs until the sequence outgrows these bounds.
-
-    ``widths`` are of its slot in each streaming cache, ``stored`` counts tokens of the shard.
-    """
+    """The memory that every step needs until the sequence outgrows these bounds."""
     table, pages = sequence.table, caches.pages
     # What lies beyond the sequence's own pages is another's, and may change and hold anything.
     within = min(stored, len(table.pages) * pages.page_size)
@@ -74,7 +62,6 @@ def padded_extent(
         streaming=tuple(zip(sequence.streaming, widths, strict=True)),
         segments=tuple(pages.spans(table, 0, within)),
         exact=False,
-        writes=True,
     )
 
 
@@ -129,6 +116,4 @@ def advance_lengths(comm: Communicator, sequences: Seq[Sequence]) -> None:
     """Count the step's tokens in the sequences; once, after the forward pass."""
     for sequence in sequences:
         owner = owner_of(sequence.length, comm.size)
-        sequence.table.tokens += owner == comm.rank
-        sequence.shard_tokens[owner] += 1
-        sequence.length += 1
+        sequence.grow([int(rank == owner) for rank in range(comm.size)], comm.rank)

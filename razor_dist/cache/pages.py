@@ -67,16 +67,6 @@ class PagePool:
     With ``clear``, pages are zeroed when they are taken: a reader that hides what no token has
     filled yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
     ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
-
-    Attributes
-    ----------
-    k, v : Tensor
-        ``[rows, (num_pages + 1) * page_size, D]``: one page more than is lent.
-    positions : Tensor or None
-        int64 ``[(num_pages + 1) * page_size]``, if ``track_positions``: where in its sequence each
-        slot's token stands.
-    dummy_slot : int
-        First slot of that page, where a step of fixed shape writes what this rank does not keep.
     """
 
     def __init__(
@@ -94,12 +84,13 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.clear = clear
+        # Of one page more than is lent, where a step of fixed shape writes what is not kept here.
         self.dummy_slot = num_pages * page_size
         shape = (rows, self.dummy_slot + page_size, head_dim)
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.positions: Tensor | None = None
+        self.positions: Tensor | None = None  # of each slot's token in its sequence, int64
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
         self._references: dict[int, int] = {}  # of the pages that are held
@@ -236,7 +227,6 @@ class PagePool:
         return spans
 
     def segments(self, rows: slice, spans: Sequence[Span]) -> Segments:
-        """Keys and values of one layer's heads in each of ``spans``."""
         return Segments(self, rows, spans)
 
 

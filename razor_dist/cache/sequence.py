@@ -37,6 +37,12 @@ class Sequence:
     # made when it is asked for (`razor_dist.engine.graph`).
     layout: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None = None
 
+    def grow(self, sizes: Seq[int], rank: int) -> None:
+        """Count new tokens in the caches, so many in each rank's shard; this rank is ``rank``."""
+        self.shard_tokens = [n + new for n, new in zip(self.shard_tokens, sizes, strict=True)]
+        self.table.tokens += sizes[rank]
+        self.length += sum(sizes)
+
 
 def owner_of(position: int, world_size: int) -> int:
     """The rank that stores the retrieval keys and values of a short step's token."""

@@ -46,10 +46,7 @@ class Arena:
     def of(
         cls, policy: StreamingPolicy, queries: torch.dtype, tokens: int, sequences: float
     ) -> Arena:
-        """Return room for so many sequences of up to ``tokens`` tokens, or part of one more.
-
-        ``queries`` is the queries' dtype, to which their ops may round a bias.
-        """
+        """Return room for ``sequences`` of up to ``tokens`` tokens, also for a part of one."""
         arena = cls(policy, compensation_entries(policy, queries), 0)
         return replace(arena, places=int(sequences * arena.width(tokens)))
 
@@ -187,10 +184,7 @@ class StreamingCache:
         self._free.append(slot.index)
 
     def fork(self, slot: StreamingSlot, length: int, total: int) -> StreamingSlot:
-        """Return a second slot, with the state of one that has seen ``length`` tokens.
-
-        The copy has room for ``total`` tokens.
-        """
+        """Return a copy, with room for ``total`` tokens, of a slot that has seen ``length``."""
         copy = self.allocate(total)
         copy.start = slot.start
         self.sums[:, :, copy.index] = self.sums[:, :, slot.index]

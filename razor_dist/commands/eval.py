@@ -65,8 +65,7 @@ def needle(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
 def ruler(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
     """Ask RULER's questions about long texts, and see how each method answers them."""
     config = load_config(RulerConfig, flags, os.environ, config_file)
-    from razor_dist.evals.ruler.job import RulerTask
-    from razor_dist.evals.ruler.report import write_report
+    from razor_dist.evals.ruler.job import RulerTask, write_report
 
     _run_job(RulerTask.plan(config), config, out, write_report)
 

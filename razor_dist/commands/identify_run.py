@@ -23,7 +23,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.evals.needle.verify import Check
+from razor_dist.evals.needle.grid import Check
 from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads import onthefly, razor, scope
 from razor_dist.heads.compare import HeadMapSummary

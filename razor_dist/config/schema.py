@@ -36,10 +36,7 @@ _job = partial(_setting, "Job")
 
 
 class EngineConfig(BaseModel):
-    """The settings of the ranks; frozen.
-
-    Its construction raises `ConfigError` if a value is wrong or a name unknown.
-    """
+    """The settings of the ranks; frozen. `ConfigError` if a value is wrong or a name unknown."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     # Heading in --help of the fields that a subclass adds with a plain pydantic.Field.

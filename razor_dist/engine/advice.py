@@ -12,11 +12,7 @@ _NEARLY_ALL = 0.85
 
 
 def about_heads(kv_fraction: float, selected_fraction: float | None) -> list[str]:
-    """Warn of a head map that keeps nearly every group.
-
-    ``kv_fraction`` of the KV heads keep the whole context; ``selected_fraction`` of the query heads
-    were chosen for their own scores, if the head map tells.
-    """
+    """Warn of a head map that keeps nearly every group; fractions are those of `HeadMap`."""
     if kv_fraction < _NEARLY_ALL:
         return []
     said = f"{kv_fraction:.0%} of the KV heads are retrieval heads: next to nothing is saved"

@@ -60,10 +60,7 @@ class Loaded:
 def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Loaded:
     """Load the model on one rank; no rank waits for another.
 
-    Raises
-    ------
-    ConfigError, ModelError, HeadMapError
-        If the settings, the model or the head map do not fit together.
+    Raises `ConfigError`, `ModelError` or `HeadMapError` where these do not fit together.
     """
     dtype = torch_dtype(config, device)
     # Before minutes of loading.
@@ -123,10 +120,7 @@ def build_engine(config: EngineConfig, comm: Communicator, device: torch.device)
 
 
 def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngine:
-    """Return one rank's engine; with sharded weights, all ranks start theirs together.
-
-    Raises what `make_engine` and `check_model` do.
-    """
+    """Return one rank's engine; with sharded weights, all ranks start theirs together."""
     if loaded.shares is not None:
         loaded.shares.gather_when_run(partial(comm.note, "weights"))
     check_model(loaded.model, config.model)
@@ -180,12 +174,8 @@ def make_engine(
     """Return one rank's engine around a model that is loaded with our attention.
 
     For every layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows`` a
-    streaming head's own window. ``ring`` takes the place of the one that the settings name.
-
-    Raises
-    ------
-    ConfigError
-        If the settings and the model's sizes do not fit together, or the caches into memory.
+    streaming head's own window. ``ring`` takes the place of the one that the settings name. Raises
+    `ConfigError` if settings and model do not fit together, or the caches into memory.
     """
     shape = ModelShape.from_config(model.config)
     device, dtype = model.device, model.dtype

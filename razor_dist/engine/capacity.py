@@ -89,10 +89,7 @@ def chunk_length(
     world_size: int,
     device: torch.device,
 ) -> int:
-    """The most tokens of a prompt that all ranks prefill in one chunk.
-
-    ``windows`` are `HeadLayout.windows`.
-    """
+    """The most tokens that all ranks prefill in one chunk; ``windows`` are `HeadLayout`'s."""
     if config.chunked_prefill_size:
         return whole_shards(config.chunked_prefill_size, world_size)
     if device.type == "cpu":

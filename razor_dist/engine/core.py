@@ -79,12 +79,8 @@ class EngineCore:
         streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
         requests that continue it, until it is aborted.
 
-        Raises
-        ------
-        RequestError
-            If the prompt is empty, holds an unknown token id, does not fit, or would wait until a
-            pinned prefix is released; if more log-probabilities are asked for than there are
-            tokens.
+        Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
+        would wait until a pinned prefix is released; if parameters do not suit model or engine.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="id")
@@ -281,7 +277,6 @@ class EngineCore:
         self._run(StepPlan(Op.STATS))  # a broadcast alone succeeds while the other end is stopped
 
     def stop(self) -> None:
-        """Let the other ranks end."""
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:

@@ -71,13 +71,7 @@ def warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.d
 def ring_of(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> RingAttention:
-    """The ring attention that the settings name.
-
-    Raises
-    ------
-    ConfigError
-        If its packages are not installed, or cannot compute on this device or in this dtype.
-    """
+    """The ring that the settings name; `ConfigError` unless it can compute here in this dtype."""
     if config.ring == "own":
         return ring_attention
     if device.type != "cuda" or dtype == torch.float32:

@@ -98,15 +98,9 @@ def exception_of(message: Message) -> RequestError | EngineError:
 def as_tokens(
     ids: Sequence[int] | npt.NDArray[np.integer], vocab_size: int, param: str = "prompt"
 ) -> Tokens:
-    """Token ids as an int32 array ``[n]``, none of them outside ``[0, vocab_size)``.
+    """Token ids as an int32 array ``[n]``; `RequestError` for one outside ``[0, vocab_size)``.
 
-    Integers of any size are taken, such as a user's JSON may hold; ``param`` is the field of the
-    request that they came from.
-
-    Raises
-    ------
-    RequestError
-        Naming the first id outside the vocabulary.
+    Integers of any size are taken, such as a user's JSON may hold.
     """
     found = np.asarray(ids)
     if found.dtype.kind not in "iu":

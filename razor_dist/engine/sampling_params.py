@@ -43,10 +43,7 @@ class SamplingParams:
     ``prompt_logprobs``  the same for every prompt token but the first
     ``priority``         lower numbers go first, under ``scheduling_policy: priority``
 
-    Raises
-    ------
-    RequestError
-        If a value is of the wrong type or out of range; ``param`` names the field.
+    Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.
     """
 
     max_tokens: int | None = 16
@@ -98,12 +95,8 @@ def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
     """Read the sampling defaults that a model recommends in its ``generation_config.json``.
 
     As in vLLM, ``do_sample`` is not looked at: a request without a temperature samples with the
-    file's, or with 1. With ``generation_config`` "none", not "auto", nothing is read.
-
-    Raises
-    ------
-    ModelError
-        If the file cannot be read or holds a value that no request may have.
+    file's, or with 1. With ``generation_config`` "none", not "auto", nothing is read. Raises
+    `ModelError` if the file cannot be read or holds a value that no request may have.
     """
     path = folder / "generation_config.json"
     if generation_config == "none" or not path.is_file():

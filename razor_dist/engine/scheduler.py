@@ -75,12 +75,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises
-        ------
-        RequestError
-            Code ``kv_capacity_exceeded`` if it could not be admitted with every cache empty but
-            for the prompts it continues; ``pinned_prefixes_hold_cache`` if it could not be admitted
-            until a pinned prefix is released.
+        Raises `RequestError` with the code ``kv_capacity_exceeded`` if it could not be admitted
+        with every cache empty but for the prompts it continues; ``pinned_prefixes_hold_cache`` if
+        it could not be admitted until a pinned prefix is released.
         """
         request.short = self.turns.is_short(request, self.world_size)
         self._check_size(request)
@@ -186,7 +183,6 @@ class Scheduler:
         )
 
     def next(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do."""
         unread = [r for r in self.running.values() if not r.prefilled]
         long, short = ([r for r in unread if r.short is kind] for kind in (False, True))
         answering = [r for r in self.running.values() if r.prefilled and not r.pinned]

@@ -55,10 +55,7 @@ class FrontendClosedError(OSError):
 
 
 class Link:
-    """Rank 0's end of the frontend's Unix-domain socket; any thread may send, one receives.
-
-    Raises `FrontendUnreachableError` if the frontend does not listen.
-    """
+    """Rank 0's end of the frontend's Unix-domain socket; any thread may send, one receives."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -226,13 +223,9 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
     ``socket_path`` is the frontend's socket on rank 0, None on the others.
 
-    Raises
-    ------
-    FrontendUnreachableError
-        If rank 0 cannot reach the frontend or loses it: only the caller can tell the user.
-    RazorError
-        If the engine cannot be built on some rank: every rank raises the same. The frontend has
-        been told and tells the user, so the ranks need not.
+    Raises `FrontendUnreachableError` if rank 0 cannot reach the frontend or loses it: only the
+    caller can tell the user. Any other `RazorError` says why the engine cannot be built on some
+    rank: every rank raises the same, and the frontend has been told and tells the user.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -137,10 +137,7 @@ def probe(
     on_layer: Callable[[int], None] | None = None,
     start: Sequence[int] = (),
 ) -> ProbeScores:
-    """Score every query head in one forward pass.
-
-    ``vocabulary`` is of `plain_vocabulary`, ``start`` of `passkeys.start_tokens`.
-    """
+    """Score every query head in one pass; ``vocabulary`` is that of `plain_vocabulary`."""
     shape = ModelShape.from_config(model.config)
     tokens, ids = probe_input(shape, vocabulary, settings, start)
     context = ProbeContext(shape, tokens, settings.repeats, len(start), on_layer)

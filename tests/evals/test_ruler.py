@@ -14,7 +14,7 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.ruler.config import RulerConfig
-from razor_dist.evals.ruler.report import report
+from razor_dist.evals.ruler.job import report
 from razor_dist.evals.ruler.tasks import (
     ANSWER_TOKENS,
     read_squad,

@@ -15,10 +15,9 @@ from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.needle.config import GridConfig
-from razor_dist.evals.needle.grid import place_seed
+from razor_dist.evals.needle.grid import Check, place_seed
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.presets import number_facts
-from razor_dist.evals.needle.verify import Check
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.plot import plot_head_map
 from razor_dist.models.loader import model_fingerprint, read_config

@@ -40,7 +40,6 @@ _ALIGNMENT = 64  # of masks' rows, which fused kernels want
 
 
 def full_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> Tensor:
-    """Compute causal softmax attention, ``[H, T, D]``."""
     if not _takes_groups(q_HTD):
         # `enable_gqa` would hold a matrix of queries by keys. A batch of groups: the keys of all
         # heads in one are the same memory.
