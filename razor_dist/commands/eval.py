@@ -93,7 +93,7 @@ def report(
     """Rebuild the report of each folder, and compare needle tests if there are several."""
     from razor_dist.evals.needle import report as needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
-    from razor_dist.evals.ruler import report as ruler
+    from razor_dist.evals.ruler import job as ruler
     from razor_dist.evals.ruler.job import KIND as RULER
     from razor_dist.jobs.results import read_job
 
