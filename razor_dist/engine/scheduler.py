@@ -190,8 +190,9 @@ class Scheduler:
             self._short_last = False
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
-            alone = len(long) == 1 and not (short or answering)
-            return self._long_plan(request, self.turns.length(request, alone=alone))
+            others = [r for r in unread if r is not request]
+            length = self.turns.length(request, others, answering=bool(answering))
+            return self._long_plan(request, length)
         if short or answering:
             self._short_last = True
             tokens = [(r.key, r.generated[-1:]) for r in answering]

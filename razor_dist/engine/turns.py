@@ -21,9 +21,9 @@ from razor_dist.engine.request import Request
 _FORGET, _BELIEF = 0.97, 1e-7
 # Tokens of a prompt that may be a short step's, at most: their activations are in nobody's plan.
 _SHORT = 512
-# Somebody may come while the chunk of a lone prompt is under way, so that this too takes no longer
-# than some steps; or longer, if else what each step costs would be more than this part of it.
-_ALONE, _IDLE = 8, 0.05
+# A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
+# meanwhile. It takes longer if else what each step costs would be more than this part of it.
+_LONGER, _IDLE = 8, 0.05
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -148,12 +148,16 @@ class Turns:
         # All of them wait until now, so that the later one arrived, the less it has waited.
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
-    def length(self, prompt: Request, *, alone: bool) -> float:
-        """Tokens of its next chunk, at most: of one step's time if others wait meanwhile."""
+    def length(self, prompt: Request, others: Sequence[Request], *, answering: bool) -> float:
+        """Tokens of its next chunk, at most.
+
+        They are those of one step's time if anybody is ``answering``, or if of the ``others`` that
+        are being read one has little left: for the rest that would be overhead.
+        """
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
-        step = self._max_step
-        if alone:
-            step = max(_ALONE * step, self.cost.seconds(0, 0) / _IDLE)
+        step, longer = self._max_step, _LONGER * self._max_step
+        if not answering and all(self._left(other) > longer for other in others):
+            step = max(longer, self.cost.seconds(0, 0) / _IDLE)
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
         return min(most, self.cost.tokens(step, prompt.prefilled_to))

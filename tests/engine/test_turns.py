@@ -54,7 +54,8 @@ class Simulation:
             while coming and coming[0].arrived <= self.now:
                 present.append(coming.pop(0))
             chosen = turns.choose(present)
-            tokens = max(2, int(turns.length(chosen, alone=len(present) == 1)))
+            others = [prompt for prompt in present if prompt is not chosen]
+            tokens = max(2, int(turns.length(chosen, others, answering=False)))
             tokens = min(tokens, chosen.end - chosen.prefilled_to)
             s, a, b = self.sab
             seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
@@ -134,6 +135,17 @@ def test_short_prompts_share_a_step_as_far_as_it_goes() -> None:
     urgent = Turns(STEP, by_priority=True)
     first = request(9, 50, 0.0, priority=-1)
     assert urgent.together([*prompts, first], 1) == [first]
+
+
+def test_long_prompts_are_not_cut_for_each_other() -> None:
+    found = Simulation([request(key, 20_000, 0.0) for key in range(4)]).run()
+    usual = [seconds for _, seconds, _, tokens in found.chunks[1:] if tokens > 500]
+    assert np.median(usual) == pytest.approx(8 * STEP, rel=0.1)
+    # They are read one after the other, but for the oldest's half of the time.
+    assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
+    turns = learned()
+    answered = turns.length(request(0, 20_000, 0.0), [], answering=True)
+    assert answered == pytest.approx(100, abs=1)
 
 
 arrivals = st.lists(
