@@ -32,7 +32,7 @@ import select
 import socket
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -120,9 +120,9 @@ class _Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         memory = mmap.mmap(fd, self.nbytes(size))
-        counters, boards = self._counters(size), size * _PLACES * _BOARD_BYTES
+        pairs, boards = size * size, size * _PLACES * _BOARD_BYTES
+        counters = 2 * (size + pairs)
         lines = np.frombuffer(memory, np.int64, counters * _LINE // 8).reshape(counters, -1)[:, 0]
-        pairs = size * size
         # How many pieces were put on and read from the boards [P], and the channels [from, to].
         self.posted, self.read = lines[:size], lines[size : 2 * size]
         self.sent = lines[2 * size : 2 * size + pairs].reshape(size, size)
@@ -133,14 +133,10 @@ class _Segment:
         self.channels = self.channels.reshape(size, size, _PLACES, -1)
 
     @staticmethod
-    def _counters(size: int) -> int:
-        return 2 * size + 2 * size * size
-
-    @classmethod
-    def nbytes(cls, size: int) -> int:
+    def nbytes(size: int) -> int:
         """Bytes for so many ranks; memory is taken only for the parts that are used."""
         places = size * _BOARD_BYTES + size * size * _CHANNEL_BYTES
-        return cls._counters(size) * _LINE + _PLACES * places
+        return 2 * (size + size * size) * _LINE + _PLACES * places
 
 
 class _Transfer:
@@ -151,52 +147,33 @@ class _Transfer:
     def __init__(self, links: SharedMemory) -> None:
         self._links = links
 
-    def advance(self) -> bool:
-        """Move what can be moved now; return whether that was anything."""
-        raise NotImplementedError
-
     def wait(self) -> None:
-        """Block until done."""
         self._links.wait_for(lambda: self.done)
 
 
-class _Send(_Transfer):
-    """One message to another rank; ``data`` is uint8 ``[n]``."""
+class _Message(_Transfer):
+    """A message that this rank sends or receives; ``data`` is uint8 ``[n]``."""
 
-    def __init__(self, links: SharedMemory, peer: int, data: np.ndarray) -> None:
+    def __init__(self, links: SharedMemory, source: int, target: int, data: np.ndarray) -> None:
         super().__init__(links)
-        self._channel = links.segment.channels[links.rank, peer]
-        self._sent = links.segment.sent[links.rank, peer : peer + 1]
-        self._received = links.segment.received[links.rank, peer : peer + 1]
-        self._left = data
+        self.channel, self._sends, self._left = (source, target), source == links.rank, data
+        self._places = links.segment.channels[self.channel]
+        at = (source, slice(target, target + 1))
+        self._sent, self._received = links.segment.sent[at], links.segment.received[at]
 
     def advance(self) -> bool:
+        """Move what can be moved now; return whether that was anything."""
+        count = self._sent if self._sends else self._received
         moved = False
-        while len(self._left) and self._sent[0] - self._received[0] < _PLACES:
+        while len(self._left):
+            unread = self._sent[0] - self._received[0]
+            if unread == (_PLACES if self._sends else 0):
+                break
             piece, self._left = np.split(self._left, [_CHANNEL_BYTES])
-            self._channel[self._sent[0] % _PLACES, : len(piece)] = piece
-            self._sent[0] += 1
-            moved = True
-        self.done = not len(self._left)
-        return moved
-
-
-class _Receive(_Transfer):
-    """One message from another rank, into ``data``."""
-
-    def __init__(self, links: SharedMemory, peer: int, data: np.ndarray) -> None:
-        super().__init__(links)
-        self._channel = links.segment.channels[peer, links.rank]
-        self._sent = links.segment.sent[peer, links.rank : links.rank + 1]
-        self._received = links.segment.received[peer, links.rank : links.rank + 1]
-        self._left = data
-
-    def advance(self) -> bool:
-        moved = False
-        while len(self._left) and self._received[0] < self._sent[0]:
-            piece, self._left = np.split(self._left, [_CHANNEL_BYTES])
-            piece[:] = self._channel[self._received[0] % _PLACES, : len(piece)]
-            self._received[0] += 1
+            place = self._places[count[0] % _PLACES, : len(piece)]
+            to, what = (place, piece) if self._sends else (piece, place)
+            to[:] = what
+            count[0] += 1
             moved = True
         self.done = not len(self._left)
         return moved
@@ -276,16 +253,12 @@ class SharedMemory(Communicator):
                 self._ranks[end] = rank
                 self._ends.register(end, select.POLLIN)
                 self._inbox_or_end.register(end, select.POLLIN)
-            flags = os.O_WRONLY | os.O_NONBLOCK
-            self._outboxes = (
-                [file_of(rank, processes[rank].pipe, flags) for rank in others]
-                if self.rank == 0
-                else []
-            )
+            flags, readers = os.O_WRONLY | os.O_NONBLOCK, others if self.rank == 0 else []
+            self._outboxes = [file_of(rank, processes[rank].pipe, flags) for rank in readers]
             self.segment = _Segment(file_of(0, processes[0].segment, os.O_RDWR), self.size)
             self._files = files.pop_all()
-        # Under way: collectives, messages to each rank, messages from each rank, in their order.
-        self._queues: list[deque[_Transfer]] = [deque() for _ in range(1 + 2 * self.size)]
+        # Under way: collectives, by (), and each channel's messages, in their order.
+        self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)
 
     def close(self) -> None:
         """Close the files; the memory goes with the last process that maps it."""
@@ -294,10 +267,7 @@ class SharedMemory(Communicator):
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Move everything that is under way until ``done``.
 
-        Raises
-        ------
-        RuntimeError
-            If another rank's process has ended, or nothing has moved for the time-out.
+        `RuntimeError` if another rank's process has ended, or nothing has moved for the time-out.
         """
         looks, waited, last = 0, 0.0, time.monotonic()
         while not done():
@@ -323,7 +293,7 @@ class SharedMemory(Communicator):
 
     def _advance(self) -> bool:
         moved = False
-        for queue in self._queues:
+        for queue in self._queues.values():
             while queue:
                 moved |= queue[0].advance()
                 if not queue[0].done:
@@ -334,18 +304,16 @@ class SharedMemory(Communicator):
     def _exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> list[Work]:
-        arriving = [_Receive(self, peer, _bytes(buffer)) for peer, buffer in receives]
-        leaving = [_Send(self, peer, _bytes(tensor)) for peer, tensor in sends]
-        for (peer, _), receive in zip(receives, arriving, strict=True):
-            self._queues[1 + self.size + peer].append(receive)
-        for (peer, _), send in zip(sends, leaving, strict=True):
-            self._queues[1 + peer].append(send)
+        works = [_Message(self, peer, self.rank, _bytes(buffer)) for peer, buffer in receives]
+        works += [_Message(self, self.rank, peer, _bytes(tensor)) for peer, tensor in sends]
+        for work in works:
+            self._queues[work.channel].append(work)
         self._advance()
-        return [*arriving, *leaving]
+        return list(works)
 
     def _gather(self, tensor: Tensor, out: Tensor) -> _Gather:
         gather = _Gather(self, _bytes(tensor), _bytes(out).reshape(self.size, -1))
-        self._queues[0].append(gather)
+        self._queues[()].append(gather)
         self._advance()
         return gather
 
@@ -386,7 +354,7 @@ class SharedMemory(Communicator):
 
         Those are moved meanwhile: another rank may wait for one of them before it writes.
         """
-        self.wait_for(lambda: bool(poll.poll(0)) or not any(self._queues))
+        self.wait_for(lambda: bool(poll.poll(0)) or not any(self._queues.values()))
         ready = poll.poll(1000 * self._timeout)
         if not ready:
             raise self._silence()

@@ -46,7 +46,7 @@ class Format(ABC):
 
     def whole(self) -> Json:
         """The response of a request that does not stream, once every answer is finished."""
-        choices = [self._choice(i, answer) for i, answer in enumerate(self._choices)]
+        choices = [self._choice(i, c.pieces, c.text) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self._usage()}
 
@@ -73,7 +73,7 @@ class Format(ABC):
         return self._chunk([], usage=self._usage())
 
     @abstractmethod
-    def _choice(self, index: int, answer: ServedChoice) -> Json: ...
+    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json: ...
 
     @abstractmethod
     def _empty(self, index: int) -> Json: ...
@@ -99,29 +99,24 @@ class ChatFormat(Format):
     chunk_object = "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """A chunk with the role."""
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk([{**self._empty(0), "delta": delta}])]
+        return [self._chunk([{**self._empty(0), "delta": {"role": "assistant", "content": ""}}])]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
-        chunks = []
+        news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         if piece.text or logprobs:
-            delta = {"content": piece.text}
-            choice = {**self._empty(index), "delta": delta, "logprobs": logprobs}
-            chunks.append(self._chunk([choice]))
+            news.append({"delta": {"content": piece.text}, "logprobs": logprobs})
         if piece.finish_reason:
-            choice = {**self._empty(index), "finish_reason": piece.finish_reason}
-            chunks.append(self._chunk([choice]))
-        return chunks
+            news.append({"finish_reason": piece.finish_reason})
+        return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
-    def _choice(self, index: int, answer: ServedChoice) -> Json:
+    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text},
-            "logprobs": chat_logprobs(self._tokenizer, answer.pieces),
-            "finish_reason": answer.pieces[-1].finish_reason,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": chat_logprobs(self._tokenizer, pieces),
+            "finish_reason": pieces[-1].finish_reason,
         }
 
     def _empty(self, index: int) -> Json:
@@ -139,18 +134,14 @@ class CompletionFormat(Format):
     chunk_object = "text_completion"
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        """As `Format.piece`."""
-        choice = self._made_of(index, [piece], piece.text)
+        choice = self._choice(index, [piece], piece.text)
         silent = not piece.text and not piece.finish_reason and choice["logprobs"] is None
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
-
-    def _choice(self, index: int, answer: ServedChoice) -> Json:
-        return self._made_of(index, answer.pieces, answer.text)
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
-    def _made_of(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
+    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
         choice = {
             "index": index,
             "text": text,

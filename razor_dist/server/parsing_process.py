@@ -34,6 +34,7 @@ from razor_dist.engine.messages import (
     unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.guard import guarded
 from razor_dist.frontend.prompts import Checked, PromptEncoder, load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 
@@ -101,10 +102,8 @@ class ParsingProcess:
         if self._ended:
             raise EngineError("the server is ending")
         if self._process is None or self._process.returncode is not None:
-            module = "razor_dist.server.parsing_process"
-            guarded = ["-m", "razor_dist.frontend.guard", str(os.getpid()), module]
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *guarded, *self._arguments),
+                *guarded("razor_dist.server.parsing_process", *self._arguments),
                 stdin=PIPE,
                 stdout=PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C is the frontend's to handle
@@ -170,7 +169,6 @@ def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trust-remote-code", action="store_true")

@@ -27,32 +27,20 @@ Body = TypeVar("Body", bound="GenerateBody")
 
 # Unsupported fields, with the values that ask for nothing besides null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    **dict.fromkeys(("echo", "store"), (False,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ()),
     "suffix": ("",),
-    "store": (False,),
-    "metadata": ({},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
-    "web_search_options": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "safety_identifier": (),
 }
 
 # The same within a message: answers that a client puts back into its history may bring them.
@@ -72,14 +60,11 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream's end."""
-
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 def _content(value: object) -> str:
-    """Return a message's content; its text parts are joined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(_is_text_part(part) for part in value):
@@ -123,8 +108,6 @@ def _is_tokens(value: object) -> TypeGuard[list[int]]:
 
 
 class ChatMessage(_Strict):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
 
@@ -149,8 +132,6 @@ class ChatMessage(_Strict):
 
 
 class GenerateBody(_Strict):
-    """The fields that both endpoints share."""
-
     model: str
     max_tokens: Int | None = None
     temperature: float | None = None
@@ -170,7 +151,6 @@ class GenerateBody(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """True if the stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
@@ -184,11 +164,7 @@ class GenerateBody(_Strict):
     def _sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
-        given = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k")
-            if getattr(self, name) is not None
-        }
+        given = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
@@ -210,7 +186,6 @@ class ChatBody(GenerateBody):
     top_logprobs: Int | None = None
 
     def check(self) -> None:
-        """As `GenerateBody.check`."""
         super().check()
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
@@ -221,16 +196,13 @@ class ChatBody(GenerateBody):
                 "other; give one of them",
                 param="max_tokens",
             )
-        if self.top_logprobs is not None:
-            if not self.logprobs:
-                raise RequestError(
-                    "top_logprobs is only allowed with logprobs: true", param="top_logprobs"
-                )
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise RequestError(
-                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}",
-                    param="top_logprobs",
-                )
+        top, problem = self.top_logprobs, None
+        if top is not None and not self.logprobs:
+            problem = "is only allowed with logprobs: true"
+        elif top is not None and not 0 <= top <= MAX_LOGPROBS:
+            problem = f"must be between 0 and {MAX_LOGPROBS}, got {top}"
+        if problem:
+            raise RequestError(f"top_logprobs {problem}", param="top_logprobs")
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit, as many tokens as the context holds."""
@@ -290,11 +262,13 @@ def _request_error(error: ValidationError) -> RequestError:
     problem = error.errors(include_url=False, include_input=False)[0]
     field, *rest = problem["loc"]
     where = f"{field}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
-    if problem["type"] == "missing":
-        return RequestError(f"missing required field {where!r}", param=where)
-    if problem["type"] == "extra_forbidden":
-        return RequestError(f"unsupported field {where!r}", param=where)
-    if problem["type"] == "value_error":
-        return RequestError(f"{where} {problem['ctx']['error']}", param=where)
-    message = problem["msg"].replace("Input should be", "must be")
-    return RequestError(f"{where} {message}", param=where)
+    match problem["type"]:
+        case "missing":
+            message = f"missing required field {where!r}"
+        case "extra_forbidden":
+            message = f"unsupported field {where!r}"
+        case "value_error":
+            message = f"{where} {problem['ctx']['error']}"
+        case _:
+            message = f"{where} {problem['msg'].replace('Input should be', 'must be')}"
+    return RequestError(message, param=where)
