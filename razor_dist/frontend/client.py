@@ -140,7 +140,6 @@ class EngineClient:
 
     @property
     def connected(self) -> bool:
-        """True while a rank 0 is at the other end of the socket."""
         return self._writer is not None
 
     @property
@@ -154,9 +153,7 @@ class EngineClient:
         return max(1, math.ceil(self.seconds_left / max(1, self.unfinished)))
 
     async def wait_change(self) -> Status:
-        """Wait until the state changes and return the new one."""
-        changed = self._changed
-        await changed.wait()
+        await self._changed.wait()
         return self.status
 
     async def ready(self) -> EngineInfo:
@@ -180,13 +177,13 @@ class EngineClient:
 
     def lost(self, reason: str) -> None:
         """Note that the engine died: every unfinished request fails at once."""
-        self._disconnect(EngineError(f"the engine failed: {reason}"))
+        self._disconnect(f"the engine failed: {reason}")
         if self.status.state not in ("failed", "closed"):
             self._set(Status("restarting", reason))
 
     def failed(self, reason: str) -> None:
         """Note that the engine died and will not come back by itself."""
-        self._disconnect(EngineError(f"the engine failed: {reason}"))
+        self._disconnect(f"the engine failed: {reason}")
         if self.status.state != "closed":
             self._set(Status("failed", reason))
 
@@ -260,8 +257,7 @@ class EngineClient:
         """
         self.require_ready()
         tag = next(self._tags)
-        future = asyncio.get_running_loop().create_future()
-        self._stats[tag] = future
+        future = self._stats[tag] = asyncio.get_running_loop().create_future()
         try:
             self._send({"t": "stats", "tag": tag})
             return await asyncio.wait_for(future, timeout)
@@ -285,19 +281,18 @@ class EngineClient:
             return
         self._send({"t": "shutdown"})
         self._set(Status("closed", reason))
-        self._fail_requests(EngineError(reason))
+        self._fail_requests(reason)
 
     async def close(self) -> None:
         """End the ranks as `shutdown` does, and stop listening."""
         self.shutdown()
-        self._disconnect(EngineError(self.status.reason))
+        self._disconnect(self.status.reason)
         if self._server is not None:
             self._server.close()
             self._server = None
             self.socket_path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection of rank 0 until it ends."""
         if self.status.state == "closed":
             writer.write(encode({"t": "shutdown"}))
             writer.close()
@@ -358,7 +353,7 @@ class EngineClient:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 
-    def _disconnect(self, error: EngineError) -> None:
+    def _disconnect(self, error: str) -> None:
         if self._writer is not None:
             with contextlib.suppress(Exception):
                 self._writer.close()
@@ -366,13 +361,13 @@ class EngineClient:
             self.rank0_pid = None  # another process may get it
         self._fail_requests(error)
 
-    def _fail_requests(self, error: EngineError) -> None:
+    def _fail_requests(self, error: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.put(EngineError(str(error)), last=True)
+            stream.put(EngineError(error), last=True)
         for future in self._stats.values():
             if not future.done():
-                future.set_exception(EngineError(str(error)))
+                future.set_exception(EngineError(error))
 
     def _set(self, status: Status) -> None:
         # A failure is raised to whoever waits for the engine, and logged there.
@@ -381,5 +376,5 @@ class EngineClient:
         elif status.state not in ("failed", "closed"):
             log.info("engine %s: %s", status.state, status.reason)
         self.status = status
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.set()
+        self._changed = asyncio.Event()

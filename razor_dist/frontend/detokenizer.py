@@ -46,7 +46,6 @@ class TokenTexts:
 
 @lru_cache(maxsize=4)
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
-    """Return the `TokenTexts` of a tokenizer."""
     special = frozenset(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
     vocabulary = tokenizer.get_vocab()
     in_bytes = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
@@ -141,9 +140,9 @@ class StopMatcher:
             end, _, stop = min(matches)
             self._held = ""
             return text[: end - len(stop)], stop
-        held = self._possible_start(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        safe = len(text) - self._possible_start(text)
+        self._held = text[safe:]
+        return text[:safe], None
 
     def flush(self) -> str:
         """Return the text held back, once it is known that nothing follows."""

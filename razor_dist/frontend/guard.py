@@ -33,7 +33,6 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parent_pid, module = int(sys.argv[1]), sys.argv[2]
     die_with_parent(parent_pid)
     del sys.argv[1:3]

@@ -55,7 +55,6 @@ class ManagedEngine:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks by rank; empty between two starts."""
         return self._ranks.pids if self._ranks else []
 
     async def start(self) -> None:

@@ -107,7 +107,16 @@ class RankGroup(Ranks):
         config_file = folder / "config.json"
         config_file.write_text(config.engine_json())
         options = ("--config-json", str(config_file), "--socket", str(socket_path))
-        shared = cls._environment(config, folder)
+        size = str(config.world_size)
+        shared = {
+            **without_torchrun(os.environ),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
+        }
         processes: list[asyncio.subprocess.Process] = []
         try:
             for rank in range(config.world_size):
@@ -123,19 +132,6 @@ class RankGroup(Ranks):
                 process.kill()
             raise
         return cls(processes)
-
-    @staticmethod
-    def _environment(config: EngineConfig, folder: Path) -> Mapping[str, str]:
-        size = str(config.world_size)
-        return {
-            **without_torchrun(os.environ),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
-        }
 
     @property
     def pids(self) -> list[int]:

@@ -26,14 +26,11 @@ class ChoiceEvent:
 
 @dataclass
 class ServedChoice:
-    """The answer to one prompt so far."""
-
     prompt_tokens: int
     pieces: list[TextPiece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The text that is certain."""
         return "".join(piece.text for piece in self.pieces)
 
 
@@ -108,9 +105,8 @@ class LiveChoices:
         try:
             with stream:
                 async for message in stream:
-                    if message["t"] == "progress":
-                        if self._report_progress:
-                            self._events.put_nowait(ChoiceEvent(index, message))
+                    if message["t"] == "progress" and self._report_progress:
+                        self._events.put_nowait(ChoiceEvent(index, message))
                     elif message["t"] == "token":
                         piece = assembler.push(message)
                         self.choices[index].pieces.append(piece)

@@ -20,16 +20,13 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def build_app(service: Service) -> FastAPI:
-    """Return the ASGI application of a service."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
     max_bytes = int(service.config.max_body_mb * 2**20)
 
     async def answer(request: Request, endpoint: Endpoint) -> Response:
         arrived = asyncio.get_running_loop().time()
-        raw = await _read_body(request, max_bytes)
-        work = asyncio.create_task(service.respond(endpoint, raw, arrived))
-        del raw
-        return await _unless_gone(request, work)
+        respond = service.respond(endpoint, await _read_body(request, max_bytes), arrived)
+        return await _unless_gone(request, asyncio.create_task(respond))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -87,7 +84,12 @@ async def _read_body(request: Request, max_bytes: int) -> bytearray:
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:
     """Return the result of ``work``, which is cancelled if the client hangs up first."""
-    gone = asyncio.create_task(_disconnected(request))
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.create_task(disconnected())
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -96,11 +98,6 @@ async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Respon
     finally:
         work.cancel()
         gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -34,8 +34,6 @@ class NotReadyError(EngineError):
 
 
 class Failure(NamedTuple):
-    """An error as an HTTP response."""
-
     status: int
     message: str
     param: str | None = None
@@ -43,7 +41,6 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Return the failure that stands for an exception."""
         if isinstance(error, RequestError):
             status = _STATUS_OF_CODE.get(error.code or "", 400)
             return cls(status, str(error), error.param, error.code)

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import uvicorn
@@ -43,6 +43,7 @@ from razor_dist.server.service import RequestReader, Service
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
@@ -79,8 +80,6 @@ def _listening(
 
 @dataclass
 class Frontend:
-    """The HTTP server and what it waits for."""
-
     config: ServerConfig
     client: EngineClient
     # Bound already, so that an address in use is found before anything is started.
@@ -126,15 +125,13 @@ class Frontend:
     async def _load(self) -> None:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
         trust = self.config.trust_remote_code
-        folder = await in_daemon_thread(
-            partial(resolve_model, self.config.model, trust_remote_code=trust)
-        )
+        folder = await in_daemon_thread(resolve_model, self.config.model, trust_remote_code=trust)
         defaults = sampling_defaults(folder, self.config.generation_config)
         if defaults:
             log.info("sampling defaults of the model: %s", dict(defaults))
         if self.start is not None:
             await self.start()
-        tokenizer = await in_daemon_thread(partial(load_tokenizer, folder, trust_remote_code=trust))
+        tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
         # What has been loaded stays: a full collection would look at all of it again, for a
         # quarter of a second in which nobody is answered.
         gc.collect()
@@ -144,7 +141,7 @@ class Frontend:
         await self.client.ready()
 
     async def _tell_failure(self) -> None:
-        """Log it when the engine fails for good; the frontend stays, and /health says why."""
+        """Log a failure for good; the frontend stays, and /health says why."""
         while self.client.status.state != "failed":
             await self.client.wait_change()
         log.error("the engine failed: %s", self.client.status.reason)
@@ -155,7 +152,7 @@ class Frontend:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def in_daemon_thread(function: Callable[[], T]) -> T:
+async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Return the result of a blocking call that must not hold up the end of the process.
 
     ``asyncio.to_thread`` would: its threads are joined at exit, and a download may take hours.
@@ -165,7 +162,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     def work() -> None:
         try:
-            future.set_result(function())
+            future.set_result(function(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)
 
@@ -258,7 +255,6 @@ async def _kill_when_silent(client: EngineClient, timeout: float) -> None:
 
 
 def main() -> int:
-    """Be the frontend of torchrun's ranks; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-json", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True)

@@ -67,7 +67,6 @@ class Service:
         return self.client.info, self.reader
 
     def model_card(self) -> dict[str, Any]:
-        """The served model, as ``/v1/models`` lists it."""
         info = self.client.info
         return {
             "id": self.config.name,

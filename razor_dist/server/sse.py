@@ -70,7 +70,6 @@ class EventStream(StreamingResponse):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response (ASGI)."""
         try:
             await super().__call__(scope, receive, send)
         finally:

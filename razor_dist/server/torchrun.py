@@ -54,7 +54,6 @@ class Torchrun(NamedTuple):
         return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]))
 
     def check(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` if the configured world size differs."""
         if config.world_size != self.world_size:
             raise ConfigError(
                 f"world_size is {config.world_size}, but torchrun started {self.world_size} "
