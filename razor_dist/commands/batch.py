@@ -56,13 +56,13 @@ def batch(
         for entry, line in zip(entries, output_lines(entries, records), strict=True):
             target.write(json_line(line))
             error, response = line["error"], line["response"]
-            if error is None and response["status_code"] == 200:
-                continue
-            failed += 1
             if error is not None:
                 problem = error["message"]
-            else:
+            elif response["status_code"] != 200:
                 problem = f"line {entry.line.number}: {response['body']['error']['message']}"
+            else:
+                continue
+            failed += 1
             typer.echo(f"{file}: {problem}", err=True)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
     raise typer.Exit(1 if failed else 0)

@@ -97,11 +97,11 @@ def report(
     from razor_dist.evals.ruler.job import KIND as RULER
     from razor_dist.jobs.results import read_job
 
-    if (len(folders) > 1) != (out is not None):
+    if len(folders) > 1 and out is None:
+        raise ConfigError("give --out, a folder for the comparison of several runs")
+    if len(folders) == 1 and out is not None:
         raise ConfigError(
-            "give --out, a folder for the comparison of several runs"
-            if out is None
-            else "--out is for the comparison of several runs; a single one is its own folder's"
+            "--out is for the comparison of several runs; a single one is its own folder's"
         )
     writers = {NEEDLE: needle.write_report, RULER: ruler.write_report}
     kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}

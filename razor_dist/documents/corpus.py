@@ -57,12 +57,10 @@ def folder_paragraphs(folder: Path) -> list[str]:
 
 
 def sentences_of(paragraph: str) -> list[str]:
-    """Return a paragraph's sentences, without its line breaks."""
     return _SENTENCE_END.split(" ".join(paragraph.split()))
 
 
 def fingerprint(paragraphs: Sequence[str]) -> str:
-    """Return a short hash of a corpus's text."""
     return hashlib.sha256("\n".join(paragraphs).encode()).hexdigest()[:12]
 
 

@@ -158,7 +158,6 @@ class ResultStore(contextlib.ExitStack):
 
     @property
     def records(self) -> Mapping[str, Record]:
-        """The records by their items' ids, in the file's order."""
         return self._results.records
 
     def append(self, record: Record) -> None:

@@ -22,7 +22,6 @@ def adapter(config: PretrainedConfig) -> Any:
 
 
 def is_alibi(config: PretrainedConfig) -> bool:
-    """Tell if a model that can be served is biased by distance."""
     return config.model_type in _ADAPTERS
 
 

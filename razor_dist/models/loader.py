@@ -36,7 +36,6 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``, for messages and files."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -128,7 +127,6 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def layer_classes(model: PreTrainedModel) -> set[type[nn.Module]]:
-    """The classes of a model's decoder layers, as transformers names them."""
     names = set(model._no_split_modules or ())
     return {type(module) for module in model.modules() if type(module).__name__ in names}
 

@@ -55,7 +55,6 @@ class LongRope(nn.Module):
 
 
 def plain_positions(position_ids: Tensor) -> Tensor:
-    """``position_ids`` without marks."""
     return position_ids & (LONG - 1)
 
 

@@ -48,7 +48,6 @@ def display_name(name: str) -> str:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder that a name means, or None if it is a hub id."""
     if name == smollm2.NAME:
         return smollm2.embedded_model()
     path = Path(name).expanduser()

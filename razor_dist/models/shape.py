@@ -36,7 +36,6 @@ class ModelShape:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return self.query_heads // self.kv_heads
 
     @classmethod

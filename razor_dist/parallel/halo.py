@@ -102,43 +102,33 @@ class Exchange:
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens that this rank sends of every layer."""
         return sum(len(interval) for sent in self._sends.values() for interval in sent)
 
     def start(self, comm: Communicator, pieces: Sequence[KVPiece], purpose: Purpose) -> Arriving:
         """Post one layer's transfers; ``pieces`` (one at least, perhaps empty) is this rank's."""
         sends = []
         for receiver, intervals in self._sends.items():
-            pairs = [assemble(pieces, i) for i in intervals]
-            packed = torch.stack(
-                [torch.cat([k for k, _ in pairs], 1), torch.cat([v for _, v in pairs], 1)]
-            )
+            pairs = [assemble(pieces, interval) for interval in intervals]
+            packed = torch.stack([torch.cat(parts, 1) for parts in zip(*pairs, strict=True)])
             sends.append((receiver, packed))
         like = pieces[0].k
         receives = []
         for holder, intervals in self._receives.items():
-            tokens = sum(map(len, intervals))
-            shape = (2, like.shape[0], tokens, like.shape[2])
-            receives.append((holder, torch.empty(shape, dtype=like.dtype, device=like.device)))
+            shape = (2, like.shape[0], sum(map(len, intervals)), like.shape[2])
+            receives.append((holder, like.new_empty(shape)))
         return Arriving(comm.exchange(sends, receives, purpose), list(self._receives.values()))
 
 
 @dataclass
 class Arriving:
-    """One layer's pieces on their way."""
-
     pending: Pending
     intervals: list[list[Interval]]
 
     def wait(self) -> list[KVPiece]:
-        """The pieces received."""
-        pieces = []
-        for packed, intervals in zip(self.pending.wait(), self.intervals, strict=True):
-            done = 0
-            for interval in intervals:
-                n = len(interval)
-                pieces.append(
-                    KVPiece(interval, packed[0, :, done : done + n], packed[1, :, done : done + n])
-                )
-                done += n
-        return pieces
+        return [
+            KVPiece(interval, *part)
+            for packed, intervals in zip(self.pending.wait(), self.intervals, strict=True)
+            for interval, part in zip(
+                intervals, packed.split(list(map(len, intervals)), 2), strict=True
+            )
+        ]

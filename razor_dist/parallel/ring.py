@@ -90,7 +90,7 @@ def ring_attention(
     if comm.size == 1:
         where = _Positions(chunk, earlier, query.by_distance, k.device)
         own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
-        return merge([own, *_see_earlier(query, 0, where, earlier, 0)]).out
+        return merge([own, *_see_earlier(query, 0, where, 0)]).out
     if earlier.total and queries_travel(
         chunk, earlier.total, kv_heads, group, dim, query.q.element_size(), k.element_size()
     ):
@@ -111,7 +111,6 @@ class _Positions:
     device: torch.device
 
     def new(self, rank: int) -> Tensor | None:
-        """The keys of a rank's tokens of the chunk."""
         return positions_of(self.chunk.ranges(rank), self.device) if self.matter else None
 
     def block(self, rank: int) -> Tensor | None:
@@ -134,13 +133,12 @@ def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat(parts or [torch.arange(0, device=device)])
 
 
-def _see_earlier(
-    query: Query, owner: int, where: _Positions, earlier: Earlier, rank: int
-) -> list[Partial]:
+def _see_earlier(query: Query, owner: int, where: _Positions, rank: int) -> list[Partial]:
     """Attention of ``owner``'s queries to each segment of this rank's shard of earlier chunks."""
-    keys = earlier.positions[rank] if where.matter and earlier.segments else None
+    segments = where.earlier.segments
+    keys = where.earlier.positions[rank] if where.matter and segments else None
     partials, done = [], 0
-    for k, v in earlier.segments:
+    for k, v in segments:
         at = slice(done, done + k.shape[1])
         partials.append(query.attend(k, v, where=where.of(owner, keys, at)))
         done = at.stop
@@ -175,13 +173,12 @@ def _pass_kv(
             # Post the next transfer before computing on this block.
             source = (owner - 1) % size
             tokens = earlier.tokens[source] + chunk.tokens(source)
-            buffer = torch.empty(2, heads, tokens, dim, dtype=k.dtype, device=k.device)
-            pending = comm.shift(block, buffer, 1, "ring")
+            pending = comm.shift(block, k.new_empty(2, heads, tokens, dim), 1, "ring")
         before, places = earlier.tokens[owner], where.block(owner)
         if owner == rank:
             at = where.of(rank, places, slice(before, None))
             own = query.attend(*block[:, :, before:], causal=True, where=at)
-            old = _see_earlier(query, rank, where, earlier, rank)
+            old = _see_earlier(query, rank, where, rank)
             early, late = _split(merge([own, *old]), split)
         elif owner < rank:
             seen = before + len(chunk.owned(owner)[0])  # all but its late shard
@@ -228,7 +225,7 @@ def _start_pass_q(
         return comm.shift(block, block.new_empty(shape), 1, "ring")
 
     arriving = receive_next(rank)
-    own = _merged(_see_earlier(query, rank, where, earlier, rank), query)
+    own = _merged(_see_earlier(query, rank, where, rank), query)
     returning: list[Pending] = []
     for step in range(1, size):
         owner, holder = (rank - step) % size, (rank + step) % size
@@ -236,9 +233,8 @@ def _start_pass_q(
         if step + 1 < size:
             arriving = receive_next(owner)
         visitor = query._replace(q=block)
-        partial = _merged(_see_earlier(visitor, owner, where, earlier, rank), visitor)
+        partial = _merged(_see_earlier(visitor, owner, where, rank), visitor)
         packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
-        shape = (heads, group, tokens, dim + 1)
-        buffer = torch.empty(shape, dtype=torch.float32, device=block.device)
+        buffer = block.new_empty((heads, group, tokens, dim + 1), dtype=torch.float32)
         returning.append(comm.exchange([(owner, packed)], [(holder, buffer)], "ring"))
     return own, returning

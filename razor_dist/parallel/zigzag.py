@@ -41,7 +41,6 @@ class Chunk:
 
     @property
     def span(self) -> Interval:
-        """All of its positions."""
         return Interval(self.begin, self.end)
 
     @cached_property
@@ -56,16 +55,13 @@ class Chunk:
         return rank, 2 * self.world_size - 1 - rank
 
     def owned(self, rank: int) -> tuple[Interval, Interval]:
-        """The early and the late shard of ``rank``."""
         early, late = self.indices(rank)
         return self.shards[early], self.shards[late]
 
     def ranges(self, rank: int) -> list[range]:
-        """Positions of the two shards of ``rank``."""
         return [range(shard.begin, shard.end) for shard in self.owned(rank)]
 
     def tokens(self, rank: int) -> int:
-        """Tokens of the chunk that ``rank`` holds."""
         return sum(len(shard) for shard in self.owned(rank))
 
 

@@ -91,7 +91,6 @@ class Allocations(TorchDispatchMode):
         self.live -= self._alive.pop(number)[1]
 
     def relabel(self, tensor: Tensor, label: str) -> None:
-        """Count a tensor that is alive, and that was made here, under another label."""
         number = self._known.get(tensor.untyped_storage())
         if number in self._alive:
             self._alive[number] = (label, self._alive[number][1])

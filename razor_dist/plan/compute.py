@@ -50,7 +50,6 @@ class Operations:
 
     @property
     def total(self) -> int:
-        """All but ``full``."""
         return self.linear + self.retrieval + self.streaming
 
 
@@ -64,7 +63,6 @@ def visible(policy: StreamingPolicy, prompt: int) -> int:
 
 
 def operations(d: Deployment, prompt: int) -> Operations:
-    """Count the operations of the prefill of a prompt of so many tokens."""
     shape = d.shape
     per_key = 4 * shape.head_dim * shape.group
     causal = prompt * (prompt + 1) // 2
@@ -86,12 +84,10 @@ class Traffic:
 
 
 def busiest(per_rank: Sequence[Counter[str]]) -> int:
-    """Return what the busiest rank sends."""
     return max(sent.total() for sent in per_rank)
 
 
 def traffic(d: Deployment, prompt: int) -> Traffic:
-    """Count what a prompt of so many tokens and the decode steps after it send."""
     prefill = [Counter[str]() for _ in range(d.world_size)]
     decode = [Counter[str]() for _ in range(d.world_size)]
     if d.world_size > 1:
@@ -112,14 +108,12 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
 
 
 def full_attention(d: Deployment) -> Deployment:
-    """Return the same deployment with every head a retrieval head."""
     return replace(
         d, head_map=HeadMap.uniform("full", d.shape), source="attention: full", missing=None
     )
 
 
 def pass_q(d: Deployment, chunk: Chunk) -> bool:
-    """Return whether a chunk's queries travel, not the earlier keys."""
     shape, kv = d.shape, d.kv_dtype.itemsize
     # Both ways cost in proportion to the heads: one stands for all.
     return queries_travel(chunk, chunk.begin, 1, shape.group, shape.head_dim, d.dtype.itemsize, kv)
@@ -210,11 +204,7 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
 
 
 def decode_reads(d: Deployment, context: int) -> int:
-    """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens.
-
-    Weights (`Weights.step_bytes`); the shard of the retrieval heads; the slots of the streaming
-    heads.
-    """
+    """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens."""
     tokens = sum(d.retrieval_per_layer) * _shard(d, context)
     for heads in d.streaming:
         policy = heads.policy
@@ -238,7 +228,6 @@ def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> E
 
 
 def _shard(d: Deployment, context: int) -> int:
-    """Tokens of retrieval heads on the fullest rank."""
     return max(shard_sizes(0, context, context, d.world_size))
 
 
@@ -252,7 +241,6 @@ def _estimate(
     *,
     overlapped: bool,
 ) -> Estimate:
-    """Turn a rank's operations (of products, of attention) and bytes into times."""
     matmul, attention = (operations / device.flops(d.dtype, d.world_size) for operations in work)
     memory, links = reads / device.bandwidth(d.world_size), sends / (device.link_gb_s * 1e9)
     reached = device.efficiency

@@ -171,7 +171,6 @@ class Deployment:
 
     @property
     def chunked_prefill_size(self) -> int:
-        """Tokens of a prompt that all ranks prefill together."""
         length = self.config.max_model_len or self.shape.max_positions
         windows, device = self.layout.windows, torch.device(self.kind)
         return chunk_length(self.config, self.shape, windows, length, self.world_size, device)
@@ -188,7 +187,6 @@ class Deployment:
         return self._cache(self.config, self.layout, max_model_len, room)
 
     def one_cache(self, layout: HeadLayout, tokens: int) -> CacheConfig:
-        """Caches for one sequence, with the heads of another ``layout``."""
         alone = self.config.model_copy(update={"kv_tokens": None, "max_num_seqs": 1})
         return self._cache(alone, layout, tokens, math.inf)
 
@@ -208,7 +206,6 @@ class Deployment:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        """Place of each head's keys and values, on the meta device."""
         return HeadLayout.from_decision(self.head_map.retrieval, META, self.head_map.windows)
 
     @cached_property
@@ -244,5 +241,4 @@ class Deployment:
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes of all heads' keys and values of one token."""
         return self.shape.layers * self.shape.kv_heads * self.kv_bytes

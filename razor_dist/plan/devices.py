@@ -54,7 +54,6 @@ class Device(BaseModel):
         return (self.memory_gb - self.reserve_gb) * _GB * self._share(world_size)
 
     def bandwidth(self, world_size: int) -> float:
-        """Bytes per second that a rank reads at peak."""
         return self.bandwidth_gb_s * _GB * self._share(world_size)
 
     def flops(self, dtype: torch.dtype, world_size: int) -> float:
@@ -64,7 +63,6 @@ class Device(BaseModel):
 
 
 def device_names() -> list[str]:
-    """Return the devices that come with razor_dist."""
     return sorted(Path(file.name).stem for file in _FOLDER.iterdir() if file.name.endswith(".yaml"))
 
 

@@ -168,7 +168,6 @@ class DryRun:
         runner.execute(StepPlan(Op.OPEN, end=prompt, total=prompt, max_read=max_read))
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
-        """A runner with the caches of all layers."""
         cache = self._d.cache(max_model_len, self._free)
         return self._runner(cache, rank, Allocations(), self._d.layout)
 
@@ -276,7 +275,6 @@ class Memory:
 
     @property
     def working(self) -> int:
-        """The larger of a chunk's activations and a decode step's logits."""
         return max(sum(self.activations.values()), self.logits)
 
     @property
@@ -331,7 +329,6 @@ class MemoryPlanner:
         return found
 
     def _bisect(self, working: int) -> int:
-        """Return the most tokens that fit beside ``working`` bytes."""
 
         def too_long(context: int) -> bool:
             reserved = sum(self._dry_run.reserved(context).values())

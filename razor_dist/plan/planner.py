@@ -56,7 +56,6 @@ class Plan:
 
     @property
     def full_kv_per_rank(self) -> float:
-        """Bytes of keys and values of one sequence if every head were sharded."""
         return self.deployment.full_kv_bytes * self.context / self.deployment.world_size
 
     @property
@@ -88,11 +87,10 @@ class Plan:
             )
         if not self.fits:
             over = (self.memory.total - self.budget) / 1e9
-            fits = (
-                f"{tokens(self.longest)} tokens fit" if self.longest else "no context at all fits"
-            )
+            fits = f"{tokens(self.longest)} tokens fit"
             said.append(
-                f"it does not fit: {over:.1f} GB too much per rank, and {fits}; "
+                f"it does not fit: {over:.1f} GB too much per rank, and "
+                f"{fits if self.longest else 'no context at all fits'}; "
                 + ", or ".join(_remedies(self))
             )
         held = self.memory.sequence_retrieval_kv + self.memory.sequence_streaming_cache

@@ -11,7 +11,6 @@ from razor_dist.plan.planner import Plan
 
 
 def tables(plan: Plan) -> RenderableType:
-    """Return everything, to print."""
     return Group(
         _setting(plan), "", _memory(plan), "", _work(plan), "", _times(plan), "", _links(plan)
     )
