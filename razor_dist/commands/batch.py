@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
-from razor_dist.config.sources import load_config
 from razor_dist.files import replacing
 
 
 @with_config_flags(JobConfig)
 def batch(
-    config_file: str | None,
-    flags: dict[str, Any],
+    config: JobConfig,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="JSONL: custom_id, method, url, body.")
     ],
@@ -35,7 +32,6 @@ def batch(
 
     Malformed lines and refused requests are told of; the exit code is 1 then.
     """
-    config = load_config(JobConfig, flags, os.environ, config_file)
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import json_line, read_job

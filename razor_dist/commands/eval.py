@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ import typer
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.config.sources import load_config
 from razor_dist.evals.needle.config import GridConfig, HeadsConfig, NeedleConfig, PlacesConfig
 from razor_dist.evals.ruler.config import RulerConfig
 
@@ -51,9 +49,8 @@ Prefill: TypeAlias = Annotated[
 
 @eval.command("needle")
 @with_config_flags(NeedleConfig, leave_out=_ATTENTION)
-def needle(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
+def needle(config: NeedleConfig, out: Out) -> None:
     """Hide sentences in long documents and see which methods find them."""
-    config = load_config(NeedleConfig, flags, os.environ, config_file)
     from razor_dist.evals.needle.report import write_report
     from razor_dist.evals.needle.task import NeedleTask
 
@@ -62,9 +59,8 @@ def needle(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
 
 @eval.command("ruler")
 @with_config_flags(RulerConfig, leave_out=_ATTENTION)
-def ruler(config_file: str | None, flags: dict[str, Any], out: Out) -> None:
+def ruler(config: RulerConfig, out: Out) -> None:
     """Ask RULER's questions about long texts, and see how each method answers them."""
-    config = load_config(RulerConfig, flags, os.environ, config_file)
     from razor_dist.evals.ruler.job import RulerTask, write_report
 
     _run_job(RulerTask.plan(config), config, out, write_report)
@@ -120,8 +116,7 @@ def report(
 @eval.command("grid")
 @with_config_flags(PlacesConfig, leave_out=_NOT_GRID)
 def grid(
-    config_file: str | None,
-    flags: dict[str, Any],
+    config: PlacesConfig,
     out: Out,
     methods: Annotated[
         str, typer.Option(help="Settings of the embedded model to try, by name; or all.")
@@ -131,7 +126,6 @@ def grid(
     from razor_dist.evals.needle.grid import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    config = load_config(PlacesConfig, flags, os.environ, config_file)
     results = _run_grid(config, list(map(named_method, names)), (), out)
     _write_page(out / "report.md", results.table(names))
 
@@ -139,8 +133,7 @@ def grid(
 @eval.command("heads")
 @with_config_flags(HeadsConfig, leave_out=_NOT_HEADS)
 def heads(
-    config_file: str | None,
-    flags: dict[str, Any],
+    config: HeadsConfig,
     head_maps: Annotated[list[Path], typer.Argument(metavar="MAP...", help="Head maps (JSON).")],
     out: Out,
     prefill: Prefill = "both",
@@ -148,7 +141,6 @@ def heads(
     """Compare head maps at equal numbers of KV heads: overlap, and needles found."""
     from razor_dist.evals.needle.studies import HeadMapComparison, read_maps
 
-    config = load_config(HeadsConfig, flags, os.environ, config_file)
     study = HeadMapComparison(read_maps(head_maps), config.percents, config, _PREFILLS[prefill])
     results = _run_grid(config, study.methods, list(study.maps.values()), out)
     study.plot(results, out / "heads.png")
@@ -158,8 +150,7 @@ def heads(
 @eval.command("ablations")
 @with_config_flags(GridConfig, leave_out=_NOT_ABLATIONS)
 def ablations(
-    config_file: str | None,
-    flags: dict[str, Any],
+    config: GridConfig,
     out: Out,
     random_draws: Annotated[int, typer.Option(help="Draws of random heads.")] = 3,
     prefill: Prefill = "both",
@@ -168,7 +159,6 @@ def ablations(
     from razor_dist.evals.needle.studies import Ablations
     from razor_dist.heads.head_map import HeadMap, default_head_map
 
-    config = load_config(GridConfig, flags, os.environ, config_file)
     found = HeadMap.load(config.head_map or default_head_map(config.model))
     study = Ablations(found, config, _PREFILLS[prefill], random_draws)
     results = _run_grid(config, study.methods, [found], out)

@@ -171,7 +171,6 @@ def _figure(value: float | None, form: str = ".3f") -> str:
 
 
 def _table(title: str, words: str, numbers: str) -> Table:
-    """Make a table with columns of words, on the left, and of numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

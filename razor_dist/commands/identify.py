@@ -155,8 +155,6 @@ def _check(method: str, options: Any) -> None:
 
 
 def _add(method: str, *classes: type, text: str) -> None:
-    """Add a method's command, with the options of these classes beside the common ones."""
-
     def run(options: SimpleNamespace) -> None:
         _check(method, options)
         # Imported here, so that --help does not wait for torch.

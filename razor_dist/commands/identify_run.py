@@ -68,10 +68,8 @@ class ModelSource:
         """Make samples up to the model's context, or to the paper's length if that is shorter."""
         context = ModelShape.from_config(self.config).max_positions
         longest = min(context, PasskeySettings.max_tokens)
-        given = options.max_tokens
-        settings = _settings(
-            PasskeySettings, options, max_tokens=longest if given is None else given
-        )
+        most = longest if options.max_tokens is None else options.max_tokens
+        settings = _settings(PasskeySettings, options, max_tokens=most)
         if self.tokenizer is None:
             raise ModelError(
                 f"the model folder {self.path} has no tokenizer, and passkeys are words"
@@ -116,7 +114,6 @@ def run(method: str, options: Any) -> None:
 
 
 def _verification(options: Any) -> Check:
-    """Plan the verification, with the settings to serve the map with."""
     window = getattr(options, "verify_window", None)
     own = {} if window is None else {"window_min": window}
     served = build_config(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -15,7 +16,7 @@ from typing_extensions import Doc
 
 from razor_dist.config.schema import RENAMED, EngineConfig
 from razor_dist.config.sizes import takes_sizes
-from razor_dist.config.sources import shipped_names
+from razor_dist.config.sources import load_config, shipped_names
 
 Options = TypeVar("Options")
 
@@ -25,20 +26,26 @@ def with_config_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a typer command one flag for each setting of ``cls``, and ``--config``.
 
-    The command is called with ``config_file`` (path or None) and ``flags``, a dict of the flags
-    by field name in which None means "not given": what `load_config` wants. Its own options, if
-    any, are keyword arguments with typer defaults. Fields in ``leave_out`` get no flag.
+    A command with a parameter ``config`` gets the settings. Another is called with ``config_file``
+    (path or None) and ``flags``, a dict of the flags by field name in which None means "not given":
+    what `load_config` wants. Its own options, if any, are keyword arguments with typer defaults.
+    Fields in ``leave_out`` get no flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         names = [name for name in cls.model_fields if name not in leave_out]
         old = [name for name, now in RENAMED.items() if now in names]
         own = dict(inspect.signature(command, eval_str=True).parameters)
-        del own["config_file"], own["flags"]
+        loads = "config" in own
+        for name in ("config",) if loads else ("config_file", "flags"):
+            del own[name]
 
         def run(config: str | None, **given: Any) -> None:
             flags = {name: given.pop(name) for name in (*names, *old)}
-            command(config_file=config, flags=flags, **given)
+            if loads:
+                command(config=load_config(cls, flags, os.environ, config), **given)
+            else:
+                command(config_file=config, flags=flags, **given)
 
         file = typer.Option(None, "--config", metavar="FILE", help="YAML file with settings.")
         hidden = typer.Option(None, hidden=True)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.schema import JobConfig
-from razor_dist.config.sources import load_config, read_text
+from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
 
 
 @with_config_flags(JobConfig)
 def summarize(
-    config_file: str | None,
-    flags: dict[str, Any],
+    config: JobConfig,
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -53,7 +51,6 @@ def summarize(
 
     Documents that cannot be read are skipped and named at the end; the exit code is 1 then.
     """
-    config = load_config(JobConfig, flags, os.environ, config_file)
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
     from razor_dist.jobs.job import run_job

@@ -58,7 +58,10 @@ class Assembler:
             text += self._stops.flush()
             if finish == "stop" and token in self._params.stop_token_ids:
                 stop_reason = token
-        return TextPiece(token, text, self._logprobs(message), finish, stop_reason, offset)
+        logprobs = None
+        if self._params.logprobs is not None:
+            logprobs = token_logprobs(self._tokenizer, token, message["logprob"], message["top"])
+        return TextPiece(token, text, logprobs, finish, stop_reason, offset)
 
     def _text(self, token: int, finish: str | None) -> str:
         if self._detokenizer is None:
@@ -66,11 +69,6 @@ class Assembler:
         # The token that ended the answer does not belong to its text.
         text = "" if finish == "stop" else self._detokenizer.push(token)
         return text if finish is None else text + self._detokenizer.flush()
-
-    def _logprobs(self, message: Message) -> TokenLogprobs | None:
-        if self._params.logprobs is None:
-            return None
-        return token_logprobs(self._tokenizer, message["token"], message["logprob"], message["top"])
 
 
 def token_logprobs(

@@ -269,7 +269,6 @@ class EngineClient:
             self._stats.pop(tag, None)
 
     async def start(self) -> None:
-        """Listen for rank 0."""
         # A socket that a killed predecessor left behind would make the bind fail.
         self.socket_path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, path=self.socket_path)

@@ -120,8 +120,6 @@ class PromptEncoder:
 
 
 class Checked(NamedTuple):
-    """A prompt that can be served, and its settled parameters."""
-
     tokens: Tokens
     params: SamplingParams
 

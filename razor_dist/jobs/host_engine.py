@@ -43,8 +43,6 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
-    """Yield engines of this host, for `razor_dist.jobs.job.run_task`."""
-
     def open_engine(name: str, number: int, over: threading.Event) -> HostEngine:
         config = task.engines[name]
         if isinstance(config, ExternalEngineConfig):

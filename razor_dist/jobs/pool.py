@@ -24,8 +24,6 @@ class EngineLostError(EngineError):
 
 
 class JobEngine(Protocol):
-    """Works on one item at a time."""
-
     def run(self, item: Item) -> Mapping[str, Any] | Work:
         """Work on an item: return its result, or a stream of updates that returns it.
 
@@ -44,8 +42,6 @@ OpenEngine = Callable[[str, int, threading.Event], JobEngine]
 
 
 class EnginePool(NamedTuple):
-    """A way to open engines, and how many to open at once."""
-
     open_engine: OpenEngine
     engines: int
 
@@ -113,8 +109,6 @@ def run_items(
 
 
 class _Pool:
-    """The items that wait, and the threads' common state."""
-
     def __init__(self, items: Iterable[Item], open_engine: OpenEngine, attempts: int) -> None:
         items = list(items)
         order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}

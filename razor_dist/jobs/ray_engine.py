@@ -146,7 +146,6 @@ class RayEngine:
 
 @contextmanager
 def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
-    """Yield engines of a Ray cluster, for `razor_dist.jobs.job.run_task`."""
     with connected(job.ray_address) as grows:
         demands = {name: Demand.of(config, job) for name, config in task.engines.items()}
         held = min(demand.engines_held() for demand in demands.values())

@@ -33,8 +33,6 @@ class Place(NamedTuple):
 
 
 class RankActor:
-    """A process that becomes one rank."""
-
     def place(self) -> Place:
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
@@ -61,7 +59,6 @@ class RankActor:
 def make_actor(
     kind: type, group: PlacementGroup, index: int, resources: Mapping[str, float]
 ) -> Any:
-    """Start an actor in one bundle of a placement group."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     cpus, gpus = resources["CPU"], resources.get("GPU", 0)
     make: Any = ray.remote(kind)

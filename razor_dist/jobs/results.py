@@ -166,7 +166,6 @@ class ResultStore(contextlib.ExitStack):
         self._results.append(record)
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Return the stored results of parts, by their items' ids and their keys."""
         found: dict[str, dict[str, Any]] = {}
         for part in self._parts.records.values():
             found.setdefault(part["id"], {})[part["part"]] = part["result"]
@@ -206,7 +205,6 @@ def _key(record: Record) -> Any:
 
 
 def _read_header(folder: Path) -> dict[str, Any] | None:
-    """Return the content of ``job.json``, or ``None`` for a folder without a job."""
     path = folder / HEADER
     try:
         header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

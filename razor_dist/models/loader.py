@@ -207,8 +207,15 @@ def model_fingerprint(config: PretrainedConfig) -> str:
         names = ("alibi_bias_max", "clip_qkv", "softmax_scale")
         attention = getattr(c, "attn_config", None)
         fields["alibi"] = {name: getattr(attention, name, None) for name in names}
-    canonical = json.dumps(_plain(fields), sort_keys=True, separators=(",", ":"))
+    # Equal numbers are spelt alike, whether 10000 or 10000.0.
+    plain = json.loads(json.dumps(fields), parse_float=_whole)
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _whole(number: str) -> int | float:
+    value = float(number)
+    return int(value) if value.is_integer() else value
 
 
 def _rope_fields(config: Any) -> dict[str, Any]:
@@ -221,17 +228,6 @@ def _rope_fields(config: Any) -> dict[str, Any]:
         rope["partial_rotary_factor"] = 1.0
     rope.pop("type", None)  # the old name of rope_type, kept beside it by some files
     return rope
-
-
-def _plain(value: Any) -> Any:
-    """JSON data in which equal numbers are spelt alike, whether 10000 or 10000.0."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
 
 
 @contextlib.contextmanager
@@ -249,7 +245,6 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> None:
-    """Write a model's configuration and weights, without a word."""
     # Where DeepSpeed is installed accelerate imports it now, and it would print its guess.
     from razor_dist.parallel.zero import name_accelerator
 

@@ -44,8 +44,6 @@ RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, "Earlier"]
 
 @dataclass(frozen=True)
 class Earlier:
-    """Keys of earlier chunks."""
-
     segments: Segments  # (k, v) of this rank's shard, each [K, n, D]
     tokens: Sequence[int]  # length of every rank's shard
     # int64, of every rank's shard in its order; empty where nothing depends on them.
@@ -53,7 +51,6 @@ class Earlier:
 
     @property
     def total(self) -> int:
-        """Earlier tokens of all ranks."""
         return sum(self.tokens)
 
 
@@ -128,7 +125,6 @@ class _Positions:
 
 
 def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
-    """The positions in all runs, int64 ``[n]``."""
     parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in runs]
     return torch.cat(parts or [torch.arange(0, device=device)])
 

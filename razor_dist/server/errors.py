@@ -26,8 +26,6 @@ _TYPE_OF_STATUS = {
 
 
 class NotReadyError(EngineError):
-    """The engine takes no requests now."""
-
     def __init__(self, status: Status) -> None:
         super().__init__(f"the engine is not ready ({status.state}): {status.reason}")
         self.state = status.state
@@ -54,7 +52,6 @@ class Failure(NamedTuple):
         return cls(500, "internal error; see the server's log", code="internal_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients understand."""
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {
             "error": {

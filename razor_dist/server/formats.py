@@ -25,8 +25,6 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Format(ABC):
-    """The shape of one request's answers."""
-
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -51,7 +49,6 @@ class Format(ABC):
         return {**head, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> list[Json]:
-        """Chunks that begin a stream."""
         return []
 
     @abstractmethod
@@ -92,8 +89,6 @@ class Format(ABC):
 
 
 class ChatFormat(Format):
-    """``chat.completion`` and its chunks."""
-
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -161,7 +161,6 @@ def _parsed_of(answer: Message) -> ParsedRequest:
 
 
 def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer bodies until the frontend is gone."""
     while header := source.read(HEADER_SIZE):
         message = decode(source.read(body_length(header)))
         sink.write(encode(_answer(message, source.read(message["bytes"]), encoder)))

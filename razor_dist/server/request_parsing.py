@@ -33,8 +33,6 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that can be served."""
-
     prompts: list[Checked]  # each to be answered by itself
     stream: bool
     include_usage: bool
@@ -52,7 +50,6 @@ def parse_request(
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    """Do as `parse_request`, for a body whose JSON is parsed already."""
     body: ChatBody | CompletionBody
     if endpoint == "chat":
         body = parse(ChatBody, value)

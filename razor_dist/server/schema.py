@@ -125,7 +125,6 @@ class ChatMessage(_Strict):
         }
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
         # OpenAI renamed the role; templates know the old name only.
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
@@ -178,8 +177,6 @@ class GenerateBody(_Strict):
 
 
 class ChatBody(GenerateBody):
-    """The body of ``POST /v1/chat/completions``."""
-
     messages: list[ChatMessage]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -217,8 +214,6 @@ class ChatBody(GenerateBody):
 
 
 class CompletionBody(GenerateBody):
-    """The body of ``POST /v1/completions``."""
-
     # As a list: one prompt or several, each answered by a choice of its own.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Int | None = None
