@@ -24,8 +24,7 @@ def batch(
         typer.Option(help="JSONL with the answers; FILE.job beside it keeps them for a rerun."),
     ],
     served_model_name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in the bodies. [default: that of --model]"),
+        str | None, typer.Option(help="Name of the model in the bodies. [default: that of --model]")
     ] = None,
 ) -> None:
     """Answer the requests of a batch file.

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from razor_dist.heads.head_map import HeadMap
 
 eval = typer.Typer(
-    help="Measure what is found in long documents.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Measure what is found in long documents.", no_args_is_help=True, rich_markup_mode=None
 )
 
 # Attention is what methods differ in.

@@ -85,8 +85,6 @@ class PasskeyOptions(WindowOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PasskeyOptions):
-    """Options of a training that may be continued."""
-
     checkpoint: Annotated[Path | None, Doc("New folder to keep the run's state in.")] = None
     checkpoint_every: Annotated[
         int,

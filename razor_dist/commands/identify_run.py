@@ -60,7 +60,6 @@ class ModelSource:
         self.tokenizer = load_tokenizer(self.path, trust_remote_code=self.trust)
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
-        """Load the model with our attention; on its own device if no other is named."""
         device = device or self.device
         return load_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
 

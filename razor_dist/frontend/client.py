@@ -250,11 +250,7 @@ class EngineClient:
             self._send({"t": "abort", "id": request_id})
 
     async def stats(self, timeout: float = 30.0) -> Message:
-        """Return the engine's counters (``stats`` in `engine.messages`).
-
-        Raises `EngineBusyError` if it does not answer within ``timeout`` seconds, and `EngineError`
-        if it is not ready or dies.
-        """
+        """Return the engine's counters; `EngineBusyError` if not within ``timeout`` seconds."""
         self.require_ready()
         tag = next(self._tags)
         future = self._stats[tag] = asyncio.get_running_loop().create_future()
@@ -283,7 +279,6 @@ class EngineClient:
         self._fail_requests(reason)
 
     async def close(self) -> None:
-        """End the ranks as `shutdown` does, and stop listening."""
         self.shutdown()
         self._disconnect(self.status.reason)
         if self._server is not None:

@@ -33,7 +33,6 @@ class TokenTexts:
     anchor: tuple[int, ...]  # none if the decoder puts spaces between tokens by itself
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of ``ids`` as the continuation of another text."""
         # Cleaning up spaces looks back across tokens, which no incremental decoder can honour.
         text = self.tokenizer.decode(
             [*self.anchor, *ids],
@@ -93,7 +92,6 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the sequence."""
         self._text = self._texts.decode(self._ids)
         piece = self._text[self._sent :]
         self._sent = len(self._text)
@@ -140,19 +138,12 @@ class StopMatcher:
             end, _, stop = min(matches)
             self._held = ""
             return text[: end - len(stop)], stop
-        safe = len(text) - self._possible_start(text)
-        self._held = text[safe:]
-        return text[:safe], None
+        # The longest end of the text that may begin a stop string.
+        longest = min(max(map(len, self._stops)) - 1, len(text))
+        ends = (text[-length:] for length in range(longest, 0, -1))
+        self._held = next((end for end in ends if any(s.startswith(end) for s in self._stops)), "")
+        return text.removesuffix(self._held), None
 
     def flush(self) -> str:
-        """Return the text held back, once it is known that nothing follows."""
         held, self._held = self._held, ""
         return held
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that may begin a stop string."""
-        longest = max(len(s) for s in self._stops) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self._stops):
-                return length
-        return 0

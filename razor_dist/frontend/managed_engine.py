@@ -167,10 +167,7 @@ def patience(timeout: float) -> float:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a frontend's folder for as long as the returned descriptor is open in some process.
-
-    Raises `BlockingIOError` if another process holds the lock.
-    """
+    """Lock a folder until the returned descriptor is closed; `BlockingIOError` if it is locked."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

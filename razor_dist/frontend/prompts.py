@@ -49,11 +49,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
 
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text.
-
-        ``special_tokens`` adds those that the model's texts begin with, which is wrong for a text
-        that continues another.
-        """
+        """Return a text's tokens, without ``special_tokens`` if it continues another."""
         tokenizer = self._need("text prompts", "prompt")
         ids: list[int] = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
@@ -77,10 +73,7 @@ class PromptEncoder:
         return self.text(text, special_tokens=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
-        """Return the tokens of a conversation, by the model's chat template and arguments for it.
-
-        Raises `RequestError` without messages or a template, and if the template refuses them.
-        """
+        """Return a conversation's tokens; `RequestError` without a template, or if it refuses."""
         # In one call: tokenising the template's text would put a second beginning of sequence
         # before the one that the template writes.
         encoded = self._apply_template(messages, tokenize=True, return_dict=True, **template)

@@ -122,7 +122,6 @@ class BatchTask:
         ]
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
-        """Answer a request: ``status_code`` and ``body``, as the server would."""
         request = _parse(item.data["line"].read())
         try:
             body = _answer(llm, ENDPOINTS[request["url"]], request["body"], self.model, item.id)

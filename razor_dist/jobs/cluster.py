@@ -124,8 +124,7 @@ def reserve(
                     f"{timeout:g} s"
                 )
             if waited - told >= _TELL:
-                told = waited
-                asks = f"it asks for {demand}; {_cluster()}"
+                told, asks = waited, f"it asks for {demand}; {_cluster()}"
                 log.info("%s is pending: %s (%.0f of %g s)", what, asks, waited, timeout)
     except BaseException:
         remove_placement_group(group)

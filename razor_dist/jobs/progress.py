@@ -26,11 +26,7 @@ class JobProgress(ExitStack):
     """
 
     def __init__(
-        self,
-        items: Sequence[Item],
-        before: int = 0,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, items: Sequence[Item], before: int = 0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
         self._total = before + len(items)

@@ -86,11 +86,7 @@ class ActorRanks(Ranks):
         folder: Path,
         socket_path: Path,
     ) -> ActorRanks:
-        """Start a rank in each bundle; rank 0 in the first, on whose node the caller is.
-
-        As in `RankGroup.start`, ``folder`` is private and empty, and rank 0 finds the frontend at
-        ``socket_path``.
-        """
+        """Start ranks as `RankGroup.start` does, rank 0 in the first bundle, on this node."""
         actors = [make_actor(RankActor, group, rank, bundle) for rank in range(config.world_size)]
         try:
             refs = [actor.place.remote() for actor in actors]

@@ -93,10 +93,7 @@ def _problem(
 
 @torch.inference_mode()
 def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContext) -> None:
-    """Run a prompt, int64 ``[N]``, through a model for what its attention shows.
-
-    The body alone: logits of a long prompt would outweigh everything else.
-    """
+    """Run a prompt, int64 ``[N]``, through a model's body; logits would outweigh all else."""
     ids = input_ids.to(model.device)
     body = model.base_model
     positions = torch.arange(len(ids), device=ids.device) + position_mark(body, len(ids))

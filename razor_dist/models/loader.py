@@ -53,11 +53,7 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
 
 
 def load_model(
-    path: str | Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
+    path: str | Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load the causal language model in a local folder, its attention replaced by ours.
 

@@ -34,10 +34,7 @@ def check_local_model(name: str) -> None:
 
 
 def config_folder(name: str) -> Path:
-    """Find a model's folder as `resolve_model` does, for its ``config.json`` alone.
-
-    A folder needs no more than that file, and of a hub repository no other is fetched.
-    """
+    """Find a folder as `resolve_model` does, for ``config.json``: no other file is fetched."""
     return _with_config(_local_folder(name) or _fetch(name, ["config.json"]))
 
 

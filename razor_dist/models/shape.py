@@ -40,7 +40,6 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelShape:
-        """Read the sizes of ``config``; raise as `dual_chunk_length` does."""
         c: Any = config
         query_heads = c.num_attention_heads
         positions, beyond = max_positions(config), ""

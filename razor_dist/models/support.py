@@ -18,17 +18,15 @@ from razor_dist.models.adapters import adapter, is_alibi
 # PhiMoE's, say, rescales the embedding by length as well.
 _LONGROPE = ("phi3",)
 
+_SINKS = "its attention has learned sinks in the softmax"
 # Model types whose attention differs in ways that no configuration field tells.
 _OTHER_ATTENTION = {
     "bert-generation": "its attention is bidirectional",
     "diffllama": "it subtracts two attention maps",
     "doge": "its attention mask is computed from the values",
     "emu3": "it serves images as well as text",
-    "gpt_oss": "its attention has learned sinks in the softmax",
-    "granite_swa": "its attention has learned sinks in the softmax",
-    "granitemoe_swa": "its attention has learned sinks in the softmax",
+    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     "nemotron": "its layers do not hand the call's arguments on to attention",
-    "mimo_v2_flash": "its attention has learned sinks in the softmax",
 }
 
 # Fields of configurations whose attention differs.

@@ -35,7 +35,6 @@ class KVPiece:
     v: Tensor
 
     def part(self, interval: Interval) -> KVPiece:
-        """Views of the positions that lie in ``interval``."""
         both = self.at & interval
         span = slice(both.begin - self.at.begin, both.end - self.at.begin)
         return KVPiece(both, self.k[:, span], self.v[:, span])

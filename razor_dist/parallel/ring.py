@@ -55,22 +55,17 @@ class Earlier:
 
 
 def queries_travel(
-    chunk: Chunk,
-    earlier_tokens: int,
-    kv_heads: int,
-    group: int,
-    dim: int,
-    itemsize: int,
-    kv_itemsize: int,
+    chunk: Chunk, earlier_tokens: int, group: int, dim: int, itemsize: int, kv_itemsize: int
 ) -> bool:
     """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
 
     pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the chunk
     the same way and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is the
-    bytes of a query's number, ``kv_itemsize`` those of a key's or value's.
+    bytes of a query's number, ``kv_itemsize`` those of a key's or value's. Both ways cost in
+    proportion to the heads: one stands for all.
     """
-    kv_bytes = earlier_tokens * kv_heads * 2 * dim * kv_itemsize
-    q_bytes = (chunk.end - chunk.begin) * kv_heads * group * (dim * itemsize + 4 * (dim + 1))
+    kv_bytes = earlier_tokens * 2 * dim * kv_itemsize
+    q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
     return q_bytes < kv_bytes
 
 
@@ -83,13 +78,13 @@ def ring_attention(
     and ``v`` (``[K, T, D]``) are the same tokens', perhaps of another dtype. The result is float32
     and has the queries' shape.
     """
-    kv_heads, group, _, dim = query.q.shape
+    _, group, _, dim = query.q.shape
     if comm.size == 1:
         where = _Positions(chunk, earlier, query.by_distance, k.device)
         own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
         return merge([own, *_see_earlier(query, 0, where, 0)]).out
     if earlier.total and queries_travel(
-        chunk, earlier.total, kv_heads, group, dim, query.q.element_size(), k.element_size()
+        chunk, earlier.total, group, dim, query.q.element_size(), k.element_size()
     ):
         here, elsewhere = _start_pass_q(comm, chunk, query, earlier)
         own = _pass_kv(comm, chunk, query, k, v, Earlier((), [0] * comm.size))

@@ -219,9 +219,8 @@ class SharedMemory(Communicator):
     """A `Communicator` for the CPU tensors of ranks that are processes of one host.
 
     Made by `connect`. ``processes`` are the ranks', in order; ``inbox`` is the reading end of this
-    rank's pipe. Nothing that is passed is closed.
-
-    Raises `OSError` if something of another process cannot be opened.
+    rank's pipe. Nothing that is passed is closed. `OSError` if something of another process cannot
+    be opened.
     """
 
     def __init__(
@@ -362,6 +361,5 @@ class SharedMemory(Communicator):
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor, uint8 ``[n]``."""
     array: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array

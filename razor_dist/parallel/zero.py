@@ -156,8 +156,12 @@ class ShardedWeights:
         deepspeed = import_deepspeed(self._device)
         if self._together:
             deepspeed.utils.set_z3_leaf_modules(self._body, list(self._together))
+        prefetch = 0
         # On a GPU the next layer is gathered while one computes; a CPU has nothing to gain by it.
-        prefetch = self._prefetched_numbers() if self._device.type == "cuda" else 0
+        if self._device.type == "cuda":
+            layers: list[Any] = [m for m in self._body.modules() if type(m) in self._together]
+            sizes: list[int] = [sum(p.ds_numel for p in m.parameters()) for m in layers]
+            prefetch = max(sizes, default=50_000_000)  # DeepSpeed's own default
         deepspeed.initialize(model=self._body, config=self._config(prefetch))
         if note is not None:
             for param in self._body.parameters():
@@ -168,12 +172,6 @@ class ShardedWeights:
         """Bytes of weights that this rank holds now: its shares, and what is gathered."""
         params: list[Any] = list(self._body.parameters())
         return sum(p.ds_tensor.nbytes + p.data.nbytes for p in params)
-
-    def _prefetched_numbers(self) -> int:
-        """Numbers in the weights of the largest module that is gathered as one, if there is any."""
-        layers: list[Any] = [m for m in self._body.modules() if type(m) in self._together]
-        sizes: list[int] = [sum(p.ds_numel for p in m.parameters()) for m in layers]
-        return max(sizes, default=50_000_000)  # DeepSpeed's own default
 
     def _config(self, prefetch: int) -> dict[str, Any]:
         zero: dict[str, Any] = {

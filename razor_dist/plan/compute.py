@@ -115,8 +115,7 @@ def full_attention(d: Deployment) -> Deployment:
 
 def pass_q(d: Deployment, chunk: Chunk) -> bool:
     shape, kv = d.shape, d.kv_dtype.itemsize
-    # Both ways cost in proportion to the heads: one stands for all.
-    return queries_travel(chunk, chunk.begin, 1, shape.group, shape.head_dim, d.dtype.itemsize, kv)
+    return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, d.dtype.itemsize, kv)
 
 
 def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]]) -> None:
@@ -214,10 +213,7 @@ def decode_reads(d: Deployment, context: int) -> int:
 
 
 def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> Estimate:
-    """Estimate the decoding of one token of one sequence of ``context`` tokens.
-
-    Links cost their bytes, and a latency for each layer with retrieval heads.
-    """
+    """Estimate one token; links cost bytes, and a latency per layer with retrieval heads."""
     keys = sum(d.retrieval_per_layer) * _shard(d, context)
     keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
     work = 2 * (d.weights.matmul + d.weights.head) + 4 * d.shape.head_dim * d.shape.group * keys

@@ -44,10 +44,7 @@ class StreamingHeads:
 def _choose_heads(
     config: EngineConfig, shape: ModelShape, fingerprint: str, fraction: float | None
 ) -> tuple[HeadMap, str, str | None]:
-    """Return a head map, `Deployment.source` and `Deployment.missing`.
-
-    Without a map a fraction is assumed: a plan comes before the map is made.
-    """
+    """Return a head map, guessed if none is made yet, and `Deployment`'s source and missing."""
     name, by_map = config.head_map, config.attention == "razor"
     exists = name is not None and Path(name).expanduser().exists()
     missing = name if by_map and not exists else None
@@ -124,8 +121,6 @@ class Weights:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model, its settings and the ranks that it would run on."""
-
     config: EngineConfig
     model: PretrainedConfig
     shape: ModelShape
@@ -179,10 +174,7 @@ class Deployment:
         return chunks(0, prompt, self.chunked_prefill_size, self.world_size)
 
     def cache(self, max_model_len: int, free: float = math.inf) -> CacheConfig:
-        """The caches that the engine would make for sequences of up to so many tokens.
-
-        ``free`` counts the bytes that a rank has beside the weights.
-        """
+        """The engine's caches for so long a sequence, in ``free`` bytes beside the weights."""
         room = cache_room(free, self.shape, self.chunked_prefill_size, self.world_size, self.dtype)
         return self._cache(self.config, self.layout, max_model_len, room)
 

@@ -67,10 +67,7 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a device by its name in the table, or by the path of a file of the same form.
-
-    Raise `ConfigError` if there is none, or a field is missing or wrong.
-    """
+    """Return a device of the table by its name, or one of the same form by the path of its file."""
     source = name
     if name in device_names():
         source = f"configs/devices/{name}.yaml"

@@ -294,7 +294,6 @@ class MemoryPlanner:
         self._activations = functools.cache(self._dry_run.activations)
 
     def at(self, max_model_len: int, context: int) -> Memory:
-        """Return it with room for sequences of ``max_model_len`` tokens, and a prompt in it."""
         return Memory(
             weights=self._weights,
             window_between_chunks=self._window(context),

@@ -60,7 +60,6 @@ class Plan:
 
     @property
     def longest_text(self) -> str:
-        """The longest context that fits, for people: also where the model itself ends before."""
         if self.longest >= LONGEST:
             text = f"more than {tokens(LONGEST)}"
         else:
@@ -70,7 +69,6 @@ class Plan:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """A sentence for each setting that defeats itself, and for what does not fit."""
         d = self.deployment
         said: list[str] = []
         if d.missing is not None:

@@ -64,10 +64,7 @@ class LiveChoices:
             self._tasks.append(asyncio.create_task(pump))
 
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
-        """Stream events until every choice is finished; ``None`` after ``heartbeat`` idle seconds.
-
-        Raises the error of a request as soon as it fails.
-        """
+        """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``."""
         while self._unfinished or not self._events.empty():
             try:
                 event = await asyncio.wait_for(self._events.get(), heartbeat)

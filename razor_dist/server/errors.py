@@ -9,12 +9,7 @@ from fastapi.responses import JSONResponse
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineBusyError, Status
 
-_STATUS_OF_CODE = {
-    "queue_full": 429,
-    "model_not_found": 404,
-    "body_too_large": 413,
-    "timeout": 408,
-}
+_STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413, "timeout": 408}
 # Characters of an error's message and of its param: both may quote what the client has sent.
 _LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
 _TYPE_OF_STATUS = {

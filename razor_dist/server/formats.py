@@ -30,10 +30,7 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self,
-        model: str,
-        choices: Sequence[ServedChoice],
-        tokenizer: PreTrainedTokenizerBase | None,
+        self, model: str, choices: Sequence[ServedChoice], tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self._choices, self._tokenizer = choices, tokenizer
         self._head = {
@@ -43,7 +40,6 @@ class Format(ABC):
         }
 
     def whole(self) -> Json:
-        """The response of a request that does not stream, once every answer is finished."""
         choices = [self._choice(i, c.pieces, c.text) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": choices, "usage": self._usage()}
@@ -66,7 +62,6 @@ class Format(ABC):
         return self._chunk([self._empty(index)], prompt_progress=progress)
 
     def usage(self) -> Json:
-        """The chunk that ends a stream with ``include_usage``."""
         return self._chunk([], usage=self._usage())
 
     @abstractmethod
@@ -119,10 +114,7 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """``text_completion``, whole or in chunks.
-
-    For a model without a tokenizer the text is empty and each choice has ``token_ids``.
-    """
+    """For a model without a tokenizer the text is empty and each choice has ``token_ids``."""
 
     prefix = "cmpl"
     whole_object = "text_completion"
@@ -166,10 +158,7 @@ def chat_logprobs(
 def legacy_logprobs(
     tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
 ) -> dict[str, Any] | None:
-    """``choices[].logprobs`` of a completion; ``None`` unless they were asked for.
-
-    Without a tokenizer a token is spelt ``token_id:17``.
-    """
+    """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
     tokens, chosen, top = [], [], []
     for piece in pieces:
         if piece.logprobs is None:
@@ -205,10 +194,7 @@ def _spell(token: int, logprob: Logprob) -> str:
 def token_bytes(
     tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
 ) -> list[int] | None:
-    """Return the bytes of a token, which may be part of a character only; ``None`` if unknown.
-
-    ``text`` is the token decoded by itself.
-    """
+    """Return the bytes of a token, decoded as ``text``; ``None`` if they are unknown."""
     if tokenizer is None:
         return None
     if REPLACEMENT not in text:

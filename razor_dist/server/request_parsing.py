@@ -21,8 +21,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Limits(NamedTuple):
-    """The server's and the engine's bounds, and the model's sampling defaults."""
-
     model: str
     max_prompts: int
     max_model_len: int

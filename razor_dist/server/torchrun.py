@@ -37,8 +37,6 @@ HOLD_BACK = 5.0
 
 
 class Torchrun(NamedTuple):
-    """This process's place among those that torchrun started."""
-
     rank: int
     local_rank: int
     world_size: int
