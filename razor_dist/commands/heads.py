@@ -114,10 +114,9 @@ def show(
     typer.echo(f"method  {found.method}")
     for key, value in found.settings.items():
         typer.echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
-    for kind in found.scores:
-        typer.echo(f"scores  {kind}, of query heads")
-    for kind in found.kv_scores:
-        typer.echo(f"scores  {kind}, of KV heads")
+    for name, scores in (("query", found.scores), ("KV", found.kv_scores)):
+        for kind in scores:
+            typer.echo(f"scores  {kind}, of {name} heads")
     if summary.selected is not None:
         query_heads = summary.layers * found.query_heads
         chosen = round(summary.selected * query_heads)

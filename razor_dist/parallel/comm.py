@@ -171,8 +171,7 @@ class HostLinks(Communicator):
     ) -> Sequence[Work]:
         arriving = [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives]
         works = self._inner._exchange([(peer, sent.cpu()) for peer, sent in sends], arriving)
-        buffers = [buffer for _, buffer in receives]
-        return [_Landing(works, [buffer for _, buffer in arriving], buffers)]
+        return [_Landing(works, [host for _, host in arriving], [buffer for _, buffer in receives])]
 
     def _broadcast(self, tensor: Tensor) -> None:
         host = tensor.cpu()

@@ -196,9 +196,8 @@ class DryRun:
             sequence.scratch.tokens = sequence.shard_tokens[rank]
             return
         sequence.window = []
-        for index, (cache, slot) in enumerate(
-            zip(runner.caches.streaming, sequence.streaming, strict=True)
-        ):
+        slots = zip(runner.caches.streaming, sequence.streaming, strict=True)
+        for index, (cache, slot) in enumerate(slots):
             slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
             held = holdings(done, Interval(slot.start, sequence.length))
             own = [at for at, holder in held if holder == rank]

@@ -48,13 +48,10 @@ def parse_request(
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    body: ChatBody | CompletionBody
-    if endpoint == "chat":
-        body = parse(ChatBody, value)
-        param = "messages"
-    else:
-        body = parse(CompletionBody, value)
-        param = "prompt"
+    param = "messages" if endpoint == "chat" else "prompt"
+    body: ChatBody | CompletionBody = (
+        parse(ChatBody, value) if endpoint == "chat" else parse(CompletionBody, value)
+    )
     del value
     params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
