@@ -181,9 +181,6 @@ class JobConfig(EngineConfig):
 
     group: ClassVar[str] = "Job"
 
-    max_step_ms: float = _memory(
-        2000.0, "About how long a prefill chunk may take while other requests wait.", gt=0
-    )
     ray: bool = _job(True, "Engines of Ray actors; otherwise processes of this host.")
     ray_address: str | None = _job(
         None, "Cluster, as ray.init takes it; none: RAY_ADDRESS, else a local one.", min_length=1

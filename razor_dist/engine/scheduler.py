@@ -234,8 +234,9 @@ class Scheduler:
     def short_done(self, plan: StepPlan, seconds: float) -> list[Request]:
         """Note that a short step has been made, and in what time; return its requests, in order."""
         requests = [self.running[key] for key, _ in plan.by_sequence()]
-        if not all(request.prefilled for request in requests):
-            # Every rank computes every token.
+        if all(request.prefilled for request in requests):
+            self.turns.cost.answered(seconds)
+        else:  # every rank computes every token
             self.turns.cost.observe(self.world_size * (len(plan.payload) // 2), 0, seconds)
         for request in requests:
             request.prefilled_to = request.end

@@ -9,7 +9,6 @@ Prompts that are read in one short step take no turns: they share the next one.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -33,7 +32,8 @@ class StepCost:
 
     ``s`` is for what every step does, such as reading the weights, ``a`` for the products with them
     and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
-    least squares of the relative error, and none is negative.
+    least squares of the relative error. None is negative, and ``s`` is at most what the fastest
+    step took: chunks of about one length tell little of it.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,31 @@ class StepCost:
         self._scale = self._sab.copy()
         self._squares = _BELIEF * np.eye(3)
         self._products = _BELIEF * np.ones(3)
+        self._fastest = math.inf
+
+    def answered(self, seconds: float) -> None:
+        """Learn from a step of answers alone, whose tokens cost less than those of prompts."""
+        self._fastest = min(self._fastest, seconds)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
+        """Learn from a step with a prompt."""
+        self._fastest = min(self._fastest, seconds)
         x = self._terms(tokens, context) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
         self._products = _FORGET * self._products + x
         self._sab = self._scale * self._fit()
 
     def _fit(self) -> np.ndarray:
-        """Non-negative least squares: the best of all choices of terms that may be positive."""
-        best, least = np.zeros(3), math.inf
-        for count in (3, 2, 1):
-            for terms in map(list, itertools.combinations(range(3), count)):
-                found = np.zeros(3)
-                square = self._squares[np.ix_(terms, terms)]
-                found[terms] = np.linalg.lstsq(square, self._products[terms], rcond=None)[0]
+        """Least squares in bounds: the best of all choices of terms that are at none of theirs."""
+        best, least, most = np.zeros(3), math.inf, self._fastest / self._scale[0]
+        for free in [(0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)]:
+            for s in (0.0,) if 0 in free else (0.0, most):
+                found = np.array([s, 0.0, 0.0])
+                rest = self._products - self._squares @ found
+                square = self._squares[np.ix_(free, free)]
+                found[list(free)] = np.linalg.lstsq(square, rest[list(free)], rcond=None)[0]
                 loss = float(found @ self._squares @ found - 2 * found @ self._products)
-                if (found >= 0).all() and loss < least - 1e-12:
+                if (found >= 0).all() and found[0] <= most and loss < least - 1e-12:
                     best, least = found, loss
         return best
 

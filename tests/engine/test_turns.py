@@ -219,6 +219,16 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
         assert cost.seconds(n, c) == pytest.approx(true(n, c), rel=0.1)
 
 
+def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
+    """On a machine whose speed varies, a constant would explain them as well."""
+    cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
+    cost.answered(0.06)
+    for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
+        cost.observe(tokens, 0, speed * (0.05 + 0.002 * tokens))
+    assert cost.seconds(0, 0) <= 0.06
+    assert cost.seconds(100, 0) == pytest.approx(0.25, rel=0.25)
+
+
 def test_a_chunk_takes_what_it_may_but_is_not_all_overhead() -> None:
     cost = StepCost()
     for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:
