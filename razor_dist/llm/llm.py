@@ -117,10 +117,14 @@ class LLM:
             ``prompt_logprobs`` are those of the prompt alone, and ``num_cached_tokens`` is the
             prefix's length.
 
-        Raises `RequestError` if a prompt or its parameters cannot be served, or the prefix was
-        released or is another engine's (no answer is returned then), and `EngineError` if the
-        engine dies meanwhile or died with the prefix (it is restarted for the next call), or the
-        `LLM` was closed.
+        Raises
+        ------
+        RequestError
+            If a prompt or its parameters cannot be served, or the prefix was released or is another
+            engine's. No answer is returned then.
+        EngineError
+            If the engine dies meanwhile or died with the prefix (it is restarted for the next
+            call), or the `LLM` was closed.
         """
         if prefix is not None:
             prefix.stream_for(self._client)  # refused before anything is tokenised
