@@ -60,7 +60,10 @@ class StreamingChunk:
             new_sinks, window = self.plan.new_sinks, self.plan.window
             self._new_sinks_at = cache.indices(slot, new_sinks.begin, new_sinks.end)
             if window is not None:
-                self._window_at = cache.indices(slot, window.begin, window.end)
+                # The ring has what was replicated already.
+                begin = max(window.begin, self._replicated.end)
+                self._new = Interval(begin, max(begin, window.end))
+                self._new_at = cache.indices(slot, self._new.begin, self._new.end)
 
     def _make_plan(self, sequence: Sequence, exact: bool, base: int) -> WindowPlan | None:
         policy, comm, chunk = self._cache.policy, self._comm, self._chunk
@@ -126,8 +129,8 @@ class StreamingChunk:
         out = self._attend_spans(rows, query, pieces, at_edges)
         cache.sums[:, rows, slot.index] = at_edges[-1]
         if plan.window is not None:
-            if len(plan.window):
-                cache.write(rows, slot, self._window_at, *assemble(pieces, plan.window))
+            if len(self._new):
+                cache.write(rows, slot, self._new_at, *assemble(pieces, self._new))
             dropped = plan.keep - cache.policy.sinks
             if dropped > 0 and cache.policy.compensation:
                 cache.refresh(rows, slot, dropped)

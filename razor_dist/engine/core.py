@@ -192,7 +192,7 @@ class EngineCore:
         if self.runner.prompt_logprobs is not None:
             messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
         messages.append(_progress_message(request, plan.end, self._clock()))
-        if plan.last and not request.pinned:
+        if request.prefilled and not request.pinned:
             assert logits is not None
             messages += self._advance_all([request], logits)
         return messages
@@ -202,20 +202,22 @@ class EngineCore:
         logits = self._run(plan)
         assert logits is not None
         self.runner.synchronize()
-        requests = self.scheduler.short_done(plan, self._clock() - began)
+        step = self.scheduler.short_done(plan, self._clock() - began)
         messages: list[Message] = []
         rows = []
-        for row, request in enumerate(requests):
-            if not request.generated:
-                request.began = began
-                self._prompt_tokens += len(request.prompt)
+        for row, (request, read) in enumerate(step):
+            if read:
+                self._prompt_tokens += read
+                if request.prefilled_to == request.begin + read:
+                    request.began = began
                 if not request.released:
-                    messages.append(_progress_message(request, request.end, self._clock()))
-            if not (request.pinned or request.released):
+                    done = request.prefilled_to
+                    messages.append(_progress_message(request, done, self._clock()))
+            if request.prefilled and not (request.pinned or request.released):
                 rows.append(row)
         if rows:
-            logits = logits if len(rows) == len(requests) else logits[rows]
-            messages += self._advance_all([requests[row] for row in rows], logits)
+            logits = logits if len(rows) == len(step) else logits[rows]
+            messages += self._advance_all([step[row][0] for row in rows], logits)
         return messages
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:

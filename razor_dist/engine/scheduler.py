@@ -47,6 +47,8 @@ class Scheduler:
         self._free: Ints = np.full((world_size, len(sizes)), sizes).T
         self._sizes = self._free[:-1].copy()
         self._short_last = True
+        # On one rank a chunk is the same in a long and in a short step, unless prefill is exact.
+        self._one_kind = world_size == 1 and not cache.scratch_pages
 
     def _pages(self, tokens: Ints | list[int]) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
@@ -186,18 +188,24 @@ class Scheduler:
         unread = [r for r in self.running.values() if not r.prefilled]
         long, short = ([r for r in unread if r.short is kind] for kind in (False, True))
         answering = [r for r in self.running.values() if r.prefilled and not r.pinned]
-        if long and (self._short_last or not (short or answering)):
-            self._short_last = False
+        joins = False
+        if long:
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
             length = self.turns.length(request, others, answering=bool(answering))
-            return self._long_plan(request, length)
+            joins = self._one_kind and request.params.prompt_logprobs is None
+            if not (short or answering) or (self._short_last and not joins):
+                self._short_last = False
+                return self._long_plan(request, length)
         if short or answering:
             self._short_last = True
             tokens = [(r.key, r.generated[-1:]) for r in answering]
             prompts = self.turns.together(short, self.world_size)
             tokens += [(r.key, r.prompt.tolist()) for r in prompts]
+            if joins:
+                unread_tokens = request.prompt[request.prefilled_to - request.begin :]
+                tokens.append((request.key, unread_tokens[: max(1, int(length))].tolist()))
             tokens.sort(key=lambda item: len(item[1]) > 1)
             pairs = [number for key, ids in tokens for token in ids for number in (key, token)]
             return StepPlan(Op.SHORT, payload=torch.tensor(pairs))
@@ -214,7 +222,7 @@ class Scheduler:
             request.key,
             begin=begin,
             end=end,
-            last=end == request.end,
+            last=end == request.end or self._one_kind,
             prompt_logprobs=-1 if count is None else count,
             payload=torch.from_numpy(
                 request.prompt[begin - request.begin :][: end - begin + following].astype(np.int64)
@@ -231,16 +239,27 @@ class Scheduler:
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
             self._free[-1] += self._need(request)[-1]
 
-    def short_done(self, plan: StepPlan, seconds: float) -> list[Request]:
-        """Note that a short step has been made, and in what time; return its requests, in order."""
-        requests = [self.running[key] for key, _ in plan.by_sequence()]
-        if all(request.prefilled for request in requests):
-            self.turns.cost.answered(seconds)
-        else:  # every rank computes every token
-            self.turns.cost.observe(self.world_size * (len(plan.payload) // 2), 0, seconds)
-        for request in requests:
-            request.prefilled_to = request.end
-        return requests
+    def short_done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
+        """Note that a short step has been made, and in what time.
+
+        Return its requests, in order, and how many tokens of each prompt it has read.
+        """
+        step = [(self.running[key], len(tokens)) for key, tokens in plan.by_sequence()]
+        read = [(request, 0 if request.prefilled else count) for request, count in step]
+        cost, long = (
+            self.turns.cost,
+            [r for r in self.running.values() if not (r.prefilled or r.short)],
+        )
+        total, context = len(plan.payload) // 2, sum(r.prefilled_to * count for r, count in read)
+        if any(count for _, count in read):  # every rank computes every token
+            cost.observe(self.world_size * total, context // total, seconds)
+        else:
+            cost.answered(seconds)
+        for request, count in read:
+            if count and not request.short:
+                self.turns.took(long, request, cost.work(count, request.prefilled_to))
+            request.prefilled_to += count
+        return read
 
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches, if it has any.
