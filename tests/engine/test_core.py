@@ -323,6 +323,31 @@ def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Pa
     assert draw(temperature=1e-5, seed=2**63 - 1) == greedy
 
 
+def test_on_one_rank_a_long_prompt_is_read_in_the_answers_steps(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*names: str) -> tuple[dict[str, list[int]], list[int]]:
+        core = make_core(tiny("llama"))
+        core.scheduler.turns.is_short = lambda request, _: len(request.prompt) < 100
+        execute, shared = core.runner.execute, []
+
+        def watch(plan: StepPlan) -> torch.Tensor | None:
+            if plan.op is Op.SHORT:
+                shared.append(sum(len(tokens) > 1 for _, tokens in plan.by_sequence()))
+            return execute(plan)
+
+        monkeypatch.setattr(core.runner, "execute", watch)
+        for name in names:
+            core.add(name, prompt({"a": 8, "b": 30, "long": 170}[name], 1), GREEDY)
+        return {name: tokens(found) for name, found in run(core).items()}, shared
+
+    alone = [ask(name)[0] for name in ("a", "b", "long")]
+    together, shared = ask("a", "b", "long")
+    assert together == alone[0] | alone[1] | alone[2]
+    # Two short prompts and a chunk; then chunks beside two answers.
+    assert shared[0] == 3 and shared[1] == 1
+
+
 def test_a_request_without_a_distribution_fails_alone(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
