@@ -140,6 +140,7 @@ class _Recording:
     """One key's graph; without ``replay`` the key has been seen, but not recorded."""
 
     inputs: Tensor | None = None
+    extents: Seq[ReadExtent] = ()  # a replay reads the slots that they hold in tensors
     replay: Step | None = None
     sent: Counter[Purpose] = field(default_factory=Counter)
 
@@ -264,6 +265,7 @@ class DecodeGraphs:
             padded_extent(caches, s, widths, stored)
             for s, (_, widths, stored) in zip(sequences, key, strict=True)
         ]
+        recording.extents = extents
         recording.inputs = inputs.to(caches.pages.k.device, copy=True)
         fields = StepInputs.of(recording.inputs)
 

@@ -88,11 +88,13 @@ class Scheduler:
             request.prefix.continued_by += 1
         at = len(self.waiting)
         if self.turns.by_priority and not request.pinned:
-            # Not before the prefix that it waits for; and a pinned prefix, which keeps
-            # what it gets, goes before nobody.
+            # Not before the prefix that it waits for, nor before who alone keeps a released one,
+            # whose room was counted as free; and a pinned prefix, which keeps what it gets, goes
+            # before nobody.
             while (
                 at
                 and self.waiting[at - 1] is not request.prefix
+                and not any(prefix.released for prefix in _prefixes(self.waiting[at - 1]))
                 and (self.waiting[at - 1].params.priority > request.params.priority)
             ):
                 at -= 1
@@ -185,7 +187,7 @@ class Scheduler:
         )
 
     def next(self) -> StepPlan | None:
-        unread = [r for r in self.running.values() if not r.prefilled]
+        unread = self.turns.first_class([r for r in self.running.values() if not r.prefilled])
         long, short = ([r for r in unread if r.short is kind] for kind in (False, True))
         answering = [r for r in self.running.values() if r.prefilled and not r.pinned]
         joins = False
@@ -214,7 +216,7 @@ class Scheduler:
     def _long_plan(self, request: Request, length: float) -> StepPlan:
         begin, end = request.prefilled_to, request.end
         if length < end - begin:
-            end = begin + whole_shards(length, self.world_size)
+            end = min(end, begin + whole_shards(length, self.world_size))
         count = request.params.prompt_logprobs
         following = 0 if count is None else 1
         return StepPlan(
@@ -250,9 +252,13 @@ class Scheduler:
             self.turns.cost,
             [r for r in self.running.values() if not (r.prefilled or r.short)],
         )
-        total, context = len(plan.payload) // 2, sum(r.prefilled_to * count for r, count in read)
-        if any(count for _, count in read):  # every rank computes every token
-            cost.observe(self.world_size * total, context // total, seconds)
+        if any(count for _, count in read):
+            # Every rank computes every token, but attends to its own part of what is before it.
+            ranks, pairs = self.world_size, 0.0
+            for request, count in step:
+                context = request.prefilled_to + len(request.generated)
+                pairs += count * (context + ranks * count / 2)
+            cost.learn(ranks * (len(plan.payload) // 2), pairs, seconds)
         else:
             cost.answered(seconds)
         for request, count in read:

@@ -42,7 +42,9 @@ class StepPlan:
     begin: int = 0
     end: int = 0
     total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
-    last: bool = False  # LONG: the prompt ends with this chunk
+    # LONG: the prompt ends with this chunk, or goes on in a short step, where every rank needs the
+    # whole window.
+    last: bool = False
     prompt_logprobs: int = -1  # LONG: -1, or how many likeliest tokens to report per position
     source: int = 0  # FORK: key of the sequence to copy
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.

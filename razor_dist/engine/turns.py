@@ -49,9 +49,13 @@ class StepCost:
         self._fastest = min(self._fastest, seconds)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
-        """Learn from a step with a prompt."""
+        """Learn from a chunk."""
+        self.learn(tokens, tokens * (context + tokens / 2), seconds)
+
+    def learn(self, tokens: float, pairs: float, seconds: float) -> None:
+        """Learn from a step with so many tokens, and pairs of a query and a key."""
         self._fastest = min(self._fastest, seconds)
-        x = self._terms(tokens, context) * self._scale / seconds
+        x = np.array([1.0, tokens, pairs]) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
         self._products = _FORGET * self._products + x
         self._sab = self._scale * self._fit()
@@ -76,7 +80,7 @@ class StepCost:
 
     def work(self, tokens: int, context: int) -> float:
         """Estimate what such a chunk takes beyond what every step costs."""
-        return self.seconds(tokens, context) - float(self._sab[0])
+        return self.seconds(tokens, context) - self.seconds(0, 0)
 
     def tokens(self, seconds: float, context: int) -> float:
         """Return the length of a chunk that takes so long.
@@ -120,9 +124,14 @@ class Turns:
         most = min(_SHORT, prompt.chunked_prefill_size)
         if len(prompt.prompt) > most or prompt.params.prompt_logprobs is not None:
             return False
-        work = self.cost.work(len(prompt.prompt), prompt.begin)
-        alone = self.cost.seconds(0, 0)
-        return world_size * work <= self._max_step and (world_size - 1) * work <= alone
+        repeated = (world_size - 1) * self.cost.work(len(prompt.prompt), 0)
+        fits = self._short_work(prompt, world_size) <= self._max_step
+        return fits and repeated <= self.cost.seconds(0, 0)
+
+    def _short_work(self, prompt: Request, world_size: int) -> float:
+        """Estimate a prompt's part of a short step; what is before it stays sharded."""
+        repeated = (world_size - 1) * self.cost.work(len(prompt.prompt), 0)
+        return repeated + self.cost.work(len(prompt.prompt), prompt.begin)
 
     def together(self, prompts: Sequence[Request], world_size: int) -> list[Request]:
         """Choose short prompts for one step: the oldest that fit into ``max_step``, one at least.
@@ -131,10 +140,8 @@ class Turns:
         """
         chosen: list[Request] = []
         work, tokens = 0.0, 0
-        if prompts:
-            prompts = self._first_class(prompts)
-        for prompt in prompts:
-            work += world_size * self.cost.work(len(prompt.prompt), prompt.begin)
+        for prompt in self.first_class(prompts):
+            work += self._short_work(prompt, world_size)
             tokens += len(prompt.prompt)
             if chosen and (work > self._max_step or tokens > _SHORT):
                 break
@@ -148,7 +155,7 @@ class Turns:
         it became the oldest; or else of the others the one with least to do, less the time that it
         has waited.
         """
-        prompts = self._first_class(prompts)
+        prompts = self.first_class(prompts)
         oldest = self._oldest_of(prompts)
         if self._debt > 0 or self._left(oldest) <= min(map(self._left, prompts)):
             return oldest
@@ -172,14 +179,15 @@ class Turns:
 
     def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
         """Note that ``served``, one of ``prompts``, was read from for so long."""
-        if self._oldest_of(self._first_class(prompts)) is served:
+        if self._oldest_of(self.first_class(prompts)) is served:
             # What it gets alone or in its turn does not count against it later.
             self._debt = max(0.0, self._debt - seconds)
         else:
             self._debt += seconds
 
-    def _first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
-        if not self.by_priority:
+    def first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
+        """Return those of the first priority, if that is heard."""
+        if not self.by_priority or not prompts:
             return prompts
         first = min(prompt.params.priority for prompt in prompts)
         return [prompt for prompt in prompts if prompt.params.priority == first]

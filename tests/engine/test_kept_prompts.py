@@ -399,3 +399,25 @@ class Engine(RuleBasedStateMachine):
 
 TestEngine = Engine.TestCase
 TestEngine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_a_prompt_of_fewer_tokens_than_shards_is_not_read_beyond_its_end() -> None:
+    core, runner = make_core(ranks=8)
+    core.scheduler.turns.is_short = lambda *_: False
+    add(core, "a", 13, 2)
+    run(core)
+    assert runner.lengths == {}
+
+
+def test_priority_does_not_pass_who_alone_keeps_a_released_prefix() -> None:
+    core, runner = make_core(pages=10, slots=3, by_priority=True)
+    add(core, "doc", 8, pin=True)
+    run(core)
+    add(core, "r", 9, 2)
+    step(core)
+    add(core, "q", 8, 4, prefix="doc", priority=1)
+    step(core)
+    core.abort("doc")  # kept for q, which waits for r's pages
+    add(core, "b", 16, 3, priority=-1)
+    run(core)
+    assert runner.lengths == {}
