@@ -125,6 +125,18 @@ def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
     assert not Turns(math.inf).is_short(request(0, 513, 0.0), 1)
 
 
+def test_what_stays_sharded_is_not_repeated() -> None:
+    """A question after a million tokens: every rank attends to its own part of them."""
+    turns = Turns(STEP)
+    for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
+        seconds = 0.02 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
+        turns.cost.observe(tokens, context, seconds)
+    prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
+    for tokens, short in ((10, True), (50, True), (100, False)):
+        question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
+        assert turns.is_short(question, 8) is short  # 7 times 50 us a token, of 20 ms
+
+
 def test_short_prompts_share_a_step_as_far_as_it_goes() -> None:
     turns = learned()
     prompts = [request(key, 50, 0.0) for key in range(5)]
