@@ -115,7 +115,8 @@ CHUNKS = (120, 0, 0, 0)
 def test_a_step_that_is_shared_changes_nothing(family: str, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny(family)
     case = Case(str(path), split_of(path), POLICY, ())
-    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 4, 8)
+    worlds = (1, 2, 4, 8) if family == "llama" else (2, 8)
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "baichuan"])
@@ -171,7 +172,7 @@ def companies(draw: st.DrawFn) -> tuple[int, Company]:
 
 
 @settings(
-    max_examples=50,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -223,7 +223,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\n")
+    file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\nkv_tokens: 64K\n")
     assert cli.main(["plan", "smollm2", "--device", "cpu", "--config", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["context"], found["dtype"]) == (2, 8192, "float32")
