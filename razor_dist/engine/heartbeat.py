@@ -16,6 +16,8 @@ from razor_dist.engine.messages import Message
 
 # Seconds between two signs of life, if that is not too long for the frontend's patience.
 _INTERVAL = 1.0
+# Seconds that the thread gets to end, which a frontend that reads no more keeps from it.
+_GRACE = 1.0
 
 
 def interval(timeout: float) -> float:
@@ -42,8 +44,12 @@ def heartbeat(
                 ended = over.wait(seconds)
 
     # A daemon: a frontend that reads no more can block it in the socket.
-    threading.Thread(target=run, name="razor-heartbeat", daemon=True).start()
+    thread = threading.Thread(target=run, name="razor-heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        # Its closures may be the last that hold the engine. A daemon thread that frees tensors
+        # while the interpreter ends is aborted: "terminate called without an active exception".
+        thread.join(_GRACE)

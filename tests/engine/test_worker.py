@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.engine.heartbeat import heartbeat
 from razor_dist.engine.messages import (
     HEADER_SIZE,
     FrontendUnreachableError,
+    Message,
     body_length,
     decode,
     encode,
     exception_of,
 )
 from razor_dist.engine.worker import FrontendClosedError, Link
+from tests.server.process import wait_until
 
 
 @contextlib.contextmanager
@@ -83,3 +87,12 @@ def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
         monkeypatch.setattr(link, "was_told_to_end", lambda: told.append(ask()) or told[-1])
         link.send_failure(ConfigError("world_size must be at least 1"))
         assert told == [True]  # asked for, and so nothing is raised
+
+
+def test_a_heartbeat_holds_nothing_after_its_block() -> None:
+    """Else its thread may free the engine's tensors while the interpreter ends, and be aborted."""
+    sent: list[Message] = []
+    with heartbeat(sent.append, 60.0, lambda: 1.5):
+        assert wait_until(lambda: bool(sent), 5)
+    assert sent == [{"t": "alive", "pid": os.getpid(), "seconds_left": 1.5}]
+    assert "razor-heartbeat" not in [thread.name for thread in threading.enumerate()]
