@@ -1,4 +1,4 @@
-"""What evaluations and benches write: tables and pages in Markdown, JSON, notes on a run."""
+"""Results of evaluations and benches: Markdown tables and pages, JSON, notes on the run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ class Query(NamedTuple):
         assert bias is None, "a bias goes with a distance only"
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
-    def attend_each(self, sequences: Sequence[tuple[slice, Sequence[Keys]]]) -> Partial:
+    def attend_each(self, sequences: Sequence[tuple[slice, Iterable[Keys]]]) -> Partial:
         """Attention of several sequences' queries, each to its own segments, in float32.
 
         A sequence is its queries, as a slice of the tokens, and its segments. The results are in

@@ -58,7 +58,7 @@ _PADDING = 1 << 16
 _CLONE_PARENT = 0x8000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
-_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_execute = subprocess.Popen._execute_child
 _signature = inspect.signature(_execute)
 _lock = threading.Lock()
 _template: socket.socket | None = None
@@ -83,7 +83,7 @@ class Program(NamedTuple):
 def install() -> None:
     """Have this process start the programs of `MODULES` as forks."""
     if sys.platform == "linux" and os.uname().machine in _SYS_CLONE:
-        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = _execute_child
 
 
 @contextlib.contextmanager
@@ -324,7 +324,7 @@ def _outcome(program: Program) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF

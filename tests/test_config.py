@@ -171,4 +171,4 @@ def test_threads_are_shared_by_the_ranks_of_a_host() -> None:
 
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        EngineConfig().world_size = 2  # type: ignore[misc]
+        EngineConfig().world_size = 2

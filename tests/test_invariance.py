@@ -230,9 +230,9 @@ def test_a_prompt_read_by_forks_of_forks_is_the_whole_prompt(
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[StreamingPolicy, int, int, int, int, bool, int]:
+def policies(draw: st.DrawFn) -> StreamingPolicy:
     low = draw(st.integers(1, 24))
-    policy = StreamingPolicy(
+    return StreamingPolicy(
         window_min=low,
         window_ratio=draw(st.none() | st.integers(1, 8)),
         window_max=draw(st.none() | st.integers(low, 40)),
@@ -240,6 +240,11 @@ def runs(draw: st.DrawFn) -> tuple[StreamingPolicy, int, int, int, int, bool, in
         block=draw(st.sampled_from([1, 2, 3, 8, 16])),
         compensation=draw(st.booleans()),
     )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[StreamingPolicy, int, int, int, int, bool, int]:
+    policy = draw(policies())
     prompt = draw(st.integers(1, 90))
     forced = draw(st.integers(0, 6))
     cut = draw(st.sampled_from([8192, 1, 5, 17, 40]) if prompt < 30 else st.integers(12, 100))

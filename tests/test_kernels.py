@@ -147,7 +147,7 @@ def test_keys_cut_into_any_parts_are_the_whole(
 def _plain_op(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What the fused ops compute over ``[batch, heads, ...]``; lse is 0 for an empty row."""
+    """Attention over ``[batch, heads, ...]`` as the fused ops do it: lse is 0 for an empty row."""
     scores = scale * q.float() @ k.float().transpose(-1, -2)
     if mask is not None:
         scores = scores + mask.float()

@@ -20,7 +20,7 @@ from razor_dist.parallel.comm import Communicator
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool
-from tests.test_invariance import TOLERANCE, assert_same, split_of, tokens_of
+from tests.test_invariance import TOLERANCE, assert_same, policies, split_of, tokens_of
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
@@ -38,7 +38,7 @@ class Company:
     steps: tuple[tuple[int, ...], ...]  # tokens that each step reads of each text
 
     def pieces(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Of every step: text, begin and end of what it reads, one token each first."""
+        """Yield each step's pieces as (text, begin, end), those of one token first."""
         read = list(self.chunks)
         for step in self.steps:
             found = []
@@ -152,15 +152,7 @@ def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tin
 
 @st.composite
 def companies(draw: st.DrawFn) -> tuple[int, Company]:
-    low = draw(st.integers(1, 24))
-    policy = StreamingPolicy(
-        window_min=low,
-        window_ratio=draw(st.none() | st.integers(1, 8)),
-        window_max=draw(st.none() | st.integers(low, 40)),
-        sinks=draw(st.integers(0, 9)),
-        block=draw(st.sampled_from([1, 2, 3, 8, 16])),
-        compensation=draw(st.booleans()),
-    )
+    policy = draw(policies())
     lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
     texts = texts_of(*lengths)
     chunks = tuple(draw(st.just(0) | st.integers(0, n - 1)) for n in lengths)
@@ -203,7 +195,7 @@ def test_a_fragmented_pool_is_read_in_few_parts(
     spans = PagePool.spans
 
     def counted(pool: PagePool, table: object, begin: int, end: int) -> list[object]:
-        parts = spans(pool, table, begin, end)  # type: ignore[arg-type]
+        parts = spans(pool, table, begin, end)
         found.append(len(parts))
         return list(parts)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import ReadExtent, StepInputs
 from razor_dist.attention.streaming_prefill import StreamingChunk
-from razor_dist.cache.pages import Span, span_tokens
-from razor_dist.cache.sequence import Sequence, owned_tokens
+from razor_dist.cache.pages import Segments, span_tokens
+from razor_dist.cache.sequence import Sequence, owned_tokens, shard_sizes
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import LayerHeads, StreamingGroup
 from razor_dist.kernels import HIDDEN, Partial, merge, merge_stacked
@@ -31,7 +31,7 @@ from razor_dist.parallel.zigzag import Chunk
 
 
 class PromptPiece:
-    """Several tokens of one prompt, its last ones, in a short step.
+    """Several consecutive tokens of one prompt in a short step.
 
     Every rank has all of them, and all of the window before them. So the streaming heads do what
     they do for a chunk on one rank, without transfers. The retrieval heads see the piece's own
@@ -96,8 +96,8 @@ class PromptPiece:
         sequence, pages = self.sequence, self._caches.pages
         if pages.positions is not None:
             pages.place(self._slots, positions_of([self._owned], pages.k.device))
-        at, size = self.chunk.span, len(sequence.shard_tokens)
-        sequence.grow([len(owned_tokens(at, rank, size)) for rank in range(size)], self._rank)
+        begin, end = self.chunk.begin, self.chunk.end
+        sequence.grow(shard_sizes(begin, begin, end, len(sequence.shard_tokens)), self._rank)
         for heads in self._streaming:
             heads.close()
 
@@ -131,7 +131,8 @@ class ShortContext:
             for index, cache in enumerate(caches.streaming)
         ]
         self._biases = self._by_slot(StreamingCache.visibility)
-        self._segments = [_with_bias(*pair) for pair in zip(extents, inputs.stored, strict=True)]
+        # By token and span of its extent: hides what no token has filled yet.
+        self._hidden = [_unfilled(*pair) for pair in zip(extents, inputs.stored, strict=True)]
         self._distances: _Distances | None = None
 
     def _by_slot(self, of: Callable[..., Tensor]) -> list[list[Tensor]]:
@@ -203,33 +204,23 @@ class ShortContext:
         for t, extent in enumerate(self._extents):
             seen = cache.view(group.rows, *extent.streaming[group.index])
             where = self._distances and self._distances.streaming[t][group.index]
-            keys = Keys(*seen, self._biases[t][group.index], where)
-            batch.append((slice(t, t + 1), [keys]))
+            batch.append((slice(t, t + 1), [Keys(*seen, self._biases[t][group.index], where)]))
         return query.attend_each(batch).out.float()
 
     def _retrieval(self, heads: LayerHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         pages, rows, first = self.caches.pages, heads.retrieval_rows, len(self._extents)
-        batch: list[tuple[slice, list[Keys]]] = []
+        batch: list[tuple[slice, Iterator[Keys]]] = []
         if first:
             pages.put(rows, self._inputs.at, k[:, :first], v[:, :first])
-        for t, segments in enumerate(self._segments):
-            keys = [
-                Keys(
-                    pages.k[rows, span],
-                    pages.v[rows, span],
-                    bias,
-                    self._distances and self._distances.segments[t][index],
-                )
-                for index, (span, bias) in enumerate(segments)
-            ]
-            batch.append((slice(t, t + 1), keys))
+        for t, extent in enumerate(self._extents):
+            batch.append((slice(t, t + 1), self._shard(t, pages.segments(rows, extent.segments))))
         own = []
         for piece in self._pieces:
             of, k_of, v_of = query.tokens(piece.at), k[:, piece.at], v[:, piece.at]
             own.append(piece.own(of, k_of, v_of))
             piece.keep(rows, k_of, v_of)
             if piece.chunk.begin:
-                batch.append((piece.at, list(self._before(piece, rows, query.by_distance))))
+                batch.append((piece.at, self._before(piece, rows, query.by_distance)))
         outs = []
         if batch:
             found = self._merged(query.attend_each(batch))
@@ -243,14 +234,21 @@ class ShortContext:
             outs.append(partial.out.float())
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
+    def _shard(self, t: int, segments: Segments) -> Iterator[Keys]:
+        """Yield what this rank holds of the sequence of the step's token ``t``."""
+        for index, (k, v) in enumerate(segments):
+            where = self._distances and self._distances.segments[t][index]
+            yield Keys(k, v, self._hidden[t][index], where)
+
     def _before(self, piece: PromptPiece, rows: slice, by_distance: bool) -> Iterator[Keys]:
+        """Yield what this rank holds of the tokens before a piece."""
         pages = self.caches.pages
-        for span in piece.seen:
+        for span, (k, v) in zip(piece.seen, pages.segments(rows, piece.seen), strict=True):
             where = None
             if by_distance:
                 assert pages.positions is not None
                 where = piece.places(pages.positions[span])
-            yield Keys(pages.k[rows, span], pages.v[rows, span], None, where)
+            yield Keys(k, v, None, where)
 
     def _merged(self, found: Partial) -> Partial:
         if self.comm.size == 1:
@@ -267,11 +265,11 @@ class _Distances(NamedTuple):
     segments: list[list[Distance]]  # the spans of the page pool
 
 
-def _with_bias(extent: ReadExtent, stored: Tensor) -> list[tuple[Span, Tensor | None]]:
-    """The spans that are read, each with the bias that hides the places after ``stored``."""
+def _unfilled(extent: ReadExtent, stored: Tensor) -> Seq[Tensor | None]:
+    """For each span that is read, the bias that hides the places after ``stored``."""
     if extent.exact:
-        return [(span, None) for span in extent.segments]
+        return [None] * len(extent.segments)
     lengths = [span_tokens(span) for span in extent.segments]
     place = torch.arange(sum(lengths), device=stored.device)
     bias = torch.zeros(len(place), device=stored.device).masked_fill_(place >= stored, HIDDEN)
-    return list(zip(extent.segments, bias.split(lengths), strict=True))
+    return bias.split(lengths)

@@ -1,4 +1,4 @@
-"""A decode step apart from its attention: what it reads, what it is given, what it leaves.
+"""One token of each of several sequences: what a short step reads, is given and leaves of it.
 
 `ReadExtent` says which memory a step touches: plain numbers and slices, fixed once a CUDA graph is
 captured. `StepInputs` holds everything else as one tensor, so that a graph is told of the next step
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from razor_dist.attention.prefill import Caches
 from razor_dist.cache.pages import Span
-from razor_dist.cache.sequence import Sequence, owner_of
+from razor_dist.cache.sequence import Sequence, owner_of, shard_sizes
 from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.comm import Communicator
 
@@ -115,5 +115,5 @@ def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:
 def advance_lengths(comm: Communicator, sequences: Seq[Sequence]) -> None:
     """Count the step's tokens in the sequences; once, after the forward pass."""
     for sequence in sequences:
-        owner = owner_of(sequence.length, comm.size)
-        sequence.grow([int(rank == owner) for rank in range(comm.size)], comm.rank)
+        at = sequence.length
+        sequence.grow(shard_sizes(at, at, at + 1, comm.size), comm.rank)

@@ -225,8 +225,7 @@ class StreamingCache:
 
     def write(self, rows: slice, slot: StreamingSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""
-        for store, new in zip(self.view(rows, slot, slot.finite), (k, v), strict=True):
-            store.index_copy_(1, at, new)
+        self.put(rows, slot.offset + at, k, v)
 
     def read(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""

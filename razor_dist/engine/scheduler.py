@@ -186,9 +186,15 @@ class Scheduler:
             max_read=(self.cache.max_tokens if request.pinned else request.total) - 1,
         )
 
+    @property
+    def _long(self) -> list[Request]:
+        """Prompts that are being read in chunks."""
+        return [r for r in self.running.values() if not (r.prefilled or r.short)]
+
     def next(self) -> StepPlan | None:
         unread = self.turns.first_class([r for r in self.running.values() if not r.prefilled])
-        long, short = ([r for r in unread if r.short is kind] for kind in (False, True))
+        short = [r for r in unread if r.short]
+        long = [r for r in unread if not r.short]
         answering = [r for r in self.running.values() if r.prefilled and not r.pinned]
         joins = False
         if long:
@@ -234,8 +240,7 @@ class Scheduler:
     def long_done(self, plan: StepPlan, seconds: float) -> None:
         """Note that a prompt's next chunk has been prefilled, and in what time."""
         request = self.running[plan.sequence]
-        long = [r for r in self.running.values() if not (r.prefilled or r.short)]
-        self.turns.took(long, request, seconds)
+        self.turns.took(self._long, request, seconds)
         self.turns.cost.observe(plan.end - plan.begin, plan.begin, seconds)
         request.prefilled_to = plan.end
         if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
@@ -248,10 +253,7 @@ class Scheduler:
         """
         step = [(self.running[key], len(tokens)) for key, tokens in plan.by_sequence()]
         read = [(request, 0 if request.prefilled else count) for request, count in step]
-        cost, long = (
-            self.turns.cost,
-            [r for r in self.running.values() if not (r.prefilled or r.short)],
-        )
+        cost, long = self.turns.cost, self._long
         if any(count for _, count in read):
             # Every rank computes every token, but attends to its own part of what is before it.
             ranks, pairs = self.world_size, 0.0

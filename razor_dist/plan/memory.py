@@ -34,8 +34,9 @@ from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
 
-# Contexts beyond this are not asked about.
-LONGEST = 2**28
+# Contexts beyond so many times what the model was made for are not asked about: the plan of windows
+# that grow with millions of tokens alone takes a minute.
+_FAR = 64
 _ROUNDS = 4
 _MOST_RUNS = 16
 _LAST_CHUNKS = 8
@@ -291,6 +292,7 @@ class MemoryPlanner:
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
         self._dry_run = DryRun(d, self.budget - self._weights)
         self._activations = functools.cache(self._dry_run.activations)
+        self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
 
     def at(self, max_model_len: int, context: int) -> Memory:
         return Memory(
@@ -311,7 +313,7 @@ class MemoryPlanner:
         return max(sum(self._activations(context).values()), self._logits)
 
     def longest_context(self, guess: int) -> int:
-        """The longest ``max_model_len`` for which everything fits, at most `LONGEST`; 0 if none.
+        """The longest ``max_model_len`` for which everything fits, at most `limit`; 0 if none.
 
         The caches are bisected with the activations of ``guess``, and these are looked up again at
         what was found; they are bounded, so that they hardly change.
@@ -332,7 +334,7 @@ class MemoryPlanner:
             reserved = sum(self._dry_run.reserved(context).values())
             return self._weights + reserved + self._window(context) + working > self.budget
 
-        most, high = min(LONGEST, self._d.config.kv_tokens or LONGEST), 1
+        most, high = min(self.limit, self._d.config.kv_tokens or self.limit), 1
         while high <= most and not too_long(high):
             high *= 2
         # high // 2 tokens fit, as no tokens do; high do not, or are more than wanted.

@@ -27,7 +27,7 @@ from razor_dist.plan.compute import (
 )
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
-from razor_dist.plan.memory import LONGEST, Memory, MemoryPlanner
+from razor_dist.plan.memory import Memory, MemoryPlanner
 
 # Caches so many times as large as a sequence's are several sequences', and can be made smaller.
 _SEVERAL = 1.1
@@ -40,6 +40,7 @@ class Plan:
     context: int  # tokens of the prompt, which decoding then sees
     memory: Memory  # per rank
     longest: int  # the longest context that fits, 0 if none does
+    asked: int  # the longest that was asked about
     work: Operations
     prefill_time: Estimate
     decode_time: Estimate
@@ -60,10 +61,9 @@ class Plan:
 
     @property
     def longest_text(self) -> str:
-        if self.longest >= LONGEST:
-            text = f"more than {tokens(LONGEST)}"
-        else:
-            text = f"{self.longest:,}" if self.longest else "none"
+        text = f"{self.longest:,}" if self.longest else "none"
+        if self.longest == self.asked:
+            text = f"more than {text}"
         limit = self.deployment.shape.max_positions
         return f"{text}; the model's own is {tokens(limit)}" if self.longest > limit else text
 
@@ -165,6 +165,7 @@ def plan(
         context=context,
         memory=planner.at(max_model_len, context),
         longest=planner.longest_context(context),
+        asked=planner.limit,
         work=operations(d, context),
         prefill_time=prefill_time(d, device, context, sent),
         decode_time=decode_time(d, device, context, sent),

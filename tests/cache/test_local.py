@@ -123,7 +123,7 @@ def test_a_fork_is_independent_and_a_reused_slot_is_clean() -> None:
 @settings(deadline=None)
 @given(count=st.integers(0, 2**24) | st.integers(0, 40))
 def test_the_weight_of_dropped_tokens_in_shares_that_bfloat16_holds(count: int) -> None:
-    """Where one logarithm in bfloat16 is off by up to 3 %."""
+    """One logarithm in bfloat16 would be off by up to 3 %."""
     shares = _shares(torch.tensor(count), 4)
     seen = shares[shares > HIDDEN]
     assert torch.equal(seen.bfloat16().float(), seen)

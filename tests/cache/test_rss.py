@@ -1,4 +1,4 @@
-"""What a streaming head drops is freed: the process's own memory, not our count of it."""
+"""Dropped tokens of streaming heads are freed, by the process's own memory (RSS)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def measure(model: str, attention: str) -> Growth:
     torch.set_num_threads(1)
     config = EngineConfig(
         model=model,
-        attention=attention,  # type: ignore[arg-type]
+        attention=attention,
         max_model_len=LONG + 8,
         max_num_seqs=1,
         chunked_prefill_size=CHUNK,

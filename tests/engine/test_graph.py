@@ -318,7 +318,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     """Logits stay the eager ones; what was logged, and how often anything was recorded."""
     records: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("razor_dist.engine.graph")
     logger.addHandler(handler)
     tape, comm = Broken(how[comm.rank]), Communicator(comm.group)

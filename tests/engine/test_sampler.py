@@ -24,20 +24,20 @@ from razor_dist.engine.sampling_params import SamplingParams
 
 
 def draws(logits: list[float], count: int = 200, **settings: Any) -> Counter[int | None]:
-    """How often ``count`` draws choose which token."""
+    """Draw ``count`` times; count the tokens that were chosen."""
     generators = [torch.Generator().manual_seed(0)] * count
     found = sample(torch.tensor([logits] * count), [SamplingParams(**settings)] * count, generators)
     return Counter(None if one is None else one.token for one in found)
 
 
 def seeded(logits: Tensor, params: Sequence[SamplingParams]) -> list[Sampled | None]:
-    """A token by each row, drawn with the seeds of ``params``."""
+    """Draw a token for each row with the seeds of ``params``."""
     generators = [torch.Generator().manual_seed(p.seed or 0) for p in params]
     return sample(logits, params, generators)
 
 
 def outside(logits: list[float], params: SamplingParams, drawn: int) -> float:
-    """How far a token is from the one that the request's number stands for, literally."""
+    """How far the request's random number lies outside of a token's share."""
     p = np.exp(np.array(logits) / params.temperature - max(logits) / params.temperature)
     if 0 < params.top_k < len(p):
         p[p < sorted(p, reverse=True)[params.top_k - 1]] = 0
@@ -243,8 +243,8 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         top_p=1,
         top_k=2**63 - 1,
         seed=-(2**63),
-        stop=["a"],  # type: ignore[arg-type]
-        stop_token_ids=[2**63 - 1],  # type: ignore[arg-type]
+        stop=["a"],
+        stop_token_ids=[2**63 - 1],
         logprobs=20,
     )
     assert SamplingParams(**decode(encode(asdict(params))[HEADER_SIZE:])) == params

@@ -103,4 +103,4 @@ def test_mistakes_are_named(
         run(ProbeBenchSettings())
     for wrong in ({"steps": 0}, {"train_tokens": 320}, {"tokens": 1}, {"repeats": 1}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
-            ProbeBenchSettings(**wrong)  # type: ignore[arg-type]
+            ProbeBenchSettings(**wrong)

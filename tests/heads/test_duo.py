@@ -251,7 +251,7 @@ def test_settings_are_checked() -> None:
         {"threshold": -0.5},
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
-            DuoSettings(**wrong)  # type: ignore[arg-type]
+            DuoSettings(**wrong)
     with pytest.raises(ConfigError, match="sparsity or threshold, not both"):
         DuoSettings(sparsity=0.5, threshold=0.5)
 

@@ -121,8 +121,8 @@ class _Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func: object, types: object, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))  # type: ignore[operator]
+    def __torch_dispatch__(self, func: object, types: object, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple) else (result,):
             if isinstance(item, Tensor):
                 self.elements = max(self.elements, item.numel())

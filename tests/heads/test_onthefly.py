@@ -84,4 +84,4 @@ def test_finds_the_planted_heads(tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     for wrong in ({"sparsity": 1.5}, {"samples": 0}, {"recent": 0}, {"sinks": -1}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
-            OnTheFlySettings(**wrong)  # type: ignore[arg-type]
+            OnTheFlySettings(**wrong)

@@ -87,7 +87,7 @@ def test_too_many_summaries_are_summarised_again() -> None:
     llm = Quoter(300)
     result = summarize(llm, document(60), max_tokens=60)
     assert result["levels"] >= 2 and result["parts"] == len(result["part_summaries"])
-    kinds = [re.search(r"Below is (.*?)\.\n", prompt)[1] for prompt in llm.prompts]  # type: ignore[index]
+    kinds = [re.search(r"Below is (.*?)\.\n", prompt)[1] for prompt in llm.prompts]
     sizes = [int(kind.split()[3]) for kind in kinds if kind.startswith("part 1 of")]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == result["parts"]
     assert kinds[-1] == "the summaries of the consecutive parts of a long document"

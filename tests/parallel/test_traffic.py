@@ -1,4 +1,4 @@
-"""What crosses the links: measured bytes against the arithmetic."""
+"""Bytes between ranks: measured against the arithmetic."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def largest_messages(comm: Communicator, case: Case) -> dict[str, int]:
         largest[purpose] = max([largest.get(purpose, 0), *sizes])
         return exchange(sends, receives, purpose)
 
-    comm.exchange = noting  # type: ignore[method-assign]
+    comm.exchange = noting
     try:
         prefill(runner, 0, case)
     finally:

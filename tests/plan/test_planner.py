@@ -159,6 +159,8 @@ def test_a_longest_context_beyond_the_models_own_is_said_to_be(million: Plan) ->
     assert million.longest_text.endswith("; the model's own is 1,048,576 (1M)")
     short = dataclasses.replace(million, longest=N)
     assert short.longest_text == "1,048,576"
+    far = dataclasses.replace(million, longest=million.asked)
+    assert far.longest_text.startswith("more than 67,108,864; ")
 
 
 def test_a_head_map_that_is_yet_to_be_made_is_assumed(
@@ -223,7 +225,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\nkv_tokens: 64K\n")
+    file.write_text("world_size: 2\nport: 80\nmax_model_len: 8192\n")
     assert cli.main(["plan", "smollm2", "--device", "cpu", "--config", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["context"], found["dtype"]) == (2, 8192, "float32")

@@ -27,6 +27,6 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
 
 if __name__ == "__main__":
     worker = types.ModuleType("razor_dist.engine.worker")
-    worker.run_rank = run_rank  # type: ignore[attr-defined]
+    worker.run_rank = run_rank
     with mock.patch.dict(sys.modules, {"razor_dist.engine.worker": worker}):
         sys.exit(main(["serve", *sys.argv[1:]]))

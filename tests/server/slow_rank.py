@@ -23,5 +23,5 @@ def _slowly(self: ModelRunner, *arguments: Any) -> Any:
 
 if __name__ == "__main__":
     _long = ModelRunner._long
-    ModelRunner._long = _slowly  # type: ignore[method-assign]
+    ModelRunner._long = _slowly
     main()

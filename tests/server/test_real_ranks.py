@@ -99,7 +99,7 @@ def fail_on(comm: Communicator, rank: int) -> str:
     def build() -> RankEngine:
         if comm.rank == rank:
             raise ModelError("no such folder here")
-        return RankEngine(None, None, {})  # type: ignore[arg-type]
+        return RankEngine(None, None, {})
 
     try:
         agree(comm, build)
@@ -121,7 +121,7 @@ def load_slowly(comm: Communicator) -> str:
     def build() -> RankEngine:
         if comm.rank == 1:
             time.sleep(3)
-        return RankEngine(None, None, {"rank": comm.rank})  # type: ignore[arg-type]
+        return RankEngine(None, None, {"rank": comm.rank})
 
     return str(agree(Communicator(impatient), build).info)
 

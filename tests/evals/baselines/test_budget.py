@@ -40,13 +40,13 @@ def test_the_budget_is_what_an_engine_of_one_rank_measures(settings: dict[str, A
 
 def test_a_budget_may_be_a_part_of_full_attention(settings: dict[str, Any]) -> None:
     config = NeedleConfig(methods="h2o", kv_budget=0.25, **settings | {"head_map": None})
-    budget = Budget(config.engine("h2o", 900), "cpu")  # type: ignore[arg-type]
+    budget = Budget(config.engine("h2o", 900), "cpu")
     assert budget.tokens(800) == 200
     with pytest.raises(ConfigError, match=r"kv_budget 0\.25 leaves nothing of 3 tokens"):
         budget.tokens(3)
     config = NeedleConfig(methods="h2o", **settings | {"head_map": None})
     with pytest.raises(HeadMapError):
-        Budget(config.engine("h2o", 900), "cpu")  # type: ignore[arg-type]
+        Budget(config.engine("h2o", 900), "cpu")
 
 
 @given(st.integers(1, 2**20), st.data())

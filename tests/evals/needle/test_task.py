@@ -155,7 +155,7 @@ def test_an_interrupted_run_has_its_settings_and_a_report(tmp_path: Path) -> Non
                     raise ConfigError("no such head map")
                 engine = pool.open_engine(name, number, over)
                 if name == "streaming":
-                    made[-1].prefill = Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
+                    made[-1].prefill = Mock(side_effect=RuntimeError("out of memory"))
                 return engine
 
             yield EnginePool(open_engine, 1)
