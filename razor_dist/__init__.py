@@ -9,14 +9,24 @@ if TYPE_CHECKING:
     from razor_dist.config.schema import EngineConfig
     from razor_dist.engine.sampling_params import SamplingParams
     from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+    from razor_dist.llm.async_llm import AsyncLLM
     from razor_dist.llm.llm import LLM
     from razor_dist.llm.prefix import Prefix
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Prefix", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Prefix",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "razor_dist.llm.llm",
+    "AsyncLLM": "razor_dist.llm.async_llm",
     "CompletionOutput": "razor_dist.frontend.outputs",
     "EngineConfig": "razor_dist.config.schema",
     "Prefix": "razor_dist.llm.prefix",

@@ -17,7 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode, encode, unpack
+from razor_dist.engine.messages import (
+    HEADER_SIZE,
+    Message,
+    answer_ids,
+    body_length,
+    decode,
+    encode,
+    unpack,
+)
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 49152
@@ -88,8 +96,9 @@ class FakeEngine:
         kind = message["t"]
         if kind == "add":
             prompt = unpack(message["prompt"]).tolist()
-            task = asyncio.create_task(self.answer(message["id"], prompt, message["params"]))
-            self.tasks[message["id"]] = task
+            for id_ in answer_ids(message["id"], message["params"]["n"]):
+                task = asyncio.create_task(self.answer(id_, prompt, message["params"]))
+                self.tasks[id_] = task
         elif kind == "abort":
             self.aborted.append(message["id"])
             # The request may have ended while the abort was on its way.

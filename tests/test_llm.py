@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import razor_dist
-from razor_dist import LLM, SamplingParams
+from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.engine.messages import as_tokens
 from razor_dist.frontend.client import RequestStream
@@ -32,6 +33,11 @@ EOS = fake_engine.EOS
 
 class FakeLLM(LLM):
     _start_ranks = partial(RankGroup.start, module="tests.fake_engine")
+
+
+class FakeAsyncLLM(AsyncLLM):
+    def __init__(self) -> None:
+        self.llm = FakeLLM()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,49 @@ def test_many_prompts_keep_their_order_and_their_parameters(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [[10 + n] * (1 + n % 3) for n in range(40)]
     assert len({o.request_id for o in outputs}) == 40
     assert llm.generate([]) == []
+
+
+def test_an_output_is_streamed_as_it_grows(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=50, n=2, logprobs=0)
+    lengths, texts = [], []
+    for output in llm.stream(" one two three", params):
+        lengths.append([len(answer.token_ids) for answer in output.outputs])
+        texts.append(output.outputs[0].text)
+        assert output.finished == all(answer.finish_reason for answer in output.outputs)
+    assert [sum(counts) for counts in lengths] == list(range(1, 9))
+    assert texts[-1] == " three two one" and all(texts[-1].startswith(text) for text in texts)
+    assert [answer.text for answer in output.outputs] == [texts[-1]] * 2
+    assert output.outputs[1].cumulative_logprob == -2.0
+    before = llm.stats()["aborted"]
+    assert next(llm.stream([fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)))
+    assert llm.stats()["aborted"] == before + 1 and llm.stats()["running"] == 0
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        next(llm.stream([]))
+
+
+def test_an_asynchronous_engine_answers_many_tasks_at_once() -> None:
+    async def main(engine: AsyncLLM) -> None:
+        async def answer(prompt: list[int]) -> list[int]:
+            outputs = engine.generate(prompt, SamplingParams(max_tokens=9))
+            last = [output async for output in outputs][-1]
+            assert last.finished
+            return last.outputs[0].token_ids
+
+        found = await asyncio.gather(*(answer([5 + n, 6]) for n in range(20)))
+        assert found == [[6, 5 + n, EOS] for n in range(20)]
+        hanging = asyncio.create_task(answer([fake_engine.HANG]))
+        while (await engine.stats())["running"] == 0:
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        stats = await engine.stats()
+        assert (stats["running"], stats["aborted"]) == (0, 1)
+        with pytest.raises(RequestError, match="token id 49152"):
+            await answer([49152])
+
+    with FakeAsyncLLM() as engine:
+        asyncio.run(main(engine))
 
 
 def test_how_an_answer_ends(llm: LLM) -> None:
@@ -270,7 +319,7 @@ def test_a_closed_llm_has_no_ranks() -> None:
 def test_a_closed_llm_says_so() -> None:
     llm = FakeLLM()
     prefix = Prefix(
-        RequestStream("a", print), llm._engine.client, as_tokens([5], 9), llm._loop._loop
+        RequestStream("a", print), llm._engine.client, as_tokens([5], 9), llm.loop._loop
     )
     llm.close()
     calls: list[Callable[[], object]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -276,6 +277,26 @@ def test_a_handle_of_another_llm_is_refused(llm: LLM, other: LLM) -> None:
         with pytest.raises(RequestError, match="another LLM") as error:
             llm.generate([[5]], GREEDY, prefix=prefix)
         assert error.value.param == "prefix"
+
+
+def test_several_answers_continue_a_prefix_and_read_it_once(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, frequency_penalty=0.5)
+    several = dataclasses.replace(params, n=2)
+    with llm.prefill(DOCUMENT) as prefix:
+        [one, other] = (
+            llm.generate(QUESTIONS[0], params.for_answer(i), prefix=prefix)[0] for i in (0, 1)
+        )
+        with pytest.raises(RequestError, match="hold 1 of the engine's 3 sequences"):
+            llm.generate(QUESTIONS[0], dataclasses.replace(params, n=3), prefix=prefix)
+        before = llm.stats()["prompt_tokens"]
+        [both] = llm.generate(QUESTIONS[0], several, prefix=prefix)
+        assert llm.stats()["prompt_tokens"] - before == len(QUESTIONS[0])
+    found = [answer.token_ids for answer in both.outputs]
+    assert found == [one.outputs[0].token_ids, other.outputs[0].token_ids]
+    assert found[0] != found[1]
+    [whole] = llm.generate(DOCUMENT + QUESTIONS[0], several)
+    assert [answer.token_ids for answer in whole.outputs] == found
+    assert held(llm) == 0
 
 
 def test_prefixes_in_every_slot_are_an_error_and_no_hang(llm: LLM) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import EngineError, RequestError
-from razor_dist.engine.messages import Message, Tokens, as_tokens, error_message
+from razor_dist.engine.logits import LogitsProcessors
+from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Sampled, sample
+from razor_dist.engine.sampler import Adjusted, Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.scheduler import Scheduler
+from razor_dist.engine.scheduler import Scheduler, prefixes
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
@@ -54,6 +55,7 @@ class EngineCore:
         turns = Turns(max_step, by_priority=by_priority)
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
         self._requests: dict[str, Request] = {}
+        self._processors = LogitsProcessors(runner.shape.vocab_size, runner.device)
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0
@@ -75,19 +77,22 @@ class EngineCore:
     ) -> None:
         """Queue a request.
 
-        With ``prefix_id``, ``prompt`` continues that pinned request: its pages are shared, its
+        Its ``params.n`` answers are told of by the ids of `answer_ids`. With ``prefix_id``,
+        ``prompt`` continues that pinned request: its pages are shared, its
         streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
         requests that continue it, until it is aborted.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
         """
-        if request_id in self._requests:
+        ids = answer_ids(request_id, params.n)
+        if not self._requests.keys().isdisjoint(ids):
             raise RequestError(f"request id {request_id!r} is in use", param="id")
         tokens = as_tokens(prompt, self.runner.shape.vocab_size)
         if not len(tokens):
             raise RequestError("the prompt must hold at least one token", param="prompt")
         vocabulary = self.runner.shape.vocab_size
+        as_tokens(list(params.logit_bias or ()), vocabulary, "logit_bias")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
@@ -106,23 +111,32 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
         max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
-        seed = params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-        request = Request(
-            id=request_id,
-            key=self._next_key,
-            prompt=tokens,
-            params=params,
-            max_tokens=max_tokens,
-            chunked_prefill_size=chunked_prefill_size,
-            generator=torch.Generator().manual_seed(seed),
-            prefix=prefix,
-            arrived=self._clock(),
-        )
-        self.scheduler.add(request)
-        self._next_key += 1
-        self._requests[request_id] = request
+        first: Request | None = None
+        requests = []
+        for index, name in enumerate(ids):
+            own = params.for_answer(index)
+            seed = own.seed
+            if seed is None:
+                seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+            request = Request(
+                id=name,
+                key=self._next_key + index,
+                prompt=tokens if first is None else tokens[:0],
+                params=own,
+                max_tokens=max_tokens,
+                chunked_prefill_size=chunked_prefill_size,
+                generator=torch.Generator().manual_seed(seed),
+                prefix=prefix if first is None else first,
+                short=first is not None,
+                arrived=self._clock(),
+            )
+            first = first or request
+            requests.append(request)
+        assert first is not None
+        first.siblings = requests[1:]
+        self.scheduler.add(first)
+        self._next_key += len(requests)
+        self._requests |= zip(ids, requests, strict=True)
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, pin: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
@@ -152,6 +166,7 @@ class EngineCore:
 
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
+        self._processors.remove(request.key)
         for plan in self.scheduler.remove(request):
             self._run(plan)
 
@@ -186,15 +201,16 @@ class EngineCore:
         self.runner.synchronize()
         self.scheduler.long_done(plan, self._clock() - began)
         self._prompt_tokens += plan.end - plan.begin
-        if request.released:
-            return []  # needed by those that continue it only, as above
         messages = []
-        if self.runner.prompt_logprobs is not None:
-            messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
-        messages.append(_progress_message(request, plan.end, self._clock()))
-        if request.prefilled and not request.pinned:
-            assert logits is not None
-            messages += self._advance_all([request], logits)
+        if not request.released:  # or else it is needed by those that continue it only, as above
+            if self.runner.prompt_logprobs is not None:
+                messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
+            messages.append(_progress_message(request, plan.end, self._clock()))
+        if request.prefilled:
+            answering = self._fork(request)
+            if answering:
+                assert logits is not None
+                messages += self._advance_all(answering, logits[[0] * len(answering)])
         return messages
 
     def _short(self, plan: StepPlan) -> list[Message]:
@@ -204,7 +220,8 @@ class EngineCore:
         self.runner.synchronize()
         step = self.scheduler.short_done(plan, self._clock() - began)
         messages: list[Message] = []
-        rows = []
+        answering: list[Request] = []
+        rows: list[int] = []
         for row, (request, read) in enumerate(step):
             if read:
                 self._prompt_tokens += read
@@ -213,17 +230,42 @@ class EngineCore:
                 if not request.released:
                     done = request.prefilled_to
                     messages.append(_progress_message(request, done, self._clock()))
-            if request.prefilled and not (request.pinned or request.released):
-                rows.append(row)
+            if request.prefilled:
+                own = self._fork(request)
+                answering += own
+                rows += [row] * len(own)
         if rows:
-            logits = logits if len(rows) == len(step) else logits[rows]
-            messages += self._advance_all([step[row][0] for row in rows], logits)
+            logits = logits if rows == list(range(len(step))) else logits[rows]
+            messages += self._advance_all(answering, logits)
         return messages
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Begin the other answers to a prompt that is read; return all whose next token is due."""
+        answering = [] if request.pinned or request.released else [request]
+        for sibling, plan in self.scheduler.fork(request):
+            self._run(plan)
+            answering.append(sibling)
+        return answering
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
         """Sample each request's next token by its row of ``logits``."""
-        sampled = sample(logits, [r.params for r in requests], [r.generator for r in requests])
+        params, generators = [r.params for r in requests], [r.generator for r in requests]
+        sampled = sample(logits, params, generators, self._adjusted(requests, logits))
+        chosen = {r.key: s.token for r, s in zip(requests, sampled, strict=True) if s is not None}
+        self._processors.accept(chosen)
         return [self._advance(*pair) for pair in zip(requests, sampled, strict=True)]
+
+    def _adjusted(self, requests: Sequence[Request], logits: Tensor) -> Adjusted | None:
+        """Return the rows of requests whose tokens are chosen by other logits than the model's."""
+        asking = [row for row, request in enumerate(requests) if request.params.adjusts_logits]
+        if not asking:
+            return None
+        for request in (requests[row] for row in asking):
+            if request.key not in self._processors:
+                prompts = [r.prompt for r in (request, *prefixes(request))]
+                self._processors.add(request.key, request.params, prompts)
+        keys = [requests[row].key for row in asking]
+        return Adjusted(asking, self._processors.apply(keys, logits[asking]))
 
     def _advance(self, request: Request, sampled: Sampled | None) -> Message:
         """Take a request's next token; end the request if that was its last, or there is none.

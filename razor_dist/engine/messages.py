@@ -7,7 +7,8 @@ Frontend to engine
     ``add``       ``id`` str, ``prompt`` (token ids as bytes: `pack`),
                   ``params`` (`SamplingParams` as a dict); optional: ``pin`` (prefill only and keep
                   the caches until ``abort``; done when ``progress`` has processed all) and
-                  ``prefix`` (id of a pinned request that this prompt continues)
+                  ``prefix`` (id of a pinned request that this prompt continues). The ``n``
+                  answers that the parameters ask for have the ids of `answer_ids`
     ``abort``     ``id``; answered by nothing: the request just ends
     ``stats``     ``tag`` int; answered by ``stats``
     ``shutdown``  the ranks end
@@ -75,7 +76,8 @@ def body_length(header: bytes) -> int:
 
 
 def decode(body: bytes) -> Message:
-    message: Message = msgpack.unpackb(body, raw=False)
+    # Keys may be token ids.
+    message: Message = msgpack.unpackb(body, raw=False, strict_map_key=False)
     return message
 
 
@@ -93,6 +95,14 @@ def exception_of(message: Message) -> RequestError | EngineError:
     if message["code"] == "engine_error":
         return EngineError(message["message"])
     return RequestError(message["message"], param=message["param"], code=message["code"])
+
+
+def answer_ids(request_id: str, n: int) -> list[str]:
+    """Return the ids under which a request's answers are told of, and each may be aborted.
+
+    Those of its prompt are told under the first.
+    """
+    return [request_id, *(f"{request_id}/{index}" for index in range(1, n))]
 
 
 def as_tokens(

@@ -12,7 +12,11 @@ from razor_dist.engine.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to an answer, or to being pinned for others to continue."""
+    """One prompt on its way to an answer, or to being pinned for others to continue.
+
+    A prompt with several answers is a request for each: the first reads the prompt, and its
+    ``siblings``, admitted with it and with no prompt of their own, fork from it when it is read.
+    """
 
     id: str  # the frontend's name for it
     key: int  # the ranks' name for its sequence
@@ -30,7 +34,9 @@ class Request:
     # admitted or not.
     began: float = 0.0
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
-    released: bool = False  # the frontend needs this pinned prefix no longer
+    # The frontend needs it no longer, but those that continue it do.
+    released: bool = False
+    siblings: list[Request] = field(default_factory=list)  # that have not forked yet
 
     @property
     def begin(self) -> int:
@@ -56,6 +62,11 @@ class Request:
     def prefilled(self) -> bool:
         """True once the whole prompt is in the caches; meaningful once admitted."""
         return self.prefilled_to == self.end
+
+    @property
+    def unforked(self) -> bool:
+        """True for a sibling until the first one's prompt is read; no rank knows of it."""
+        return not len(self.prompt) and not self.prefilled
 
     @property
     def pinned(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,29 +32,48 @@ class Sampled:
     top: Sequence[tuple[int, float]] = ()  # likeliest tokens and log-probabilities, if asked for
 
 
+class Adjusted(NamedTuple):
+    """Rows by which tokens are chosen instead of the model's."""
+
+    rows: Sequence[int]  # of the step's logits
+    logits: Tensor  # float32 [len(rows), V]
+
+
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator],
+    adjusted: Adjusted | None = None,
 ) -> list[Sampled | None]:
-    """Choose a token by each row of ``logits``, float32 ``[n, V]``.
+    """Choose a token by each row of ``logits``, float32 ``[n, V]``, or by its ``adjusted`` one.
 
     Temperature 0, or one that hardly differs from it (below 1e-5), takes the likeliest token, the
     one of lowest index among equals, and copies no row to the host. Any other takes one number from
-    the row's own CPU generator.
+    the row's own CPU generator. Log-probabilities are those of ``logits``.
 
     Return None for a row by which the model has computed no distribution: a logit is NaN or
     infinite, or all are masked.
     """
-    peaks, likeliest = logits.max(-1)  # the maximum of NaN and anything is NaN
-    finite, tokens = torch.stack([peaks.isfinite().long(), likeliest]).tolist()
-    drawn = [i for i, p in enumerate(params) if finite[i] and p.temperature >= _COLDEST]
-    if drawn:
-        chosen = _draw(
-            logits[drawn] - peaks[drawn].unsqueeze(-1),
-            [params[i] for i in drawn],
-            [generators[i] for i in drawn],
-        )
-        for i, token in zip(drawn, chosen, strict=True):
-            tokens[i] = token
+    peaks, finite, tokens = _peaks(logits)
+    groups = [({i: i for i in range(len(params))}, logits, peaks)]
+    if adjusted is not None:
+        own_peaks, own_finite, own_tokens = _peaks(adjusted.logits)
+        for i, ok, token in zip(adjusted.rows, own_finite, own_tokens, strict=True):
+            finite[i], tokens[i] = finite[i] and ok, token
+            del groups[0][0][i]
+        own_rows = {i: row for row, i in enumerate(adjusted.rows)}
+        groups.append((own_rows, adjusted.logits, own_peaks))
+    for rows, values, highest in groups:
+        drawn = [i for i in rows if finite[i] and params[i].temperature >= _COLDEST]
+        if drawn:
+            at = [rows[i] for i in drawn]
+            chosen = _draw(
+                values[at] - highest[at].unsqueeze(-1),
+                [params[i] for i in drawn],
+                [generators[i] for i in drawn],
+            )
+            for i, token in zip(drawn, chosen, strict=True):
+                tokens[i] = token
     sampled = [Sampled(token) if ok else None for token, ok in zip(tokens, finite, strict=True)]
     told = [i for i, p in enumerate(params) if finite[i] and p.logprobs is not None]
     if told:
@@ -70,6 +90,13 @@ def sample(
     return sampled
 
 
+def _peaks(logits: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Return each row's maximum, whether that is finite, and the first token that has it."""
+    peaks, likeliest = logits.max(-1)  # the maximum of NaN and anything is NaN
+    finite, tokens = torch.stack([peaks.isfinite().long(), likeliest]).tolist()
+    return peaks, finite, tokens
+
+
 def _draw(
     relative: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
 ) -> list[int]:
@@ -77,6 +104,10 @@ def _draw(
     device = relative.device
     weights = relative / _column([p.temperature for p in params], device, torch.float32)
     weights = (weights.exp() * _HEAVIEST).long()
+    rows = [i for i, p in enumerate(params) if p.min_p > 0.0]
+    if rows:
+        least = _column([params[i].min_p * _HEAVIEST for i in rows], device, torch.float64)
+        weights[rows] *= weights[rows] >= least
     top_k = [p.top_k if 0 < p.top_k < weights.shape[-1] else 0 for p in params]
     rows = [i for i, k in enumerate(top_k) if k]
     if rows:

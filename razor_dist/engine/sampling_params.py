@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,24 @@ from razor_dist.config.errors import ModelError, RequestError
 SamplingDefaults = Mapping[str, Any]
 
 MAX_LOGPROBS = 20
+MAX_N = 128
 # Integers travel to rank 0 in msgpack and to the generators as int64.
 _INT64 = 2**63
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 # Fields, what holds of their values, and how that is said.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
     ("max_tokens", lambda n: n >= 1, "at least 1"),
     ("temperature", lambda t: 0.0 <= t <= 2.0, "between 0 and 2"),
     ("top_p", lambda p: 0.0 < p <= 1.0, "in (0, 1]"),
     ("top_k", lambda k: k >= -1, "-1, 0 or positive"),
+    ("min_p", lambda p: 0.0 <= p <= 1.0, "between 0 and 1"),
+    ("presence_penalty", lambda p: -2.0 <= p <= 2.0, "between -2 and 2"),
+    ("frequency_penalty", lambda p: -2.0 <= p <= 2.0, "between -2 and 2"),
+    ("repetition_penalty", lambda p: 0.01 <= p <= 100.0, "between 0.01 and 100"),
     ("logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
 )
@@ -31,25 +41,39 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 class SamplingParams:
     """Sampling settings of one request, with the names vLLM's users know.
 
-    ``max_tokens``       tokens to generate at most; None means as many as the context holds
-    ``temperature``      0 is greedy, and so is what lies below 1e-5
-    ``top_p``            nucleus mass in (0, 1]
-    ``top_k``            keep the ``top_k`` likeliest tokens; 0 or -1 keeps all
-    ``seed``             makes the request's draws repeatable
-    ``stop``             strings that end the text; they are not part of it
-    ``stop_token_ids``   tokens that end the request, besides the model's end-of-sequence tokens
-    ``ignore_eos``       go on after an end-of-sequence token
-    ``logprobs``         return the chosen token's log-probability and those of this many likeliest
-    ``prompt_logprobs``  the same for every prompt token but the first
-    ``priority``         lower numbers go first, under ``scheduling_policy: priority``
+    ``n``                   answers to generate; the prompt is read once for all of them
+    ``max_tokens``          tokens to generate at most; None means as many as the context holds
+    ``temperature``         0 is greedy, and so is what lies below 1e-5
+    ``top_p``               nucleus mass in (0, 1]
+    ``top_k``               keep the ``top_k`` likeliest tokens; 0 or -1 keeps all
+    ``min_p``               keep tokens with at least this share of the likeliest one's probability
+    ``presence_penalty``    subtracted from the logits of tokens that the answer has
+    ``frequency_penalty``   subtracted as often as the answer has the token
+    ``repetition_penalty``  logits of tokens in prompt or answer are divided by it, negative ones
+                            multiplied
+    ``logit_bias``          numbers in [-100, 100] to add to logits, by token id
+    ``seed``                makes the request's draws repeatable; the i-th answer draws by seed + i
+    ``stop``                strings that end the text; they are not part of it
+    ``stop_token_ids``      tokens that end the request, besides the model's end-of-sequence tokens
+    ``ignore_eos``          go on after an end-of-sequence token
+    ``logprobs``            return the model's log-probability of each token, before penalties, and
+                            those of this many likeliest
+    ``prompt_logprobs``     the same for every prompt token but the first
+    ``priority``            lower numbers go first, under ``scheduling_policy: priority``
 
     Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -71,24 +95,59 @@ class SamplingParams:
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", param="stop")
 
+    @property
+    def penalizes(self) -> bool:
+        """True if the choice of a token depends on how often it was there before."""
+        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return neutral != (0.0, 0.0, 1.0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """True if tokens are chosen by other logits than the model's."""
+        return self.penalizes or bool(self.logit_bias)
+
+    def for_answer(self, index: int) -> SamplingParams:
+        """Return the parameters of one of the ``n`` answers, which draws by a seed of its own."""
+        if self.seed is None:
+            return replace(self, n=1)
+        return replace(self, n=1, seed=(self.seed + index + _INT64) % (2 * _INT64) - _INT64)
+
     def _check_types(self) -> None:
         """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""
-        for name in ("temperature", "top_p"):
+        for name in _NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not _is_number(value):
                 raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
+        self._check_bias()
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(
                 f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
             )
-        _check_int("top_k", self.top_k)
-        _check_int("priority", self.priority)
+        for name in ("n", "top_k", "priority"):
+            _check_int(name, getattr(self, name))
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value)
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token)
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token)
+            if not _is_number(bias) or not -100 <= bias <= 100:
+                raise RequestError(
+                    f"logit_bias must hold numbers between -100 and 100, got {bias!r:.80} for "
+                    f"token {token}",
+                    param="logit_bias",
+                )
 
 
 def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
@@ -103,7 +162,7 @@ def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        names = ("temperature", "top_p", "top_k")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: values[name] for name in names if values.get(name) is not None}
         SamplingParams(**found)
     except (OSError, ValueError, AttributeError) as error:
@@ -130,6 +189,10 @@ def _tuple(name: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
     if not all(_is(value, kind) for value in found):
         raise RequestError(f"{name} must hold {what}, got {values!r:.80}", param=name)
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is(value: Any, kind: type) -> bool:

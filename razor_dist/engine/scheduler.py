@@ -84,8 +84,9 @@ class Scheduler:
         request.short = self.turns.is_short(request, self.world_size)
         self._check_size(request)
         self._check_beside_pinned(request)
-        if request.prefix is not None:
-            request.prefix.continued_by += 1
+        for one in (request, *request.siblings):
+            if one.prefix is not None:
+                one.prefix.continued_by += 1
         at = len(self.waiting)
         if self.turns.by_priority and not request.pinned:
             # Not before the prefix that it waits for, nor before who alone keeps a released one,
@@ -94,7 +95,7 @@ class Scheduler:
             while (
                 at
                 and self.waiting[at - 1] is not request.prefix
-                and not any(prefix.released for prefix in _prefixes(self.waiting[at - 1]))
+                and not any(prefix.released for prefix in prefixes(self.waiting[at - 1]))
                 and (self.waiting[at - 1].params.priority > request.params.priority)
             ):
                 at -= 1
@@ -102,22 +103,32 @@ class Scheduler:
 
     def _check_size(self, request: Request) -> None:
         """Refuse a request that is too large even for caches that hold nothing else."""
-        need = self._lasting([request, *_prefixes(request)])
+        together = [request, *request.siblings]
+        if len(together) > self.cache.max_sequences:
+            raise RequestError(
+                f"n is {len(together)}, and the engine has {self.cache.max_sequences} sequences; "
+                "ask for fewer answers or start it with a larger max_num_seqs",
+                param="n",
+            )
+        need = self._lasting([*together, *prefixes(request)])
         over = self._exceeded(need)
         if over is not None:
             unit, what, setting = self._resource(over[0])
+            answers = f" for {len(together)} answers" if request.siblings else ""
             raise RequestError(
-                f"the request needs {need[over] * unit} {what} ({request.total} in all), which has "
-                f"{self._sizes[over] * unit}; shorten it or start the engine with {setting}",
+                f"the request needs {need[over] * unit} {what}{answers} ({request.total} in all), "
+                f"which has {self._sizes[over] * unit}; shorten it or start the engine with "
+                f"{setting}",
                 code="kv_capacity_exceeded",
             )
 
     def _check_beside_pinned(self, request: Request) -> None:
         """Refuse a request that would wait for ever, because pinned prefixes end by abort only."""
         pinned = self._held()
-        need, held = self._lasting([request]), self._lasting(pinned)
+        together = [request, *request.siblings]
+        need, held = self._lasting(together), self._lasting(pinned)
         over = self._exceeded(held + need)
-        if len(pinned) >= self.cache.max_sequences:
+        if len(pinned) + len(together) > self.cache.max_sequences:
             held_text = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
             setting = "a larger max_num_seqs"
         elif over is not None:
@@ -154,7 +165,7 @@ class Scheduler:
         by themselves continue it: all of them were queued before whatever is queued next.
         """
         pinned = [r for r in [*self.running.values(), *self.waiting] if r.pinned and not r.released]
-        held = {r.key: r for k in pinned for r in [k, *_prefixes(k)]}
+        held = {r.key: r for k in pinned for r in [k, *prefixes(k)]}
         return list(held.values())
 
     def _lasting(self, requests: list[Request]) -> Ints:
@@ -163,28 +174,39 @@ class Scheduler:
 
     def admit(self) -> StepPlan | None:
         """Open the oldest waiting request if its prefix is ready and all it needs is free."""
-        if not self.waiting or len(self.running) >= self.cache.max_sequences:
+        if not self.waiting:
             return None
         request = self.waiting[0]
+        together = [request, *request.siblings]
+        if len(self.running) + len(together) > self.cache.max_sequences:
+            return None
         prefix = request.prefix
-        need = self._need(request)
+        need = sum(map(self._need, together), start=np.zeros_like(self._free))
         if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
             return None
         if (need > self._free).any():
             return None
         self.waiting.popleft()
         self._free -= need
-        self.running[request.key] = request
+        self.running |= {one.key: one for one in together}
+        return self._begin(request)
+
+    def _begin(self, request: Request) -> StepPlan:
         request.prefilled_to = request.begin
         return StepPlan(
-            Op.OPEN if prefix is None else Op.FORK,
+            Op.OPEN if request.prefix is None else Op.FORK,
             request.key,
             end=request.chunks_end,
             total=request.total,
-            source=0 if prefix is None else prefix.key,
+            source=0 if request.prefix is None else request.prefix.key,
             # Another may continue a pinned one; an answer's last token is sampled and never read.
             max_read=(self.cache.max_tokens if request.pinned else request.total) - 1,
         )
+
+    def fork(self, request: Request) -> list[tuple[Request, StepPlan]]:
+        """Begin the siblings of a request whose prompt is read; return them and their plans."""
+        siblings, request.siblings = request.siblings, []
+        return [(sibling, self._begin(sibling)) for sibling in siblings]
 
     @property
     def _long(self) -> list[Request]:
@@ -192,10 +214,11 @@ class Scheduler:
         return [r for r in self.running.values() if not (r.prefilled or r.short)]
 
     def next(self) -> StepPlan | None:
-        unread = self.turns.first_class([r for r in self.running.values() if not r.prefilled])
+        running = [r for r in self.running.values() if not r.unforked]
+        unread = self.turns.first_class([r for r in running if not r.prefilled])
         short = [r for r in unread if r.short]
         long = [r for r in unread if not r.short]
-        answering = [r for r in self.running.values() if r.prefilled and not r.pinned]
+        answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
         joins = False
         if long:
             request = self.turns.choose(long)
@@ -272,11 +295,17 @@ class Scheduler:
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches, if it has any.
 
-        A pinned prefix stays until the requests that continue it have ended.
+        It stays until the requests that continue it have ended.
         """
         request.released = True
         if request.continued_by:
             return []
+        if request.unforked:
+            assert request.prefix is not None
+            request.prefix.siblings.remove(request)
+            if self.running.pop(request.key, None) is not None:
+                self._free += self._need(request)
+            return self._release_prefix(request)
         if request in self.waiting:
             self.waiting.remove(request)
             return self._release_prefix(request)
@@ -295,6 +324,6 @@ class Scheduler:
         return self.remove(prefix) if prefix.released else []
 
 
-def _prefixes(request: Request) -> list[Request]:
-    """The pinned prefix that a request continues, the one that this continues, and so on."""
-    return [] if request.prefix is None else [request.prefix, *_prefixes(request.prefix)]
+def prefixes(request: Request) -> list[Request]:
+    """The request that another continues, the one that this continues, and so on."""
+    return [] if request.prefix is None else [request.prefix, *prefixes(request.prefix)]

@@ -28,6 +28,7 @@ from razor_dist.engine.messages import (
     HEADER_SIZE,
     FrontendUnreachableError,
     Message,
+    answer_ids,
     body_length,
     decode,
     encode,
@@ -144,8 +145,7 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
                 if message["t"] == "shutdown":
                     core.stop()
                     return
-                answer = _handle(engine, message)
-                if answer is not None:
+                for answer in _handle(engine, message):
                     link.send(answer)
             if core.has_work:
                 for event in core.step():
@@ -158,27 +158,28 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
         core.stop()
 
 
-def _handle(engine: RankEngine, message: Message) -> Message | None:
+def _handle(engine: RankEngine, message: Message) -> list[Message]:
     core = engine.core
     match message["t"]:
         case "add":
+            params = SamplingParams(**message["params"])
             try:
                 core.add(
                     message["id"],
                     unpack(message["prompt"]),
-                    SamplingParams(**message["params"]),
+                    params,
                     prefix_id=message.get("prefix"),
                     pin=message.get("pin", False),
                 )
             except RequestError as error:
-                return error_message(message["id"], error)
+                return [error_message(id_, error) for id_ in answer_ids(message["id"], params.n)]
         case "abort":
             core.abort(message["id"])
         case "stats":
-            return {"t": "stats", "tag": message["tag"], **core.stats()}
+            return [{"t": "stats", "tag": message["tag"], **core.stats()}]
         case other:
             raise AssertionError(f"unknown message {other!r}")
-    return None
+    return []
 
 
 def follow(engine: RankEngine) -> None:

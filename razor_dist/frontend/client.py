@@ -22,6 +22,7 @@ from razor_dist.engine.messages import (
     HEADER_SIZE,
     Message,
     Tokens,
+    answer_ids,
     body_length,
     decode,
     encode,
@@ -196,12 +197,26 @@ class EngineClient:
         pin: bool = False,
         prefix: RequestStream | None = None,
     ) -> RequestStream:
+        """Submit a request with one answer: as `submit`, of whose streams there is one."""
+        [stream] = self.submit(request_id, prompt_ids, params, pin=pin, prefix=prefix)
+        return stream
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | Tokens,
+        params: SamplingParams,
+        *,
+        pin: bool = False,
+        prefix: RequestStream | None = None,
+    ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
         Its id is unique among unfinished requests, and `check_prompt` has seen its prompt. With
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
-        ``prefix`` is the stream of such a request, which the prompt continues. The stream returned
-        has ``progress``, ``prompt`` and ``token`` messages (`engine.messages`).
+        ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
+        for each of the ``params.n`` answers, with ``token`` messages, the first with ``progress``
+        and ``prompt`` messages as well (`engine.messages`).
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
@@ -212,9 +227,9 @@ class EngineClient:
             raise RequestError("the prefix was released; prefill it again", param="prefix")
         if prefix is not None and prefix.ended:
             raise EngineError("the pinned prefix was lost with its engine; prefill it again")
-        self.check_room(1)
-        assert request_id not in self._streams
-        stream = RequestStream(request_id, self.abort)
+        self.check_room(params.n)
+        streams = {id_: RequestStream(id_, self.abort) for id_ in answer_ids(request_id, params.n)}
+        assert self._streams.keys().isdisjoint(streams)
         message: Message = {"t": "add", "id": request_id, "prompt": pack(prompt_ids)}
         message["params"] = asdict(params)
         if pin:
@@ -222,8 +237,8 @@ class EngineClient:
         if prefix is not None:
             message["prefix"] = prefix.request_id
         self._send(message)
-        self._streams[request_id] = stream
-        return stream
+        self._streams |= streams
+        return list(streams.values())
 
     def check_room(self, requests: int) -> None:
         """Raise `RequestError` (``queue_full``) unless ``requests`` more may be submitted."""

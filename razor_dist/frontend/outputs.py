@@ -40,16 +40,16 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One generated answer; what was not asked for is ``None``."""
+    """One generated answer, or as much of it as there is; what was not asked for is ``None``."""
 
-    index: int = 0  # always: one answer per request
+    index: int = 0  # among the answers to its prompt
     # Without the stop string, end-of-sequence or stop token that ended it; empty for a model
     # without a tokenizer.
     text: str = ""
     token_ids: list[int] = field(default_factory=list)  # with the one that ended the answer
     cumulative_logprob: float | None = None  # sum over token_ids
     logprobs: list[TokenLogprobs] | None = None  # one entry per token of token_ids
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop" or "length"; None while it is generated
     # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
 
@@ -63,7 +63,7 @@ class RequestOutput:
     prompt_token_ids: list[int]  # as the engine got them, without those of a prefix
     # One entry per token of the prompt, the first None; None unless asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    outputs: list[CompletionOutput] = field(default_factory=list)  # one
-    finished: bool = False  # True once `LLM.generate` returned it
+    outputs: list[CompletionOutput] = field(default_factory=list)  # `SamplingParams.n` answers
+    finished: bool = False  # False while `LLM.stream` yields it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0  # before the prompt and not read for it: those of its prefix

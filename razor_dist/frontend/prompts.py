@@ -136,6 +136,7 @@ def check_prompt(
         raise RequestError("the prompt is empty; it must hold at least one token", param=param)
     tokens = as_tokens(prompt, vocab_size, param)
     as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
+    as_tokens(list(params.logit_bias or ()), vocab_size, "logit_bias")
     if params.stop and not has_tokenizer:
         raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
     answer = 1 if params.max_tokens is None else params.max_tokens

@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
+from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import text_offsets
-from razor_dist.frontend.outputs import RequestOutput, TokenLogprobs
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.server.answers import ServedChoice
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
@@ -144,19 +145,22 @@ def _answer(
     # Draws depend on the request alone, so that a second run repeats them.
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     params = [
-        p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number))
+        p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number * p.n))
         for number, (_, p) in enumerate(parsed.prompts)
     ]
     prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
     outputs = llm.generate(prompts, params)
-    choices = [_served(output, tokenizer) for output in outputs]
+    choices = [
+        _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
+    ]
     form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
-def _served(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) -> ServedChoice:
+def _served(
+    output: RequestOutput, answer: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None
+) -> Choice:
     """Turn an answer into the pieces of the server's formats, all of its text in the last."""
-    [answer] = output.outputs
     ids = answer.token_ids
     logprobs: Sequence[TokenLogprobs | None] = answer.logprobs or [None] * len(ids)
     offsets = [0] * len(ids) if tokenizer is None else text_offsets(tokenizer, ids)
@@ -170,7 +174,7 @@ def _served(output: RequestOutput, tokenizer: PreTrainedTokenizerBase | None) ->
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
     )
-    return ServedChoice(len(output.prompt_token_ids), pieces)
+    return Choice(np.array(output.prompt_token_ids, np.int32), answer.index, pieces)
 
 
 def output_lines(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.assembler import Assembler, TextPiece, prompt_logprobs
+from razor_dist.frontend.answers import LiveChoices
+from razor_dist.frontend.assembler import TextPiece, prompt_logprobs
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder
@@ -102,7 +103,7 @@ CheckedPrompt = tuple[Encoded, Checked]
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call of `LLM.generate` or `LLM.chat`."""
+    """One call of `LLM.generate`, `LLM.chat` or `LLM.stream`."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase | None
@@ -117,7 +118,8 @@ class GenerationCall:
 
         async def answer(prompt: CheckedPrompt) -> RequestOutput:
             async with room:
-                output = await self._answer(prompt, bar)
+                async for output in self.stream(prompt, bar):  # noqa: B007 - the last
+                    pass
             bar.answered()
             return output
 
@@ -130,47 +132,56 @@ class GenerationCall:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, prompt: CheckedPrompt, bar: PromptBar) -> RequestOutput:
-        (text, ids), (tokens, params) = prompt
-        assembler = Assembler(self.tokenizer, params)
+    async def stream(
+        self, prompt: CheckedPrompt, bar: PromptBar | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the output, which grows, with each token; its last state is ``finished``."""
+        (text, ids), checked = prompt
+        params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
-        pieces: list[TextPiece] = []
-        entries: list[Any] = []
+        result.outputs = [_unfinished(index, params) for index in range(params.n)]
         pinned = None
         if self.prefix is not None:
             result.num_cached_tokens = self.prefix.num_tokens
             pinned = self.prefix.stream_for(self.client)  # another thread may have released it
         begin = time.perf_counter()
-        with self.client.generate(result.request_id, tokens, params, prefix=pinned) as stream:
-            async for message in stream:
-                if message["t"] == "progress":
-                    bar.progress(message)
-                    result.metrics.prefill_seconds = message["seconds"]
-                elif message["t"] == "prompt":
-                    entries += message["logprobs"]  # a message per chunk
-                elif message["t"] == "token":
-                    if not pieces:
-                        result.metrics.time_to_first_token = time.perf_counter() - begin
-                    pieces.append(assembler.push(message))
-                    if pieces[-1].finish_reason is not None:
-                        break
-        result.metrics.total_seconds = time.perf_counter() - begin
-        if params.prompt_logprobs is not None:
-            result.prompt_logprobs = prompt_logprobs(self.tokenizer, ids, entries)
-        result.outputs, result.finished = [_joined(pieces, params)], True
-        return result
+        live = LiveChoices(
+            self.client, self.tokenizer, [checked], report_progress=True, prefix=pinned
+        )
+        try:
+            async for event in live.events():
+                assert event is not None
+                if not isinstance(event.what, TextPiece):
+                    result.metrics.prefill_seconds = event.what["seconds"]
+                    if bar is not None:
+                        bar.progress(event.what)
+                    continue
+                seconds = time.perf_counter() - begin
+                if result.metrics.time_to_first_token is None:
+                    result.metrics.time_to_first_token = seconds
+                    if params.prompt_logprobs is not None:
+                        entries = live.choices[0].prompt_entries
+                        result.prompt_logprobs = prompt_logprobs(self.tokenizer, ids, entries)
+                _grow(result.outputs[event.index], event.what)
+                if all(output.finish_reason for output in result.outputs):
+                    result.metrics.total_seconds, result.finished = seconds, True
+                yield result
+        finally:
+            live.close()
 
 
-def _joined(pieces: Sequence[TextPiece], params: SamplingParams) -> CompletionOutput:
-    """Return an answer made of its pieces, the last of which says why it ends."""
-    answer = CompletionOutput(
-        text="".join(piece.text for piece in pieces),
-        token_ids=[piece.token for piece in pieces],
-        finish_reason=pieces[-1].finish_reason,
-        stop_reason=pieces[-1].stop_reason,
-    )
-    if params.logprobs is not None:
-        answer.logprobs = [piece.logprobs or {} for piece in pieces]
-        chosen = zip(answer.logprobs, answer.token_ids, strict=True)
-        answer.cumulative_logprob = sum(entry[token].logprob for entry, token in chosen)
-    return answer
+def _unfinished(index: int, params: SamplingParams) -> CompletionOutput:
+    if params.logprobs is None:
+        return CompletionOutput(index)
+    return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
+
+
+def _grow(answer: CompletionOutput, piece: TextPiece) -> None:
+    answer.text += piece.text
+    answer.token_ids.append(piece.token)
+    answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+    if answer.logprobs is not None:
+        entry = piece.logprobs or {}
+        answer.logprobs.append(entry)
+        assert answer.cumulative_logprob is not None
+        answer.cumulative_logprob += entry[piece.token].logprob

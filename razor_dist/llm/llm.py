@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -74,15 +75,15 @@ class LLM:
         self.sampling_defaults = sampling_defaults(folder, self.config.generation_config)
         self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
-        self._loop = LoopThread()
+        self.loop = LoopThread()
         self._engine = ManagedEngine(self.config, start_ranks=self._start_ranks)
-        self._close = weakref.finalize(self, _close, self._loop, self._engine)
+        self._close = weakref.finalize(self, _close, self.loop, self._engine)
         try:
-            self._loop.run(self._engine.start())
+            self.loop.run(self._engine.start())
             # The ranks load the model meanwhile.
             tokenizer = load_tokenizer(folder, trust_remote_code=trust)
             self._encoder = PromptEncoder(tokenizer)
-            self._loop.run(self._engine.client.ready())
+            self.loop.run(self._engine.client.ready())
         except BaseException:
             self.close()
             raise
@@ -98,7 +99,7 @@ class LLM:
         use_tqdm: UseTqdm | None = None,
         prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
-        """Generate one answer for each prompt, in their order.
+        """Generate answers to each prompt, in their order.
 
         Parameters
         ----------
@@ -130,6 +131,41 @@ class LLM:
             prefix.stream_for(self._client)  # refused before anything is tokenised
         encoded = [encode(self._encoder, prompt, prefix) for prompt in prompts_of(prompts)]
         return self._answer(encoded, sampling_params, use_tqdm, prefix)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        prefix: Prefix | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of one prompt with every token; it grows until it is ``finished``.
+
+        Arguments and errors are as in `generate`. Leaving the iteration aborts the request. It is
+        the same object each time: what must not change is to be copied.
+
+        Examples
+        --------
+        >>> for output in llm.stream("Once upon a time"):
+        ...     print(len(output.outputs[0].token_ids), output.outputs[0].text)
+        """
+        outputs = self.outputs_of(prompt, sampling_params, prefix)
+        try:
+            while (output := self.loop.run(_next(outputs))) is not None:
+                yield output
+        finally:
+            self.loop.run(closed(outputs))
+
+    def outputs_of(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, prefix: Prefix | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`."""
+        if prefix is not None:
+            prefix.stream_for(self._client)
+        encoded = encode(self._encoder, prompt, prefix)
+        params = sampling_params or self.get_default_sampling_params()
+        before = 0 if prefix is None else prefix.num_tokens
+        [checked] = self._check([encoded.ids], [params], before)
+        return self._call(prefix).stream((encoded, checked))
 
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.
@@ -206,7 +242,7 @@ class LLM:
 
     def stats(self) -> Message:
         """The engine's counters: see ``stats`` in `razor_dist.engine.messages`."""
-        return self._loop.run(self._client.stats())
+        return self.loop.run(self._client.stats())
 
     @property
     def info(self) -> EngineInfo:
@@ -214,7 +250,7 @@ class LLM:
 
         `EngineError` if it cannot be started again after a failure.
         """
-        return self._loop.run(self._client.ready())
+        return self.loop.run(self._client.ready())
 
     @property
     def failed(self) -> bool:
@@ -253,7 +289,7 @@ class LLM:
             )
         [checked] = self._check([ids], [SamplingParams(max_tokens=1)])
         request_id = str(next(self._ids))
-        return self._loop.run(
+        return self.loop.run(
             read_prefix(self._engine.client, request_id, checked, self._bar(use_tqdm), chat_text)
         )
 
@@ -267,15 +303,17 @@ class LLM:
         params = params_for(sampling_params, len(prompts), self.get_default_sampling_params())
         before = 0 if prefix is None else prefix.num_tokens
         checked = self._check([prompt.ids for prompt in prompts], params, before)
-        call = GenerationCall(
+        ready = list(zip(prompts, checked, strict=True))
+        return self.loop.run(self._call(prefix).run(ready, self._bar(use_tqdm)))
+
+    def _call(self, prefix: Prefix | None) -> GenerationCall:
+        return GenerationCall(
             self._engine.client,
             self._encoder.tokenizer,
             self._ids,
             prefix,
             together=2 * self.config.max_num_seqs,  # as many as keep it busy, and no more
         )
-        ready = list(zip(prompts, checked, strict=True))
-        return self._loop.run(call.run(ready, self._bar(use_tqdm)))
 
     def _bar(self, use_tqdm: UseTqdm | None) -> UseTqdm:
         return self.use_tqdm if use_tqdm is None else use_tqdm
@@ -308,8 +346,11 @@ class LoopThread:
         )
         self._thread.start()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -329,6 +370,19 @@ class LoopThread:
             future.result()
             self._thread.join()
             self._loop.close()
+
+
+async def closed(outputs: AsyncGenerator[RequestOutput]) -> None:
+    """Close what `LLM.outputs_of` returned, also while a cancelled step of it is still ending."""
+    while True:
+        try:
+            return await outputs.aclose()
+        except RuntimeError:  # "already running"
+            await asyncio.sleep(0)
+
+
+async def _next(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput | None:
+    return await anext(outputs, None)
 
 
 def _close(loop: LoopThread, engine: ManagedEngine) -> None:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from razor_dist.engine.messages import Message
+from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.detokenizer import REPLACEMENT
 from razor_dist.frontend.outputs import Logprob
-from razor_dist.server.answers import ServedChoice
 
 Json = dict[str, Any]
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -30,7 +30,7 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: str, choices: Sequence[ServedChoice], tokenizer: PreTrainedTokenizerBase | None
+        self, model: str, choices: Sequence[Choice], tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self._choices, self._tokenizer = choices, tokenizer
         self._head = {
@@ -74,7 +74,8 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
     def _usage(self) -> Json:
-        prompt = sum(choice.prompt_tokens for choice in self._choices)
+        # One prompt's choices read it once.
+        prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
         completion = sum(len(choice.pieces) for choice in self._choices)
         return {
             "prompt_tokens": prompt,
@@ -89,7 +90,8 @@ class ChatFormat(Format):
     chunk_object = "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        return [self._chunk([{**self._empty(0), "delta": {"role": "assistant", "content": ""}}])]
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk([{**self._empty(i), **role}]) for i in range(len(self._choices))]
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""

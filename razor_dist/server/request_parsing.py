@@ -75,19 +75,22 @@ def parse_value(
 def _encode(
     body: ChatBody | CompletionBody, encoder: PromptEncoder, limits: Limits
 ) -> list[list[int]]:
-    if isinstance(body, ChatBody):
-        return [encoder.chat([message.for_template() for message in body.messages])]
-    count = len(body.prompt)
+    prompts = 1 if isinstance(body, ChatBody) else len(body.prompt)
+    count, param, what = prompts * (body.n or 1), "n", "answers"
+    if prompts > 1:
+        param, what = "prompt", "prompts" if body.n in (None, 1) else "prompts times n"
     if count > limits.max_prompts:
         raise RequestError(
-            f"prompt must hold at most {limits.max_prompts} prompts, got {count}", param="prompt"
+            f"{param} must ask for at most {limits.max_prompts} {what}, got {count}", param=param
         )
     if limits.room is not None and count > limits.room:
         raise RequestError(
-            f"the queue has room for {limits.room} prompts now, got {count}; try again later",
-            param="prompt",
+            f"the queue has room for {limits.room} {what} now, got {count}; try again later",
+            param=param,
             code="queue_full",
         )
+    if isinstance(body, ChatBody):
+        return [encoder.chat([message.for_template() for message in body.messages])]
     return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
 
 

@@ -6,6 +6,7 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
@@ -23,13 +24,18 @@ from razor_dist.config.validation import nearest
 from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 
 _INT64 = 2**63
+_TOKEN_ID = re.compile("[0-9]{1,9}")
+# Fields of a body that are one of `SamplingParams` by the same name; null is the default.
+_SAMPLING = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
 Body = TypeVar("Body", bound="GenerateBody")
 
 # Unsupported fields, with the values that ask for nothing besides null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    "best_of": (1,),
+    "metadata": ({},),
     **dict.fromkeys(("echo", "store"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
@@ -53,6 +59,16 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+
+
+def _token_keys(value: object) -> object:
+    """Take the keys of a JSON object, which are strings, for token ids."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not _TOKEN_ID.fullmatch(str(key)):
+            raise ValueError(f"must have token ids for keys, got {key!r:.80}")
+    return {int(key): bias for key, bias in value.items()}
 
 
 class _Strict(BaseModel):
@@ -136,6 +152,11 @@ class GenerateBody(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[Int, Field(lt=_INT64)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys)] | None = None
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stop_token_ids: list[Int] | None = None
@@ -154,8 +175,6 @@ class GenerateBody(_Strict):
 
     def check(self) -> None:
         """Refuse combinations that make no sense by a `RequestError` that names the field."""
-        if self.n not in (None, 1):
-            raise RequestError(f"n must be 1, got {self.n}", param="n")
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
@@ -163,7 +182,7 @@ class GenerateBody(_Strict):
     def _sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
-        given = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+        given = self.model_dump(include=_SAMPLING, exclude_none=True)
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,

@@ -11,8 +11,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from razor_dist.config.errors import RazorError
+from razor_dist.frontend.answers import ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.answers import ChoiceEvent
 from razor_dist.server.errors import Failure
 from razor_dist.server.formats import Format
 

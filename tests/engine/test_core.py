@@ -152,6 +152,71 @@ def test_one_pinned_prefix_answers_many_questions(
         core.add("late", [5], GREEDY, prefix_id="doc")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention": "full"}, {"attention": "streaming"}, {"prefill": "exact"}],
+    ids=lambda settings: next(iter(settings.values())),
+)
+@pytest.mark.parametrize("length", [20, 150])
+def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
+    settings: dict[str, Any], length: int, tiny: Callable[[str], Path]
+) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=4, **settings)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, seed=2**63 - 2, repetition_penalty=1.2)
+    alone = []
+    for index in range(3):
+        core.add("alone", prompt(length), params.for_answer(index))
+        alone.append(tokens(run(core)["alone"]))
+    assert len({tuple(answer) for answer in alone}) == 3
+    read = core.stats()["prompt_tokens"]
+    core.add("other", prompt(30, 7), GREEDY)
+    core.add("a", prompt(length), dataclasses.replace(params, n=3))
+    messages = run(core)
+    assert [tokens(messages[name]) for name in ("a", "a/1", "a/2")] == alone
+    assert core.stats()["prompt_tokens"] - read == length + 30
+    told = {name for name, found in messages.items() if any(m["t"] == "progress" for m in found)}
+    assert told == {"a", "other"}
+    assert core.runner.kv_bytes == 0
+    assert (core.scheduler._free[:-1] == core.scheduler._sizes).all()
+
+
+def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=4, max_step_ms=1e6)
+    params = dataclasses.replace(GREEDY, n=3)
+    for steps in range(12):
+        for gone in (["a"], ["a/1"], ["a", "a/2"], ["a/1", "a", "a/2"]):
+            core.add("busy", prompt(20), GREEDY)
+            core.add("a", prompt(150), params)
+            for _ in range(steps):
+                core.step()
+            for name in gone:
+                core.abort(name)
+            found = run(core)
+            if steps <= 5:  # before the first token of any
+                left = {"a", "a/1", "a/2"} - set(gone)
+                assert {name for name in found if name != "busy" and tokens(found[name])} == left
+            assert core.runner.kv_bytes == 0
+            assert (core.scheduler._free[:-1] == core.scheduler._sizes).all()
+
+
+def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), max_num_seqs=3, attention="full", kv_tokens=400)
+    with pytest.raises(RequestError, match="n is 4, and the engine has 3 sequences") as refused:
+        core.add("a", prompt(20), dataclasses.replace(GREEDY, n=4))
+    assert refused.value.param == "n"
+    with pytest.raises(RequestError, match="for 3 answers"):
+        core.add("a", prompt(100), dataclasses.replace(GREEDY, n=3, max_tokens=200))
+    core.add("a", prompt(100), dataclasses.replace(GREEDY, n=2, max_tokens=100))
+    core.add("b", prompt(30), dataclasses.replace(GREEDY, n=2))  # waits for the others' sequences
+    found = run(core)
+    assert {name: len(tokens(found[name])) for name in ("a", "a/1", "b", "b/1")} == {
+        "a": 100,
+        "a/1": 100,
+        "b": 8,
+        "b/1": 8,
+    }
+
+
 def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"), prefill="exact")
     core.add("a", prompt(200), GREEDY)

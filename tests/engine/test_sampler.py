@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import HEADER_SIZE, decode, encode
-from razor_dist.engine.sampler import Sampled, sample
+from razor_dist.engine.sampler import Adjusted, Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
 
 
@@ -41,6 +41,7 @@ def outside(logits: list[float], params: SamplingParams, drawn: int) -> float:
     p = np.exp(np.array(logits) / params.temperature - max(logits) / params.temperature)
     if 0 < params.top_k < len(p):
         p[p < sorted(p, reverse=True)[params.top_k - 1]] = 0
+    p[p < params.min_p * p.max()] = 0
     p /= p.sum()
     kept, mass = [], 0.0
     for token in sorted(range(len(p)), key=lambda token: -p[token]):
@@ -69,6 +70,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[float]], list[SamplingParams]]:
         temperature=st.sampled_from([0, 0.4, 1, 1.7]),
         top_k=st.integers(-1, size + 1),
         top_p=TOP_P,
+        min_p=st.sampled_from([0.0, 0.0, 0.11, 0.77, 1.0]),
         seed=st.integers(0, 2**40),
         logprobs=st.none() | st.integers(0, 2),
     )
@@ -107,8 +109,9 @@ def test_a_vocabulary_of_a_real_size_alone_and_in_company() -> None:
         {"top_p": 0.95, "temperature": 0.6},
         {"logprobs": 5, "top_k": 3},
         {"temperature": 0, "logprobs": 1},
+        {"min_p": 0.05},
     ]
-    params = [SamplingParams(**filters[i % 5], seed=i) for i in range(12)]
+    params = [SamplingParams(**filters[i % 6], seed=i) for i in range(12)]
     alone = [seeded(logits[i : i + 1].clone(), params[i : i + 1])[0] for i in range(12)]
     for company in (range(12), range(11, -1, -1), range(3, 12, 2)):
         found = seeded(logits[list(company)], [params[i] for i in company])
@@ -142,6 +145,28 @@ def test_greedy_choices_are_all_that_leaves_the_device() -> None:
         with Sizes() as sizes:
             seeded(logits, params)
         assert sizes.largest == most
+
+
+def test_adjusted_rows_are_drawn_from_and_the_others_are_left_as_they_were() -> None:
+    logits = torch.randn(5, 300)
+    params = [
+        SamplingParams(seed=i, logprobs=2, temperature=float(i % 3 > 0), top_k=9) for i in range(5)
+    ]
+    generators = [torch.Generator().manual_seed(i) for i in range(5)]
+    own = torch.randn(3, 300)
+    found = sample(logits, params, generators, Adjusted([0, 1, 4], own))
+    plain, chosen = seeded(logits, params), seeded(own, [params[i] for i in (0, 1, 4)])
+    assert found[2:4] == plain[2:4]
+    logprobs = logits.log_softmax(-1)
+    for i, one in zip((0, 1, 4), chosen, strict=True):
+        assert found[i] is not None and one is not None
+        assert found[i].token == one.token
+        # What is told is the model's.
+        assert found[i].logprob == logprobs[i, one.token].item()
+        assert found[i].top == plain[i].top
+    own[1] = -torch.inf
+    again = sample(logits, params, generators, Adjusted([0, 1, 4], own))
+    assert [one is None for one in again] == [False, True, False, False, False]
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
@@ -220,6 +245,16 @@ def test_what_is_no_distribution_has_no_token(logits: list[float], temperature: 
         ("temperature", float("nan"), "temperature must be between 0 and 2, got nan"),
         ("top_p", [0.5], r"top_p must be a number, got \[0.5\]"),
         ("top_p", float("nan"), r"top_p must be in \(0, 1\], got nan"),
+        ("n", 0, "n must be between 1 and 128, got 0"),
+        ("n", 2.0, "n must be an integer, got 2.0"),
+        ("min_p", 1.5, "min_p must be between 0 and 1, got 1.5"),
+        ("min_p", None, "min_p must be a number, got None"),
+        ("presence_penalty", -2.1, "presence_penalty must be between -2 and 2"),
+        ("frequency_penalty", float("nan"), "frequency_penalty must be between -2 and 2, got nan"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be between 0.01 and 100"),
+        ("logit_bias", [5], "logit_bias must map token ids to numbers"),
+        ("logit_bias", {"5": 1}, "logit_bias must be an integer, got '5'"),
+        ("logit_bias", {5: 101}, "numbers between -100 and 100, got 101 for token 5"),
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
         ("stop", 5, "stop must hold strings, got 5"),
         ("stop", ["a", 5], "stop must hold strings"),
@@ -246,6 +281,8 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         stop=["a"],
         stop_token_ids=[2**63 - 1],
         logprobs=20,
+        n=128,
+        logit_bias={5: -100, 2**31: 0.5},
     )
     assert SamplingParams(**decode(encode(asdict(params))[HEADER_SIZE:])) == params
     for seed in (-(2**63), 2**63 - 1):

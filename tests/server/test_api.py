@@ -149,6 +149,26 @@ def test_several_prompts_make_several_choices(client: openai.OpenAI) -> None:
     assert streamed == texts
 
 
+def test_n_answers_are_as_many_choices_and_one_prompt(client: openai.OpenAI) -> None:
+    text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    asked: Any = {"model": "smollm2", "messages": HELLO, "n": 3, "presence_penalty": 0.5}
+    whole = client.chat.completions.create(**asked, logit_bias={"5": -100}, frequency_penalty=1)
+    assert [(c.index, c.message.content) for c in whole.choices] == [(i, text) for i in range(3)]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(PromptEncoder(TOKENIZER).chat(HELLO))
+    assert whole.usage.completion_tokens == 3 * count
+    roles, texts = set(), ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles |= {choice.index} if choice.delta.role else set()
+    assert texts == [text] * 3 and roles == {0, 1, 2}
+    prompts = [[5, 6], [7, 8]]
+    several = client.completions.create(model="smollm2", prompt=prompts, n=2)
+    assert [c.text for c in several.choices] == [answer_to(p)[0] for p in prompts for _ in "ab"]
+    assert several.usage is not None and several.usage.prompt_tokens == 4
+
+
 def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenAI) -> None:
     emoji = TOKENIZER.encode("😀", add_special_tokens=False)
     messages = [{"role": "user", "content": "😀"}]

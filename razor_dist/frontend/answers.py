@@ -1,4 +1,4 @@
-"""The choices of one HTTP request: submitted together, read as one sequence of events."""
+"""The answers to prompts that are submitted together, read as one sequence of events."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.messages import Message
+from razor_dist.engine.messages import Message, Tokens
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
@@ -25,9 +26,14 @@ class ChoiceEvent:
 
 
 @dataclass
-class ServedChoice:
-    prompt_tokens: int
+class Choice:
+    """One answer to a prompt, and what is known of that."""
+
+    prompt: Tokens
+    answer: int = 0  # which of the prompt's
     pieces: list[TextPiece] = field(default_factory=list)
+    # The entries of the engine's ``prompt`` messages, the same list for all answers to a prompt.
+    prompt_entries: list[Any] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -35,10 +41,13 @@ class ServedChoice:
 
 
 class LiveChoices:
-    """Choices that are being generated, one for each prompt; construction submits their requests.
+    """Choices that are being generated; construction submits their requests.
 
-    With ``report_progress``, `events` yields ``progress`` messages too. Raises `RequestError`
-    (``queue_full``), with nothing submitted, and `EngineError` if the engine is not ready.
+    There are as many for each prompt as its parameters ask for, one prompt's after the other's.
+    With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
+    of its choices. A ``prefix`` is continued by every prompt (`EngineClient.submit`). Raises
+    `RequestError` (``queue_full``), with nothing submitted, and `EngineError` if the engine is not
+    ready.
     """
 
     def __init__(
@@ -48,20 +57,25 @@ class LiveChoices:
         prompts: Sequence[Checked],
         *,
         report_progress: bool = False,
+        prefix: RequestStream | None = None,
     ) -> None:
-        client.check_room(len(prompts))
-        self.choices = [ServedChoice(len(prompt.tokens)) for prompt in prompts]
+        client.check_room(sum(prompt.params.n for prompt in prompts))
+        self.choices: list[Choice] = []
         self._report_progress = report_progress
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
-        self._unfinished = len(prompts)
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        for index, (tokens, params) in enumerate(prompts):
-            stream = client.generate(uuid.uuid4().hex, tokens, params)
-            self._streams.append(stream)
-            pump = self._pump(index, stream, Assembler(tokenizer, params))
-            self._tasks.append(asyncio.create_task(pump))
+        for tokens, params in prompts:
+            streams = client.submit(uuid.uuid4().hex, tokens, params, prefix=prefix)
+            entries: list[Any] = []
+            for answer, stream in enumerate(streams):
+                choice = Choice(tokens, answer, prompt_entries=entries)
+                pump = self._pump(len(self.choices), stream, Assembler(tokenizer, params), choice)
+                self._streams.append(stream)
+                self._tasks.append(asyncio.create_task(pump))
+                self.choices.append(choice)
+        self._unfinished = len(self.choices)
 
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
         """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``."""
@@ -98,15 +112,19 @@ class LiveChoices:
         for stream in self._streams:
             stream.close()
 
-    async def _pump(self, index: int, stream: RequestStream, assembler: Assembler) -> None:
+    async def _pump(
+        self, index: int, stream: RequestStream, assembler: Assembler, choice: Choice
+    ) -> None:
         try:
             with stream:
                 async for message in stream:
                     if message["t"] == "progress" and self._report_progress:
                         self._events.put_nowait(ChoiceEvent(index, message))
+                    elif message["t"] == "prompt":
+                        choice.prompt_entries += message["logprobs"]  # a message per chunk
                     elif message["t"] == "token":
                         piece = assembler.push(message)
-                        self.choices[index].pieces.append(piece)
+                        choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:
                             break

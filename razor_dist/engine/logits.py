@@ -1,0 +1,116 @@
+"""What some requests ask to be done to logits before a token is chosen: penalties and biases.
+
+All rows of a step that ask for something are computed together; the others are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.engine.messages import Tokens
+from razor_dist.engine.sampling_params import SamplingParams
+
+# Added to the count of a token that the prompt has.
+_IN_PROMPT = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Entry:
+    params: SamplingParams
+    counts: int | None  # its row of the table of counts
+    biased: Tensor  # int64 [b], tokens
+    bias: Tensor  # float32 [b]
+
+
+class LogitsProcessors:
+    """Adjust logits by the parameters of sequences, which are added when they first ask.
+
+    The tokens that a sequence has are counted on the device, int32 ``[V]`` each.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._free: list[int] = []  # rows of it
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._entries
+
+    def add(self, key: int, params: SamplingParams, prompts: Iterable[Tokens]) -> None:
+        """Begin a sequence whose prompt consists of ``prompts``."""
+        device = self._counts.device
+        bias = params.logit_bias or {}
+        row = None
+        if params.penalizes:
+            row = self._free_row()
+            self._counts[row] = 0
+            if params.repetition_penalty != 1.0:
+                for prompt in prompts:
+                    tokens = torch.from_numpy(prompt.astype("int64")).to(device)
+                    self._counts[row].index_fill_(0, tokens, _IN_PROMPT)
+        self._entries[key] = _Entry(
+            params,
+            row,
+            torch.tensor(list(bias), dtype=torch.int64, device=device),
+            torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
+        )
+
+    def remove(self, key: int) -> None:
+        """Forget a sequence, if it is here."""
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.counts is not None:
+            self._free.append(entry.counts)
+
+    def apply(self, keys: Sequence[int], logits: Tensor) -> Tensor:
+        """Return the logits ``[n, V]`` by which these sequences' tokens are to be chosen.
+
+        ``logits``, a copy of the model's, is overwritten.
+        """
+        entries = [self._entries[key] for key in keys]
+        rows = [torch.full_like(e.biased, row) for row, e in enumerate(entries)]
+        places = torch.cat(rows), torch.cat([e.biased for e in entries])
+        logits.index_put_(places, torch.cat([e.bias for e in entries]), accumulate=True)
+        counted = {row: e.counts for row, e in enumerate(entries) if e.counts is not None}
+        if counted:
+            at = list(counted)
+            counts = self._counts[list(counted.values())]
+            logits[at] = _penalized(logits[at], counts, [entries[row].params for row in at])
+        return logits
+
+    def accept(self, chosen: Mapping[int, int]) -> None:
+        """Note the tokens that were chosen, by sequence; those that are not here do not matter."""
+        pairs = []
+        for key, token in chosen.items():
+            entry = self._entries.get(key)
+            if entry is not None and entry.counts is not None:
+                pairs.append((entry.counts, token))
+        if pairs:
+            rows, tokens = torch.tensor(pairs, device=self._counts.device).T
+            self._counts[rows, tokens] += 1
+
+    def _free_row(self) -> int:
+        if not self._free:
+            old = self._counts
+            self._counts = old.new_zeros((max(1, 2 * len(old)), old.shape[1]))
+            self._counts[: len(old)] = old
+            self._free = list(range(len(old), len(self._counts)))
+        return self._free.pop()
+
+
+def _penalized(logits: Tensor, counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits ``[n, V]`` less the penalties, for tokens that were there so often."""
+
+    def column(name: str) -> Tensor:
+        values = [getattr(p, name) for p in params]
+        return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(-1)
+
+    repetition = column("repetition_penalty")
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, repeated, logits)
+    answered = counts % _IN_PROMPT
+    logits = logits - column("frequency_penalty") * answered
+    return logits - column("presence_penalty") * (answered > 0)

@@ -1,0 +1,74 @@
+"""The offline API for callers that have an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Self, TypeVar
+
+from razor_dist.engine.messages import Message
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.outputs import RequestOutput
+from razor_dist.llm.generation import Prompt
+from razor_dist.llm.llm import LLM, closed
+from razor_dist.llm.prefix import Prefix
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """An engine whose answers are awaited, by any event loop; arguments and errors as `LLM`'s.
+
+    The ranks are ready when the constructor returns, which takes as long as that of `LLM` (for
+    which ``await asyncio.to_thread(AsyncLLM, ...)`` waits without blocking).
+
+    Examples
+    --------
+    >>> with AsyncLLM("smollm2") as engine:
+    ...     async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=8)):
+    ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str = "smollm2", **config: Any) -> None:
+        self.llm = LLM(model, **config)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        prefix: Prefix | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the output of one prompt with every token, as `LLM.stream` does.
+
+        Requests of many tasks are answered together. One whose iteration is cancelled or closed is
+        aborted.
+        """
+        # In a thread: texts are tokenised, and `LLM` may wait for its ranks to be restarted.
+        outputs = await asyncio.to_thread(self.llm.outputs_of, prompt, sampling_params, prefix)
+        try:
+            while (output := await self._run(anext(outputs, None))) is not None:
+                yield output
+        finally:
+            await self._run(closed(outputs))
+
+    async def stats(self) -> Message:
+        """Return the engine's counters, as `LLM.stats`."""
+        return await asyncio.to_thread(self.llm.stats)
+
+    def close(self) -> None:
+        """End the ranks, as `LLM.close`."""
+        self.llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def _run(self, work: Awaitable[T]) -> T:
+        """Await ``work`` in the engine's event loop."""
+
+        async def awaited() -> T:
+            return await work
+
+        return await asyncio.wrap_future(self.llm.loop.submit(awaited()))
