@@ -109,7 +109,7 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     kind: Any = str | None
     default = "none" if field.default is None else str(field.default)
     if isinstance(field.default, tuple):
-        default = ",".join(map(str, field.default))
+        default = ",".join(map(str, field.default)) or "none"
     elif field.annotation is bool:
         opposite = f"--no-{names.removeprefix('--')}"
         default = names if field.default else opposite

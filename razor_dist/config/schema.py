@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
-from razor_dist.config.validation import explain
+from razor_dist.config.validation import SettingError, explain
 
 # Old names of settings, which are taken with a warning.
 RENAMED = {"wave_tokens": "chunked_prefill_size"}
@@ -32,7 +39,16 @@ _ranks = partial(_setting, "Ranks")
 _memory = partial(_setting, "Memory")
 _streaming = partial(_setting, "Streaming heads")
 _server = partial(_setting, "HTTP server")
+_access = partial(_setting, "Access")
 _job = partial(_setting, "Job")
+
+
+def _split(value: Any) -> Any:
+    """Take "a,b" for a list: a flag or a variable is one text."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class EngineConfig(BaseModel):
@@ -167,13 +183,78 @@ class ServerConfig(EngineConfig):
         None, "Seconds from a request's arrival to its end, waiting included; none: any.", gt=0
     )
     max_body_mb: float = _server(64.0, "Largest request body, in MiB.", gt=0)
+    max_total_body_mb: float = _server(
+        256.0, "All bodies that are being read, together, in MiB; more get a 429.", gt=0
+    )
+    header_timeout: float = _server(
+        10.0, "Seconds that a connection may take to send a request's headers.", gt=0
+    )
+    body_timeout: float = _server(
+        60.0, "Seconds that a body may take to arrive, and one more for each 64 KiB of it.", gt=0
+    )
+    max_connections: int = _server(
+        1024, "Open connections; one more closes that which has longest sent no request.", ge=2
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "How much the server logs."
     )
+    api_key: Names = _access(
+        (), "Keys, separated by commas; other processes see a flag, so rather a file."
+    )
+    api_key_file: str | None = _access(
+        None, "File with a key on each line; # begins a comment.", min_length=1
+    )
+    max_requests_per_key: int | None = _access(
+        None, "Requests of one key in flight; more get a 429.", ge=1
+    )
+    max_tokens_per_key: Size | None = _access(
+        None, "Tokens of one key in flight: prompts, and the most that the answers may have.", ge=1
+    )
+    ssl_certfile: str | None = _access(None, "Certificate chain for TLS (PEM).", min_length=1)
+    ssl_keyfile: str | None = _access(None, "Private key of the certificate (PEM).", min_length=1)
+    allowed_hosts: Names = _access(
+        (), "Names by which clients may call a server on loopback, localhost excepted; * is any."
+    )
+    allowed_origins: Names = _access(
+        (), "Origins whose pages may use the server from a browser (CORS); * is any."
+    )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _check_keys(cls, value: Any) -> Any:
+        keys = _split(value)
+        # Never with the value in the sentence, as pydantic's would be.
+        if not isinstance(keys, list | tuple) or not all(map(is_key, keys)):
+            raise SettingError(
+                "api_key must be a list of keys, each of printable ASCII without spaces", "api_key"
+            )
+        return keys
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = sorted(
+                ("ssl_certfile", "ssl_keyfile"), key=lambda n: not values.get(n)
+            )
+            raise ConfigError(f"{given} is given without {missing}: TLS needs both")
+        for name in ("max_requests_per_key", "max_tokens_per_key"):
+            if getattr(self, name) is not None and not (self.api_key or self.api_key_file):
+                raise ConfigError(f"{name} is a limit for each key: it needs api_key_file")
 
     @property
     def name(self) -> str:
         return self.served_model_name or self.model
+
+
+def is_key(value: object) -> bool:
+    """Return whether ``value`` can be a key: a header holds it as it is."""
+    return (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and bool(value)
+        and (" " not in value)
+    )
 
 
 class JobConfig(EngineConfig):

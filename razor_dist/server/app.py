@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from razor_dist.config.errors import RazorError, RequestError
+from razor_dist.config.errors import RazorError
+from razor_dist.server.access import Access, KeyHolder
+from razor_dist.server.bodies import BodyReader
 from razor_dist.server.errors import Failure
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
@@ -19,13 +23,14 @@ from razor_dist.server.service import Service
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
+    """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
-    max_bytes = int(service.config.max_body_mb * 2**20)
+    bodies = BodyReader(service.config)
 
     async def answer(request: Request, endpoint: Endpoint) -> Response:
         arrived = asyncio.get_running_loop().time()
-        respond = service.respond(endpoint, await _read_body(request, max_bytes), arrived)
+        respond = service.respond(endpoint, await bodies.read_json(request), arrived)
         return await _unless_gone(request, asyncio.create_task(respond))
 
     @app.post("/v1/chat/completions")
@@ -62,24 +67,16 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_middleware(Access, config=service.config, holders=dict(keys or {}))
+    if service.config.allowed_origins:  # the outermost, so that errors can be read as well
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Request-Id"),
+        )
     return app
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytearray:
-    """Read a request's body, but not the rest of one that is too large."""
-    too_large = RequestError(
-        f"the body is larger than {max_bytes} bytes, the server's limit (--max-body-mb)",
-        code="body_too_large",
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return body
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:

@@ -9,7 +9,19 @@ from fastapi.responses import JSONResponse
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.frontend.client import EngineBusyError, Status
 
-_STATUS_OF_CODE = {"queue_full": 429, "model_not_found": 404, "body_too_large": 413, "timeout": 408}
+_STATUS_OF_CODE = {
+    "invalid_api_key": 401,
+    "host_not_allowed": 403,
+    "origin_not_allowed": 403,
+    "model_not_found": 404,
+    "timeout": 408,
+    "body_timeout": 408,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "queue_full": 429,
+    "bodies_full": 429,
+    "rate_limit_exceeded": 429,
+}
 # Characters of an error's message and of its param: both may quote what the client has sent.
 _LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100
 _TYPE_OF_STATUS = {
@@ -62,6 +74,8 @@ class Failure(NamedTuple):
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(retry_after if self.status == 429 else 1)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         if self.status == 408:
             # OpenAI's clients would ask twice more, each time for as long.
             headers["x-should-retry"] = "false"

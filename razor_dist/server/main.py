@@ -35,7 +35,9 @@ from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
 from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.models.registry import check_local_model, resolve_model
+from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
+from razor_dist.server.connections import bounded_protocol, quiet_loop
 from razor_dist.server.logs import set_up_logging
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
@@ -90,14 +92,15 @@ class Frontend:
 
     def __post_init__(self) -> None:
         self._service = Service(self.config, self.client)
+        self._keys = load_keys(self.config)
+        self._tls = tls_context(self.config)
 
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
-        app = build_app(self._service)
-        limits: Any = {"lifespan": "off", "timeout_graceful_shutdown": _GRACE}
-        server = _Uvicorn(uvicorn.Config(app, log_config=None, **limits))
+        server = _Uvicorn(self._uvicorn_config())
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        quiet_loop(loop)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         http = asyncio.create_task(server.serve(sockets=[self.listener]))
@@ -105,6 +108,8 @@ class Frontend:
         if self.agent is not None:
             ends.append(asyncio.create_task(_process_end(self.agent)))
         log.info("listening on %s, loading %s", self._url, self.config.name)
+        if not self._keys and not is_loopback(self.listener.getsockname()[0]):
+            log.warning("anybody who reaches %s may use this server: --api-key-file", self._url)
         try:
             if await _unless(ends, self._load()):
                 print(f"Serving {self.config.name} on {self._url}", flush=True)
@@ -121,6 +126,21 @@ class Frontend:
             for task in ends[:1] + ends[2:]:
                 task.cancel()
             await http
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        config = self.config
+        settings: Any = {
+            "lifespan": "off",
+            "log_config": None,
+            "timeout_graceful_shutdown": _GRACE,
+            "http": bounded_protocol(config.header_timeout, config.max_connections),
+            "ws": "none",
+            "server_header": False,
+            "proxy_headers": False,
+        }
+        if (tls := self._tls) is not None:
+            settings["ssl_context_factory"] = lambda *_: tls
+        return uvicorn.Config(build_app(self._service, self._keys), **settings)
 
     async def _load(self) -> None:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
@@ -149,7 +169,8 @@ class Frontend:
     @property
     def _url(self) -> str:
         host, port = self.listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

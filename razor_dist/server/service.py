@@ -16,6 +16,7 @@ from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.server.access import charge
 from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.parsing_process import ParsingProcess
@@ -92,6 +93,7 @@ class Service:
             raise _late(seconds) from None
         del raw  # megabytes, for as long as the answer takes
         _, reader = self._require_ready()  # again: it may have died while the request was read
+        charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p in parsed.prompts))
         tokenizer = reader.encoder.tokenizer
         choices = LiveChoices(
             self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress

@@ -327,7 +327,7 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
         writer.write(encode({"t": "ready", "info": info}))
         await service.client.ready()
         transport = httpx.ASGITransport(build_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             answer = await http.get("/stats")
             assert (await http.get("/health")).json()["status"] == "ready"
         writer.close()

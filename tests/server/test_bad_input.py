@@ -10,6 +10,7 @@ import pytest
 from razor_dist.server.schema import _NEUTRAL
 from tests import fake_engine
 
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = {"model": "smollm2", "messages": HELLO}
 TEXT = {"model": "smollm2", "prompt": "Hello"}
@@ -135,7 +136,7 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
     ],
 )
 def test_a_malformed_body_is_refused(url: str, body: bytes, message: str) -> None:
-    refusal = refused(url, "/v1/chat/completions", content=body)
+    refusal = refused(url, "/v1/chat/completions", content=body, headers=JSON)
     assert refusal[:3] == (400, None, None)
     assert message in refusal[3]
 
@@ -163,7 +164,7 @@ def test_another_method_is_refused_with_those_allowed(url: str) -> None:
 def test_a_body_above_the_limit_is_refused(url: str) -> None:
     large = b" " * (2**20 + 1)
     for content in (large, iter([large[:10], large[10:]])):  # with and without Content-Length
-        refusal = refused(url, "/v1/chat/completions", content=content)
+        refusal = refused(url, "/v1/chat/completions", content=content, headers=JSON)
         assert refusal[:3] == (413, None, "body_too_large")
         assert "larger than 1048576 bytes" in refusal[3]
 

@@ -188,7 +188,8 @@ def test_the_folder_of_a_killed_frontend_is_removed_by_the_next_start(
 def test_a_client_that_vanishes_while_it_uploads_is_no_error() -> None:
     with fake_server() as server:
         url = httpx.URL(server.url())
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        head += b"Content-Type: application/json\r\n\r\n{"
         with socket.create_connection((url.host, url.port or 0)) as client:
             client.sendall(head)
             time.sleep(0.3)

@@ -39,6 +39,7 @@ from tests.tokenizer import smollm2_tokenizer
 
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")
 
+JSON = {"Content-Type": "application/json"}
 MILLION = 2**20
 LIMITS = Limits("smollm2", 4, 2 * MILLION, fake_engine.VOCAB_SIZE, {})
 ENCODER = PromptEncoder(smollm2_tokenizer())
@@ -198,8 +199,8 @@ async def frontend(
     try:
         await engine.client.ready()
         transport = httpx.ASGITransport(build_app(service))
-        url = "http://test"
-        async with httpx.AsyncClient(transport=transport, base_url=url, timeout=None) as http:
+        given: Any = {"base_url": "http://localhost", "headers": JSON, "timeout": None}
+        async with httpx.AsyncClient(transport=transport, **given) as http:
             yield service, http
     finally:
         await process.aclose()
@@ -344,7 +345,7 @@ def test_health_is_answered_while_a_million_tokens_are_read() -> None:
         poller = threading.Thread(target=poll)
         poller.start()
         for raw in (body(prompt=words(60_000)), body(prompt=ids(MILLION))):
-            answer = httpx.post(f"{url}/v1/completions", content=raw, timeout=300)
+            answer = httpx.post(f"{url}/v1/completions", content=raw, headers=JSON, timeout=300)
             assert answer.status_code == 200, answer.text
         done.set()
         poller.join()

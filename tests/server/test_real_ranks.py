@@ -179,7 +179,8 @@ def test_a_client_that_vanishes_in_mid_prefill_frees_all_ranks_within_one_chunk(
         chunks.write_text("")
         body = {"model": "tiny", "prompt": PROMPT * 2, "max_tokens": 1, "stream": stream}
         sent = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}"
+        head += "\r\nContent-Type: application/json"
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as client:
             client.sendall(f"{head}\r\n\r\n".encode() + sent)
             assert wait_until(lambda: len(begun()) >= 4, 60)  # two chunks on two ranks

@@ -1,0 +1,221 @@
+"""Who may ask: known hosts and origins, holders of a key, and so much at a time for each."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import ssl
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from razor_dist.config.errors import ConfigError, RequestError
+from razor_dist.config.schema import ServerConfig, is_key
+from razor_dist.config.sources import read_text
+from razor_dist.server.errors import Failure
+
+log = logging.getLogger(__name__)
+
+# What a load balancer asks, which has no key.
+OPEN_PATHS = frozenset({"/health"})
+
+
+@dataclass
+class KeyHolder:
+    """What the requests of one key have in flight, and the name that stands for the key.
+
+    ``id`` are 16 hexadecimal digits of the key's SHA-256; it may be logged, the key may not.
+    """
+
+    id: str
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    requests: int = 0
+    tokens: int = 0
+
+    def check_request(self) -> None:
+        """Raise `RequestError` (``rate_limit_exceeded``) unless one more request may begin."""
+        if self.max_requests is not None and self.requests >= self.max_requests:
+            raise RequestError(
+                f"this key has {self.requests} requests in flight, as many as one key may have; "
+                "try again later",
+                code="rate_limit_exceeded",
+            )
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise `RequestError` (``rate_limit_exceeded``) unless so many more may be in flight."""
+        if self.max_tokens is not None and self.tokens + tokens > self.max_tokens:
+            raise RequestError(
+                f"this key has {self.tokens} tokens in flight and asks for {tokens} more, prompt "
+                f"and max_tokens together; one key may have {self.max_tokens}",
+                code="rate_limit_exceeded",
+            )
+
+
+@dataclass
+class _Account:
+    """One request of a key's holder."""
+
+    holder: KeyHolder
+    tokens: int = 0
+
+
+_account: ContextVar[_Account | None] = ContextVar("account", default=None)
+
+
+def key_holder() -> KeyHolder | None:
+    """Return the holder of the key of the request at hand; ``None`` without keys."""
+    account = _account.get()
+    return account.holder if account is not None else None
+
+
+def charge(tokens: int) -> None:
+    """Count tokens of the request at hand for its key until its response has ended.
+
+    Raises `RequestError` (``rate_limit_exceeded``) if the key has too many in flight.
+    """
+    account = _account.get()
+    if account is not None:
+        account.holder.check_tokens(tokens)
+        account.tokens += tokens
+        account.holder.tokens += tokens
+
+
+class Access:
+    """ASGI middleware that refuses what must not reach the application.
+
+    In this order: a foreign ``Host`` on a server that listens on loopback, since a page's own
+    domain may be made to lead there (DNS rebinding: 403); a foreign ``Origin`` (403); a missing or
+    unknown key (401); more requests than a key may have in flight (429).
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, holders: dict[bytes, KeyHolder]) -> None:
+        self.app = app
+        self._holders = holders
+        self._origins = {origin.lower() for origin in config.allowed_origins}
+        hosts = {host.lower() for host in config.allowed_hosts}
+        bound = config.host.lower()
+        self._any_host = "*" in hosts or not (hosts or is_loopback(bound))
+        self._hosts = hosts | {bound, "localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            self._check_browser(headers)
+            holder = self._holder(scope["path"], headers)
+            counts = holder is not None and scope["method"] == "POST"
+            if holder is not None and counts:
+                holder.check_request()
+        except RequestError as error:
+            await Failure.of(error).response()(scope, receive, send)
+            return
+        if holder is None or not counts:
+            await self.app(scope, receive, send)
+            return
+        account = _Account(holder)
+        holder.requests += 1
+        token = _account.set(account)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            _account.reset(token)
+            holder.requests -= 1
+            holder.tokens -= account.tokens
+
+    def _check_browser(self, headers: Headers) -> None:
+        host = headers.get("host")
+        # Without one it is HTTP/1.0, which no browser speaks.
+        if host is not None and not self._any_host:
+            name = _host_name(host)
+            if name not in self._hosts and not is_loopback(name):
+                raise RequestError(
+                    f"this server is not known as {name!r:.80}; name it with --allowed-hosts",
+                    code="host_not_allowed",
+                )
+        origin = headers.get("origin", "").lower()
+        own = origin.partition("://")[2] == (host or "").lower()
+        if origin and not own and not {"*", origin} & self._origins:
+            raise RequestError(
+                f"pages of {origin!r:.80} may not use this server; name them with "
+                "--allowed-origins",
+                code="origin_not_allowed",
+            )
+
+    def _holder(self, path: str, headers: Headers) -> KeyHolder | None:
+        """Return the holder of a request's key; ``None`` if no key is wanted."""
+        if not self._holders or path in OPEN_PATHS:
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        found = None
+        # All of them, whichever it is: the time tells nothing.
+        for known, holder in self._holders.items():
+            if hmac.compare_digest(known, digest):
+                found = holder
+        if found is None or scheme.lower() != "bearer":
+            raise RequestError(
+                "this server wants a key that it knows, in the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+        return found
+
+
+def load_keys(config: ServerConfig) -> dict[bytes, KeyHolder]:
+    """Return the holders of the configured keys by the SHA-256 of each.
+
+    Raises `ConfigError`, which quotes no key, if the file of keys cannot be used.
+    """
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        path = Path(config.api_key_file).expanduser()
+        lines = read_text(path, "api_key_file").splitlines()
+        found = [line.partition("#")[0].strip() for line in lines]
+        found = [key for key in found if key]
+        if not found or not all(map(is_key, found)):
+            raise ConfigError(
+                f"api_key_file {path} must hold a key on each line, of printable ASCII without "
+                "spaces, and one at least"
+            )
+        if path.stat().st_mode & 0o077:
+            log.warning("other users can read the keys in %s: chmod 600", path)
+        keys += found
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    limits = config.max_requests_per_key, config.max_tokens_per_key
+    return {digest: KeyHolder(digest.hex()[:16], *limits) for digest in digests}
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Return what TLS needs, ``None`` without it; `ConfigError` if its files cannot be used."""
+    certificate, key = config.ssl_certfile, config.ssl_keyfile
+    if certificate is None or key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The password of an encrypted key would be asked for on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except OSError as error:
+        problem = getattr(error, "reason", None) or error.strerror or "it is encrypted or no PEM"
+        raise ConfigError(
+            f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used: {problem}"
+        ) from None
+    return context
+
+
+def _host_name(header: str) -> str:
+    """Return the host of a ``Host`` header, without its port and an IPv6 address's brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address leads to this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

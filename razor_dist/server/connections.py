@@ -1,0 +1,139 @@
+"""Connections that send no request, read no answer, or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+# Seconds in which a client must take some of what is sent to it.
+SEND_TIMEOUT = 60.0
+# File descriptors for everything but connections: libraries, the engine's socket, children.
+_OTHER_FILES = 128
+_SECONDS_BETWEEN_WARNINGS = 10.0
+
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+    b"Connection: close\r\n\r\n"
+)
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol with a header time-out and a bound on connections.
+
+    When there are more than ``max_connections``, the one that has been sending its request for the
+    longest is closed, idle ones included, so that whoever sends his at once is always heard.
+    """
+
+    header_timeout = 10.0
+    max_connections = 1024
+    # Connections of the process that have not sent their request, the oldest first.
+    _sending: dict[BoundedProtocol, None] = {}  # noqa: RUF012 - shared on purpose
+    _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._sending[self] = None
+        self._await_headers()
+        if len(self.connections) > self.max_connections:
+            oldest = next(iter(self._sending))
+            if oldest is self:  # all others have sent theirs
+                transport.write(_BUSY)
+                transport.close()
+            else:
+                oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note_state()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_state()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._sending.pop(self, None)
+        self._stop_timers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(SEND_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def _note_state(self) -> None:
+        """Begin or end waiting for the rest of a request."""
+        state = self.conn.their_state
+        if state in (h11.IDLE, h11.SEND_BODY):
+            self._sending.setdefault(self)
+        else:
+            self._sending.pop(self, None)
+        # A body that is read has a time-out of its own; what comes after the answer has none.
+        answered = state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if state is h11.IDLE or answered:
+            self._await_headers()
+        elif self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _await_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout, self._too_slow)
+
+    def _too_slow(self) -> None:
+        log.debug("a connection sent no request within %g s and is closed", self.header_timeout)
+        self.transport.abort()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._header_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+
+
+def bounded_protocol(header_timeout: float, max_connections: int) -> type[BoundedProtocol]:
+    """Return the protocol with these bounds; fewer connections if the process may not have as many.
+
+    The process is allowed the open files that they need, as far as the system lets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _OTHER_FILES
+    if soft < wanted:
+        soft = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    possible = max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+    if possible < max_connections:
+        log.warning("max_connections is %d: the process may open few files", possible)
+    limits: dict[str, Any] = {
+        "header_timeout": header_timeout,
+        "max_connections": min(possible, max_connections),
+        "_sending": {},
+    }
+    return type("Protocol", (BoundedProtocol,), limits)
+
+
+def quiet_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Log once in a while that connections cannot be accepted, not thousands of times a second."""
+    last = -_SECONDS_BETWEEN_WARNINGS
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        if "out of system resource" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() - last > _SECONDS_BETWEEN_WARNINGS:
+            last = loop.time()
+            log.error("connections cannot be accepted: %s", context.get("exception"))
+
+    loop.set_exception_handler(handle)

@@ -1,0 +1,250 @@
+"""Who may ask: keys and their limits, hosts, origins, media types, TLS."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.server.access import load_keys, tls_context
+from tests import fake_engine
+from tests.server.process import ServerProcess, fake_server, wait_until
+
+ADA, BOB = "sk-ada-0123456789", "sk-bob-0123456789"
+TEXT = {"model": "smollm2", "prompt": "Hello"}
+# Every route, and what a holder of a key gets from it.
+ROUTES = {
+    ("POST", "/v1/chat/completions"): 400,
+    ("POST", "/v1/completions"): 400,
+    ("GET", "/v1/models"): 200,
+    ("GET", "/v1/models/smollm2"): 200,
+    ("GET", "/stats"): 200,
+    ("GET", "/nothing/here"): 404,
+    ("DELETE", "/v1/models"): 405,
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"# who may ask\n{ADA}  # Ada's\n\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(keys: Path) -> Iterator[ServerProcess]:
+    """A server with two keys, of which each may have two requests and 100 tokens in flight."""
+    limits = ("--max-requests-per-key", "2", "--max-tokens-per-key", "100")
+    origin = ("--allowed-origins", "https://books.example")
+    with fake_server("--api-key-file", str(keys), "--api-key", BOB, *limits, *origin) as server:
+        server.url()
+        yield server
+
+
+def with_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
+    url = guarded.url()
+    wrong = (
+        {},
+        with_key("sk-ada-0123456780"),
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Basic {ADA}"},
+    )
+    for (method, path), status in ROUTES.items():
+        body: dict[str, Any] = {"json": {}} if method == "POST" else {}
+        for headers in wrong:
+            refused = httpx.request(method, url + path, headers=headers, **body)
+            assert code_of(refused) == (401, "invalid_api_key"), path
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for key in (ADA, BOB):
+            answer = httpx.request(method, url + path, headers=with_key(key), **body)
+            assert answer.status_code == status, path
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert ADA not in guarded.log and BOB not in guarded.log
+
+
+def test_the_official_client_brings_its_key(guarded: ServerProcess) -> None:
+    url = f"{guarded.url()}/v1"
+    client = openai.OpenAI(base_url=url, api_key=BOB, max_retries=0)
+    assert client.completions.create(**TEXT, max_tokens=1).usage.completion_tokens == 1
+    with pytest.raises(openai.AuthenticationError, match="wants a key"):
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0).models.list()
+
+
+def test_a_key_has_its_own_limits(guarded: ServerProcess) -> None:
+    url = f"{guarded.url()}/v1/completions"
+
+    def ask(key: str, **fields: Any) -> httpx.Response:
+        body = {**TEXT, "max_tokens": 4, **fields}
+        return httpx.post(url, json=body, headers=with_key(key), timeout=20)
+
+    # The prompt and as many as the answer may have: 1 + 99 fit, 2 + 99 do not.
+    assert ask(ADA, prompt=[5], max_tokens=99).status_code == 200
+    many = ask(ADA, prompt=[5, 6], max_tokens=99)
+    assert code_of(many) == (429, "rate_limit_exceeded")
+    assert "0 tokens in flight and asks for 101 more" in many.json()["error"]["message"]
+    hang = {**TEXT, "prompt": [fake_engine.HANG], "max_tokens": 40, "stream": True}
+    with httpx.stream("POST", url, json=hang, headers=with_key(ADA), timeout=20):
+        assert "41 tokens in flight" in ask(ADA, prompt=[5], max_tokens=99).text
+        with httpx.stream("POST", url, json=hang, headers=with_key(ADA), timeout=20):
+            third = ask(ADA)
+            assert code_of(third) == (429, "rate_limit_exceeded")
+            assert int(third.headers["retry-after"]) >= 1
+            assert ask(BOB).status_code == 200
+    assert wait_until(lambda: ask(ADA, prompt=[5], max_tokens=99).status_code == 200, 10)
+
+
+def test_only_named_origins_may_use_it_from_a_browser(guarded: ServerProcess) -> None:
+    url = guarded.url()
+    good, evil = "https://books.example", "https://evil.example"
+    asked = {"Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization,content-type"
+    path = f"{url}/v1/completions"
+    preflight = httpx.options(path, headers={"Origin": good, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == good
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    refused = httpx.options(path, headers={"Origin": evil, **asked})
+    assert "access-control-allow-origin" not in refused.headers
+    for origin in (evil, "null", "http://books.example", f"{good}.evil.example"):
+        headers = {"Origin": origin, **with_key(ADA)}
+        foreign = httpx.post(path, json=TEXT, headers=headers)
+        assert code_of(foreign) == (403, "origin_not_allowed")
+        assert "access-control-allow-origin" not in foreign.headers
+    for origin in (good, url):  # the second is the server's own page
+        answer = httpx.post(path, json=TEXT, headers={"Origin": origin, **with_key(ADA)})
+        assert answer.status_code == 200
+    unknown = httpx.post(path, json=TEXT, headers={"Origin": good})
+    assert unknown.headers["access-control-allow-origin"] == good  # a page may read the error
+
+
+def test_a_server_on_loopback_has_no_other_name(url: str) -> None:
+    port = httpx.URL(url).port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.nip.example", "10.0.0.7", ""):
+        for path in ("/health", "/v1/models", "/stats"):
+            rebound = httpx.get(url + path, headers={"Host": host})
+            assert code_of(rebound) == (403, "host_not_allowed"), host
+        rebound = httpx.post(f"{url}/v1/completions", json=TEXT, headers={"Host": host})
+        assert code_of(rebound) == (403, "host_not_allowed")
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", "[::1]:80", "127.8.9.1"):
+        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200, host
+
+
+def test_a_body_must_say_that_it_is_json(url: str) -> None:
+    path = f"{url}/v1/completions"
+    content = b'{"model": "smollm2", "prompt": "Hello"}'
+    for kind in (None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
+        headers = {} if kind is None else {"Content-Type": kind}
+        refused = httpx.post(path, content=content, headers=headers)
+        assert code_of(refused) == (415, "unsupported_media_type")
+    for kind in ("application/json", "Application/JSON; charset=utf-8"):
+        assert httpx.post(path, content=content, headers={"Content-Type": kind}).is_success
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"api_key": "with space"}, "api_key must be a list of keys"),
+        ({"api_key": 5}, "api_key must be a list of keys"),
+        ({"api_key": ["sk-1", ""]}, "api_key must be a list of keys"),
+        ({"ssl_certfile": "a.pem"}, "ssl_certfile is given without ssl_keyfile"),
+        ({"max_requests_per_key": 2}, "max_requests_per_key is a limit for each key"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        ServerConfig(**settings)
+    assert "with space" not in str(error.value)
+
+
+def test_a_file_of_keys_that_cannot_be_used_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    config = ServerConfig(api_key_file=str(path), api_key="sk-1,sk-2")
+    with pytest.raises(ConfigError, match="cannot read api_key_file"):
+        load_keys(config)
+    for text in ("", "# none\n", "two words\n", "sk-é\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="must hold a key on each line") as error:
+            load_keys(config)
+        assert not text.strip() or text.strip() not in str(error.value)
+    path.write_text("sk-3\n")
+    path.chmod(0o644)
+    assert len(load_keys(config)) == 3
+    assert "other users can read the keys" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=razor", "-out", files[0], "-keyout", files[1]]
+    try:
+        subprocess.run(
+            [*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate")
+    return files
+
+
+def test_it_speaks_tls(certificate: tuple[str, str]) -> None:
+    context = ssl.create_default_context(cafile=certificate[0])
+    with fake_server("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1]) as server:
+        url = server.url(r"^Serving .* on (https://\S+)$")
+        with httpx.Client(verify=context) as http:
+            assert http.post(f"{url}/v1/completions", json=TEXT).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"http{url.removeprefix('https')}/health")
+        assert "Traceback" not in server.log
+
+
+def test_tls_files_that_cannot_be_used_are_told(
+    certificate: tuple[str, str], tmp_path: Path
+) -> None:
+    encrypted = str(tmp_path / "key.pem")
+    secret = ["-aes256", "-passout", "pass:secret"]
+    command = ["openssl", "ec", "-in", certificate[1], *secret, "-out", encrypted]
+    subprocess.run(command, check=True, capture_output=True)
+    for files in ((certificate[0], "/no/key"), certificate[::-1], (certificate[0], encrypted)):
+        config = ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1])
+        with pytest.raises(ConfigError, match="cannot be used: "):
+            tls_context(config)
+
+
+def test_an_open_server_warns(tmp_path: Path) -> None:
+    with fake_server("--host", "0.0.0.0", "--allowed-hosts", "*") as server:
+        url = server.url()
+        assert "anybody who reaches" in server.log
+        port = httpx.URL(url).port
+        seen: list[int] = []
+        ask = threading.Thread(
+            target=lambda: seen.append(
+                httpx.get(f"http://127.0.0.1:{port}/health", headers={"Host": "x"}).status_code
+            )
+        )
+        ask.start()
+        ask.join(10)
+        assert seen == [200]
