@@ -25,13 +25,13 @@ SERVE_OPTIONS = """
     --allowed-hosts --allowed-origins --api-key --api-key-file --attention --block
     --body-timeout --chunked-prefill-size --collective-timeout --compensation --config
     --cuda-graphs --device --dtype --generation-config --head-map --header-timeout
-    --heartbeat-timeout --host --kv-dtype --kv-tokens --log-level --max-body-mb
+    --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --model --no-compensation
     --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
-    --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code --weights
-    --window-max --window-min --window-ratio --world-size
+    --shutdown-timeout --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code
+    --weights --window-max --window-min --window-ratio --world-size
 """
 
 

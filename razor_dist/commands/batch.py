@@ -31,10 +31,10 @@ def batch(
 
     Malformed lines and refused requests are told of; the exit code is 1 then.
     """
+    from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import json_line, read_job
-    from razor_dist.server.logs import set_up_logging
 
     work = out.with_name(f"{out.name}.job")
     if out.exists() and not work.exists():

@@ -51,12 +51,12 @@ def summarize(
 
     Documents that cannot be read are skipped and named at the end; the exit code is 1 then.
     """
+    from razor_dist.config.logs import set_up_logging
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
     from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
-    from razor_dist.server.logs import set_up_logging
 
     prompt = Style.template if template is None else read_text(template, "the --template file")
     style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0)

@@ -198,6 +198,10 @@ class ServerConfig(EngineConfig):
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "How much the server logs."
     )
+    log_format: Literal["text", "json"] = _server("text", "json: an object on each line.")
+    shutdown_timeout: float = _server(
+        30.0, "Seconds that requests get to end at SIGTERM; a second one ends them at once.", ge=0
+    )
     api_key: Names = _access(
         (), "Keys, separated by commas; other processes see a flag, so rather a file."
     )

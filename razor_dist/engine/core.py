@@ -18,7 +18,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Adjusted, Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler, prefixes
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, StepPlan, StepSeconds
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 
@@ -59,6 +59,7 @@ class EngineCore:
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0
+        self._step_seconds = {"long": StepSeconds(), "short": StepSeconds()}
 
     @property
     def has_work(self) -> bool:
@@ -199,7 +200,9 @@ class EngineCore:
             request.began = began
         logits = self._run(plan)
         self.runner.synchronize()
-        self.scheduler.long_done(plan, self._clock() - began)
+        seconds = self._clock() - began
+        self._step_seconds["long"].note(seconds)
+        self.scheduler.long_done(plan, seconds)
         self._prompt_tokens += plan.end - plan.begin
         messages = []
         if not request.released:  # or else it is needed by those that continue it only, as above
@@ -218,7 +221,9 @@ class EngineCore:
         logits = self._run(plan)
         assert logits is not None
         self.runner.synchronize()
-        step = self.scheduler.short_done(plan, self._clock() - began)
+        seconds = self._clock() - began
+        self._step_seconds["short"].note(seconds)
+        step = self.scheduler.short_done(plan, seconds)
         messages: list[Message] = []
         answering: list[Request] = []
         rows: list[int] = []
@@ -327,9 +332,10 @@ class EngineCore:
         """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.messages`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
-        kv, peak, rss, peak_rss, cpu, *sent = table.T.tolist()
+        kv, peak, retrieval, rss, peak_rss, cpu, *sent = table.T.tolist()
         return {
             "kv_bytes_per_rank": kv,
+            "retrieval_kv_bytes_per_rank": retrieval,
             "peak_kv_bytes_per_rank": peak,
             "rss_per_rank": rss,
             "peak_rss_per_rank": peak_rss,
@@ -340,6 +346,7 @@ class EngineCore:
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
+            "step_seconds": {kind: times.fields for kind, times in self._step_seconds.items()},
         }
 
 

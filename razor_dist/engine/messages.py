@@ -34,7 +34,9 @@ Engine to frontend
                   ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
                   ``peak_rss_per_rank`` (highest since start), ``cpu_us_per_rank`` (microseconds
                   of CPU since start),
-                  ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise)
+                  ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise),
+                  ``retrieval_kv_bytes_per_rank`` (of ``kv_bytes_per_rank`` those of retrieval
+                  heads), ``step_seconds`` {"long" and "short": `StepSeconds.fields`}
 """
 
 from __future__ import annotations

@@ -263,10 +263,14 @@ class ModelRunner:
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
 
     def _stats(self) -> Tensor | None:
-        """``[P, 5 + purposes]`` int64: KV bytes, RSS, their peaks, CPU, bytes by purpose."""
+        """``[P, 6 + purposes]`` int64.
+
+        KV bytes, their peak, those of retrieval heads; RSS, its peak; CPU; bytes by purpose.
+        """
         sent = [self.comm.bytes_sent[p] for p in PURPOSES]
         cpu_us = time.process_time_ns() // 1000
-        numbers = [self.kv_bytes, self.peak_kv_bytes, *resident_bytes(), cpu_us, *sent]
+        kv = [self.kv_bytes, self.peak_kv_bytes, self.caches.pages.used_bytes]
+        numbers = [*kv, *resident_bytes(), cpu_us, *sent]
         row = torch.tensor(numbers, device=self.device)
         gathered = self.comm.all_gather(row, "control")
         return gathered.cpu() if self.comm.rank == 0 else None

@@ -15,6 +15,8 @@ SamplingDefaults = Mapping[str, Any]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+# They are looked at with every token, by the frontend and by rank 0.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1000, 1024
 # Integers travel to rank 0 in msgpack and to the generators as int64.
 _INT64 = 2**63
 _NUMBERS = (
@@ -94,6 +96,18 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {range_}, got {value}", param=name)
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", param="stop")
+        longest = max(map(len, self.stop), default=0)
+        if len(self.stop) > MAX_STOPS or longest > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} "
+                f"characters, got {len(self.stop)} of up to {longest}",
+                param="stop",
+            )
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"stop_token_ids must hold at most {MAX_STOP_IDS}, got {len(self.stop_token_ids)}",
+                param="stop_token_ids",
+            )
 
     @property
     def penalizes(self) -> bool:

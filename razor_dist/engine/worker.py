@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from razor_dist.config.errors import RazorError, RequestError
+from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, load, start
 from razor_dist.engine.device import torch_device
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--config-json", type=Path, required=True)
     parser.add_argument("--socket")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    inherit_logging()
     config = EngineConfig.from_json(arguments.config_json.read_text())
     is_first = os.environ["RANK"] == "0"
     try:

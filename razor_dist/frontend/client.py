@@ -30,10 +30,11 @@ from razor_dist.engine.messages import (
     pack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.observer import Observer
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "restarting", "failed", "closed"]
+State = Literal["loading", "ready", "restarting", "draining", "failed", "closed"]
 # sockaddr_un holds 108 bytes, the closing zero included.
 _MAX_SOCKET_PATH = 107
 
@@ -123,6 +124,7 @@ class EngineClient:
             )
         self.socket_path = socket_path
         self.max_queue = max_queue
+        self.observer = Observer()
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
         self.received = 0  # messages of all rank 0s so far
@@ -238,6 +240,7 @@ class EngineClient:
             message["prefix"] = prefix.request_id
         self._send(message)
         self._streams |= streams
+        self.observer.submitted(list(streams), len(prompt_ids), params)
         return list(streams.values())
 
     def check_room(self, requests: int) -> None:
@@ -263,6 +266,7 @@ class EngineClient:
         """Abandon a request and free its cache; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self._send({"t": "abort", "id": request_id})
+            self.observer.ended(request_id, "abort")
 
     async def stats(self, timeout: float = 30.0) -> Message:
         """Return the engine's counters; `EngineBusyError` if not within ``timeout`` seconds."""
@@ -351,6 +355,7 @@ class EngineClient:
         stream = self._streams.get(message["id"])
         if stream is None:
             return  # aborted; the engine had not heard of it yet
+        self.observer.received(message)
         failed = message["t"] == "error"
         last = failed or (message["t"] == "token" and message["finish"] is not None)
         if last:
@@ -374,6 +379,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.put(EngineError(error), last=True)
+            self.observer.ended(stream.request_id, "error")
         for future in self._stats.values():
             if not future.done():
                 future.set_exception(EngineError(error))

@@ -27,6 +27,7 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from razor_dist.config.errors import EngineError
+from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, settings_of
@@ -34,7 +35,6 @@ from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
 from razor_dist.llm.llm import LLM
-from razor_dist.server.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from razor_dist.config.errors import RazorError
+from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.messages import EXIT_USER_ERROR, FrontendUnreachableError
 from razor_dist.frontend.ranks import RankExit, Ranks
-from razor_dist.server.logs import set_up_logging
 
 # Seconds that killed actors are waited for. Their successors wait for their room in any case.
 _KILLED = 10.0

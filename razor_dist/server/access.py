@@ -18,6 +18,7 @@ from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig, is_key
 from razor_dist.config.sources import read_text
 from razor_dist.server.errors import Failure
+from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Access:
             await self.app(scope, receive, send)
             return
         account = _Account(holder)
+        current_record().key = holder.id
         holder.requests += 1
         token = _account.set(account)
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -16,6 +17,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.errors import Failure
+from razor_dist.server.request_log import RequestLog
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
 
@@ -60,6 +62,10 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def stats() -> dict[str, Any]:
         return await service.stats()
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await service.scrape(), media_type=CONTENT_TYPE_LATEST)
+
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return Failure.of(error).response(service.client.retry_after)
 
@@ -67,7 +73,11 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
+    # The last that is added hears first.
     app.add_middleware(Access, config=service.config, holders=dict(keys or {}))
+    count = service.metrics.http_requests
+    app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
     if service.config.allowed_origins:  # the outermost, so that errors can be read as well
         app.add_middleware(
             CORSMiddleware,

@@ -28,6 +28,7 @@ import psutil
 import uvicorn
 
 from razor_dist.config.errors import ConfigError, EngineError, RazorError
+from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.frontend.client import EngineClient
@@ -38,7 +39,6 @@ from razor_dist.models.registry import check_local_model, resolve_model
 from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
 from razor_dist.server.connections import bounded_protocol, quiet_loop
-from razor_dist.server.logs import set_up_logging
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
 
@@ -59,7 +59,7 @@ def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) ->
     """
     # Under torchrun the agent is our parent; a killed agent must not leave a server behind.
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
 
     async def run(listener: socket.socket) -> int:
         engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start_ranks)
@@ -98,11 +98,17 @@ class Frontend:
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
         server = _Uvicorn(self._uvicorn_config())
-        stop = asyncio.Event()
+        stop, now = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         quiet_loop(loop)
+
+        def end(number: signal.Signals) -> None:
+            if stop.is_set() or number == signal.SIGINT:  # who presses Ctrl-C does not want to wait
+                now.set()
+            stop.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, end, number)
         http = asyncio.create_task(server.serve(sockets=[self.listener]))
         ends = [asyncio.create_task(stop.wait()), http]
         if self.agent is not None:
@@ -116,6 +122,8 @@ class Frontend:
                 teller = asyncio.create_task(self._tell_failure())
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 teller.cancel()
+                if ends[0].done():
+                    await _unless([asyncio.create_task(now.wait()), *ends[1:]], self._drain(server))
             return 0
         finally:
             log.info("ending")
@@ -132,6 +140,7 @@ class Frontend:
         settings: Any = {
             "lifespan": "off",
             "log_config": None,
+            "access_log": False,  # it has paths that clients write
             "timeout_graceful_shutdown": _GRACE,
             "http": bounded_protocol(config.header_timeout, config.max_connections),
             "ws": "none",
@@ -141,6 +150,17 @@ class Frontend:
         if (tls := self._tls) is not None:
             settings["ssl_context_factory"] = lambda *_: tls
         return uvicorn.Config(build_app(self._service, self._keys), **settings)
+
+    async def _drain(self, server: uvicorn.Server) -> None:
+        """Refuse new requests and wait for those that are here, as long as they get."""
+        self._service.draining = True
+        seconds, count = self.config.shutdown_timeout, self.client.unfinished
+        if count:
+            log.info("%d requests get %g s to end; a second signal ends them now", count, seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.client.unfinished or server.server_state.tasks:
+                    await asyncio.sleep(0.05)
 
     async def _load(self) -> None:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
@@ -282,7 +302,7 @@ def main() -> int:
     parser.add_argument("--agent", type=int, required=True)
     given = parser.parse_args()
     config = ServerConfig.from_json(given.config_json.read_text())
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     try:
         return _listening(config, partial(_serve_torchrun, config, given.socket, given.agent))
     except RazorError as error:

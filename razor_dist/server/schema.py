@@ -24,6 +24,7 @@ from razor_dist.config.validation import nearest
 from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 
 _INT64 = 2**63
+_MAX_MESSAGES = 16384
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
@@ -196,7 +197,7 @@ class GenerateBody(_Strict):
 
 
 class ChatBody(GenerateBody):
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Field(max_length=_MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
@@ -19,6 +20,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.access import charge
 from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat
+from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 from razor_dist.server.sse import EventStream, stream
@@ -27,6 +29,8 @@ from razor_dist.server.sse import EventStream, stream
 _LONG = 1 << 18
 # Seconds; what polls the counters often gives up after 10 itself.
 _STATS_PATIENCE = 8.0
+# Prometheus gives up after 10 s, and has the last counters if the engine is busy.
+_SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
 _REFUSAL_WAIT = 1.0
@@ -52,12 +56,16 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
+        self.draining = False  # it ends what it has begun, and takes nothing more
+        self.metrics = client.observer = Metrics(config.name)
         self._heartbeat = heartbeat
         self._started = int(time.time())
 
     @property
     def status(self) -> Status:
-        """The engine's state; "loading" until the tokenizer is there too."""
+        """The engine's state; "loading" until the tokenizer is there too, "draining" at the end."""
+        if self.draining and self.client.status.state == "ready":
+            return Status("draining", "the server is shutting down")
         if self.client.status.state == "ready" and self.reader is None:
             return Status("loading", "the tokenizer is being loaded")
         return self.client.status
@@ -138,6 +146,15 @@ class Service:
         answer = await self.client.stats(_STATS_PATIENCE)
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
+
+    async def scrape(self) -> bytes:
+        """Return the metrics as Prometheus' text; those of the ranks as told last if it is busy."""
+        state, stats = self.client.status.state, None
+        if state == "ready" and self.client.info is not None:
+            with contextlib.suppress(EngineError):
+                counters = await self.client.stats(_SCRAPE_PATIENCE)
+                stats = {**self.client.info.fields, **counters}
+        return self.metrics.render(state == "ready", stats)
 
 
 def _late(seconds: float) -> RequestError:

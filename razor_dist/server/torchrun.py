@@ -21,11 +21,11 @@ from typing import NamedTuple
 import psutil
 
 from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.engine.messages import FrontendUnreachableError
 from razor_dist.frontend.managed_engine import lock_folder
 from razor_dist.frontend.ranks import without_torchrun
-from razor_dist.server.logs import set_up_logging
 
 RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.main"
@@ -65,7 +65,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     Raises `RazorError` on other ranks than 0, and on rank 0 only if it cannot reach the frontend,
     which tells the user otherwise.
     """
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     socket_path = None
     if torchrun.rank == 0:
         socket_path = str(ensure_frontend(config, agent=os.getppid()))

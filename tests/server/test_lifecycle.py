@@ -143,7 +143,7 @@ def test_a_request_that_kills_the_engine_gets_500() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None:
-    with fake_server() as server:
+    with fake_server("--shutdown-timeout", "1") as server:
         url = server.url()
         body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
@@ -154,6 +154,51 @@ def test_a_signal_ends_everything_within_seconds(number: signal.Signals) -> None
         assert "the server is shutting down" in rest
         assert server.process.wait(6) == 0
         assert alive(family) == []
+
+
+def test_sigterm_lets_answers_end_and_takes_no_more() -> None:
+    with fake_server() as server:
+        url = server.url()
+        body = {"model": "smollm2", "prompt": [fake_engine.ENDLESS, 20], "max_tokens": 150}
+        whole: list[httpx.Response] = []
+
+        def ask() -> None:
+            whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+
+        asked = threading.Thread(target=ask)
+        asked.start()
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as stream:
+            rest = stream.iter_lines()
+            lines = [next(rest) for _ in range(4)]
+            assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 2, 10)
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: health(url) == (503, "draining"), 2)
+            refused = complete(url, [5])
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_draining"
+            assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+            lines = [line for line in [*lines, *rest] if line]
+        asked.join(10)
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert len(chunks) == 150
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert lines[-1] == "data: [DONE]"
+        assert whole[0].json()["usage"]["completion_tokens"] == 150
+        assert server.process.wait(6) == 0
+        assert "2 requests get 30 s to end" in server.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(number: signal.Signals) -> None:
+    with fake_server() as server:
+        url = server.url()
+        body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: health(url) == (503, "draining"), 2)
+            server.process.send_signal(number)
+            assert "the server is shutting down" in "".join(stream.iter_text())
+        assert server.process.wait(6) == 0
 
 
 def test_a_killed_frontend_takes_its_ranks_along() -> None:

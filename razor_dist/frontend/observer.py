@@ -1,0 +1,21 @@
+"""What metrics hear of the answers that pass an `EngineClient`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from razor_dist.engine.messages import Message
+from razor_dist.engine.sampling_params import SamplingParams
+
+
+class Observer:
+    """Hears of every answer; this one takes no notice."""
+
+    def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
+        """Note a prompt and the ids of its answers."""
+
+    def received(self, message: Message) -> None:
+        """Note a message about an answer."""
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """Note an answer's end that no message told of: "abort", or "error" of the engine."""

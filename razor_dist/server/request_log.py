@@ -1,0 +1,90 @@
+"""One log line for each request, with nothing in it that a client has written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+# Asked every few seconds by machines.
+_QUIET = frozenset({"/health", "/metrics"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+@dataclass
+class RequestRecord:
+    """What is known of the request at hand when it ends."""
+
+    key: str | None = None  # `KeyHolder.id`
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+
+
+def current_record() -> RequestRecord:
+    """Return the record of the request at hand; outside of one, a record that nobody reads."""
+    return _record.get() or RequestRecord()
+
+
+class RequestLog:
+    """ASGI middleware that logs and counts requests, each when its response has ended.
+
+    While ``is_draining()`` responses close their connections: the client's next one shall find
+    another server.
+    """
+
+    def __init__(self, app: ASGIApp, count: Counter, is_draining: Callable[[], bool]) -> None:
+        self.app = app
+        self._count = count
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, record = time.perf_counter(), RequestRecord()
+        status, request_id, complete = 0, None, False
+
+        async def noting(message: Message) -> None:
+            nonlocal status, request_id, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                request_id = headers.get("x-request-id")
+                if self._is_draining():
+                    headers["Connection"] = "close"
+            await send(message)
+            if message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
+
+        token = _record.set(record)
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            _record.reset(token)
+            # The route's pattern, not the path: that is the client's writing.
+            route = getattr(scope.get("route"), "path", "unknown")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._count.labels(route, method, status).inc()
+            fields = {
+                "request_id": request_id,
+                "key": record.key,
+                "method": method,
+                "route": route,
+                "status": status,
+                "complete": complete,
+                "seconds": round(time.perf_counter() - begun, 4),
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": record.completion_tokens,
+            }
+            given = {name: value for name, value in fields.items() if value not in (None, 0)}
+            level = logging.DEBUG if route in _QUIET else logging.INFO
+            text = " ".join(f"{name}={value}" for name, value in given.items())
+            log.log(level, "%s", text, extra={"fields": fields})

@@ -1,0 +1,178 @@
+"""Metrics count what happened, logs tell it once, and the dashboard asks for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests import fake_engine
+from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
+
+MODEL = {"model_name": "smollm2"}
+SECRET = "sk-very-secret-0123456789"
+DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with fake_server("--log-format", "json", "--log-level", "debug", "--api-key", SECRET) as server:
+        server.url()
+        yield server
+
+
+def scrape(server: ServerProcess) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Samples by name and labels."""
+    answer = httpx.get(f"{server.url()}/metrics", headers=key())
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(answer.text)
+    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def key() -> dict[str, str]:
+    return {"Authorization": f"Bearer {SECRET}"}
+
+
+def ask(server: ServerProcess, prompt: Any, **fields: Any) -> httpx.Response:
+    body = {"model": "smollm2", "prompt": prompt, **fields}
+    return httpx.post(f"{server.url()}/v1/completions", json=body, headers=key(), timeout=20)
+
+
+def stream(server: ServerProcess, prompt: list[int]) -> Any:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 400, "stream": True}
+    url = f"{server.url()}/v1/completions"
+    return httpx.stream("POST", url, json=body, headers=key(), timeout=20)
+
+
+def test_metrics_count_what_happened(server: ServerProcess) -> None:
+    before = scrape(server)
+
+    def grown(name: str, **labels: str) -> float:
+        at = (f"razor:{name}", frozenset({**MODEL, **labels}.items()))
+        return after[at] - before.get(at, 0.0)
+
+    # 5 tokens backwards, then the end; 3 tokens, of which 2; two answers of 2; one is refused.
+    assert ask(server, [5, 6, 7, 8, 9]).json()["usage"]["completion_tokens"] == 6
+    assert ask(server, [5, 6, 7], max_tokens=2).status_code == 200
+    assert ask(server, [[5, 6], [7, 8]], max_tokens=2).status_code == 200
+    assert ask(server, [fake_engine.REFUSE, 5]).status_code == 400
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{server.url()}/v1/completions",
+            json={"model": "smollm2", "prompt": [fake_engine.HANG]},
+            headers=key(),
+            timeout=0.5,
+        )
+    assert wait_until(
+        lambda: scrape(server)[("razor:num_requests_waiting", frozenset(MODEL.items()))] == 0, 10
+    )
+    after = scrape(server)
+    assert grown("prompt_tokens_total") == 5 + 3 + 4
+    assert grown("generation_tokens_total") == 6 + 2 + 4
+    assert grown("prefix_cache_queries_total") == 12 and grown("prefix_cache_hits_total") == 0
+    reasons = {r: grown("request_success_total", finished_reason=r) for r in ("stop", "length")}
+    assert reasons == {"stop": 1, "length": 3}
+    assert grown("request_success_total", finished_reason="error") == 1
+    assert grown("request_success_total", finished_reason="abort") == 1
+    assert grown("time_to_first_token_seconds_count") == 4
+    assert grown("inter_token_latency_seconds_count") == 5 + 1 + 2
+    assert grown("e2e_request_latency_seconds_count") == 6
+    assert grown("request_generation_tokens_bucket", le="2.0") == 5
+    assert grown("request_prompt_tokens_sum") == 5 + 3 + 4 + 2 + 1
+    assert grown("num_requests_running") == 0
+    http = {"handler": "/v1/completions", "method": "POST"}
+    counts = {
+        dict(labels)["status"]: value - before.get((name, labels), 0.0)
+        for (name, labels), value in after.items()
+        if name == "razor:http_requests_total" and http.items() <= dict(labels).items()
+    }
+    assert counts == {"200": 3, "400": 1, "499": 1}
+
+
+def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
+    with stream(server, [fake_engine.HANG]):
+        assert wait_until(
+            lambda: scrape(server)[("razor:kv_cache_usage_perc", frozenset(MODEL.items()))] > 0, 5
+        )
+        found = scrape(server)
+
+    def value(name: str, **labels: str) -> float:
+        return found[(f"razor:{name}", frozenset({**MODEL, **labels}.items()))]
+
+    assert value("engine_ready") == 1
+    assert value("bytes_sent_total", purpose="ring") == 10
+    assert value("kv_cache_bytes", rank="1", heads="retrieval") == 64
+    assert value("kv_cache_bytes", rank="1", heads="streaming") == 36
+    assert value("kv_cache_usage_perc") == 0.1
+    assert value("resident_memory_bytes", rank="0") == 4096
+    assert value("rank_cpu_seconds_total", rank="1") == 0.0015
+    buckets = [value("step_seconds_bucket", kind="long", le=le) for le in ("0.1", "1.0", "+Inf")]
+    assert buckets == [2, 3, 3]
+    assert value("step_seconds_sum", kind="long") == 0.75
+    assert 0 <= value("engine_stats_age_seconds") < 5
+
+
+def test_waiting_and_running_are_told_apart(server: ServerProcess) -> None:
+    def now() -> tuple[float, float]:
+        found = scrape(server)
+        names = ("razor:num_requests_waiting", "razor:num_requests_running")
+        waiting, running = (found[(name, frozenset(MODEL.items()))] for name in names)
+        return waiting, running
+
+    with stream(server, [fake_engine.HANG]), stream(server, [fake_engine.ENDLESS, 20]) as running:
+        lines = running.iter_lines()  # whose end would be the stream's
+        next(lines)
+        assert wait_until(lambda: now() == (1, 1), 5), now()
+    assert wait_until(lambda: now() == (0, 0), 5), now()
+
+
+def test_a_line_of_json_tells_of_each_request(server: ServerProcess) -> None:
+    prompt = "A sentence that nobody else should read"
+    path = "/v1/no-such-path-of-mine"
+    assert ask(server, prompt, user="someone").status_code == 200
+    assert httpx.get(server.url() + path, headers=key()).status_code == 404
+    assert httpx.get(f"{server.url()}/v1/models?api_key={SECRET}").status_code == 401
+
+    def lines() -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+        return [line for line in found if line["logger"] == "razor_dist.server.request_log"]
+
+    assert wait_until(lambda: lines()[-1]["status"] == 401, 5)
+    asked, unknown, refused = lines()[-3:]
+    assert asked["route"] == "/v1/completions"
+    assert (asked["status"], asked["complete"]) == (200, True)
+    assert (asked["prompt_tokens"], asked["completion_tokens"]) == (7, 8)
+    assert re.fullmatch("[0-9a-f]{16}", asked["key"])
+    assert (unknown["route"], unknown["status"]) == ("unknown", 404)
+    assert refused["key"] is None
+    # Also at the level debug, nothing of a client's is in the log.
+    for secret in (SECRET, prompt, path, "someone", str(ROOT)):
+        assert secret not in server.log
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server: ServerProcess) -> None:
+    ask(server, [5, 6, 7])
+    names = {name for name, _ in scrape(server)}
+    labels = {label for _, found in scrape(server) for label, _ in found}
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
+    queries += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    assert len(queries) > 15
+    for query in queries:
+        asked = re.findall(r"razor:\w+", query)
+        assert asked and set(asked) <= names, query
+        # A comparison keeps parentheses and braces in pairs, too.
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            assert {name.strip() for name in group.split(",")} <= labels, query
+    # And it shows every metric of the engine's.
+    shown = " ".join(queries)
+    for name in names:
+        plain = re.sub(r"_(bucket|count|sum|created)$", "", name)
+        if name.startswith("razor:") and not name.endswith("_created"):
+            assert plain in shown, plain
