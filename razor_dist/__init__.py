@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from razor_dist.config.schema import EngineConfig
     from razor_dist.engine.sampling_params import SamplingParams
+    from razor_dist.engine.structured_outputs import StructuredOutputsParams
     from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
     from razor_dist.llm.async_llm import AsyncLLM
     from razor_dist.llm.llm import LLM
@@ -22,6 +23,7 @@ __all__ = [
     "Prefix",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
@@ -32,6 +34,7 @@ _HOMES = {
     "Prefix": "razor_dist.llm.prefix",
     "RequestOutput": "razor_dist.frontend.outputs",
     "SamplingParams": "razor_dist.engine.sampling_params",
+    "StructuredOutputsParams": "razor_dist.engine.structured_outputs",
 }
 
 

@@ -14,8 +14,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
 
 
 @lru_cache(maxsize=1)

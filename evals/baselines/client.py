@@ -19,10 +19,10 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.frontend.guard import guarded
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
 
 _WORKER = "razor_dist.evals.baselines.model"
 # Seconds that the process gets to end by itself.

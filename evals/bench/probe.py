@@ -27,7 +27,6 @@ from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_t
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
-from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads.duo.train import train
 from razor_dist.heads.passkeys import PasskeySample
 from razor_dist.heads.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
@@ -38,6 +37,7 @@ from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from razor_dist.config.validation import check_percent
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.evals.needle.model import needle_words
 from razor_dist.evals.needle.presets import Fact, Preset, word_fact
-from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.models.tokenizer import load_tokenizer
 
 Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
 _ANSWER_WORDS = 5

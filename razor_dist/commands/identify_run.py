@@ -24,7 +24,6 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.device import torch_device, torch_dtype
 from razor_dist.evals.needle.grid import Check
-from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.heads import onthefly, razor, scope
 from razor_dist.heads.compare import HeadMapSummary
 from razor_dist.heads.decision import Scores
@@ -42,6 +41,7 @@ from razor_dist.models.adapters import is_alibi
 from razor_dist.models.loader import load_model, read_config
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.zero import import_deepspeed, join_ranks
 
 Settings = TypeVar("Settings")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -41,6 +41,7 @@ from razor_dist.models.loader import (
 )
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
 from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
@@ -209,6 +210,7 @@ def make_engine(
         seed=config.seed if config.seed is not None else secrets.randbits(62),
         max_step=config.max_step_ms / 1000,
         by_priority=config.scheduling_policy == "priority",
+        load_tokenizer=partial(_tokenizer, config),
     )
     kept = sum(map(sum, retrieval))
     info = {
@@ -223,3 +225,9 @@ def make_engine(
         "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,
     }
     return RankEngine(runner, core, info)
+
+
+def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    trust = config.trust_remote_code
+    folder = resolve_model(config.model, trust_remote_code=trust)
+    return load_tokenizer(folder, trust_remote_code=trust)

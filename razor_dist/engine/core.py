@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
 from razor_dist.engine.request import Request
@@ -19,6 +20,7 @@ from razor_dist.engine.sampler import Adjusted, Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler, prefixes
 from razor_dist.engine.step import Op, StepPlan, StepSeconds
+from razor_dist.engine.structured_outputs import GrammarCompiler
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 
@@ -33,7 +35,7 @@ class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
     From ``seed`` come the seeds of requests that bring none. ``max_step`` and ``by_priority`` are
-    `Turns`' settings.
+    `Turns`' settings. ``load_tokenizer`` is called, in a thread, for the first structured output.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class EngineCore:
         max_step: float = math.inf,
         by_priority: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
@@ -56,6 +59,7 @@ class EngineCore:
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
         self._requests: dict[str, Request] = {}
         self._processors = LogitsProcessors(runner.shape.vocab_size, runner.device)
+        self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0
@@ -113,6 +117,7 @@ class EngineCore:
             chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
         max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
         first: Request | None = None
+        structured = params.structured_outputs
         requests = []
         for index, name in enumerate(ids):
             own = params.for_answer(index)
@@ -127,6 +132,7 @@ class EngineCore:
                 max_tokens=max_tokens,
                 chunked_prefill_size=chunked_prefill_size,
                 generator=torch.Generator().manual_seed(seed),
+                grammar=self._grammars.compile(structured) if structured else None,
                 prefix=prefix if first is None else first,
                 short=first is not None,
                 arrived=self._clock(),
@@ -254,36 +260,59 @@ class EngineCore:
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
         """Sample each request's next token by its row of ``logits``."""
+        failed = self._begin_processing(requests)
         params, generators = [r.params for r in requests], [r.generator for r in requests]
         sampled = sample(logits, params, generators, self._adjusted(requests, logits))
         chosen = {r.key: s.token for r, s in zip(requests, sampled, strict=True) if s is not None}
         self._processors.accept(chosen)
-        return [self._advance(*pair) for pair in zip(requests, sampled, strict=True)]
+        return [
+            self._advance(request, one, failed.get(request.key))
+            for request, one in zip(requests, sampled, strict=True)
+        ]
+
+    def _begin_processing(self, requests: Sequence[Request]) -> dict[int, RequestError]:
+        """Note what new requests ask to be done to their logits; return errors by sequence."""
+        failed = {}
+        for request in requests:
+            if request.params.adjusts_logits and request.key not in self._processors:
+                prompts = [r.prompt for r in (request, *prefixes(request))]
+                try:
+                    grammar = request.grammar.result() if request.grammar else None
+                except RequestError as error:
+                    failed[request.key] = error
+                else:
+                    self._processors.add(request.key, request.params, prompts, grammar)
+        return failed
 
     def _adjusted(self, requests: Sequence[Request], logits: Tensor) -> Adjusted | None:
         """Return the rows of requests whose tokens are chosen by other logits than the model's."""
-        asking = [row for row, request in enumerate(requests) if request.params.adjusts_logits]
+        asking = [row for row, request in enumerate(requests) if request.key in self._processors]
         if not asking:
             return None
-        for request in (requests[row] for row in asking):
-            if request.key not in self._processors:
-                prompts = [r.prompt for r in (request, *prefixes(request))]
-                self._processors.add(request.key, request.params, prompts)
         keys = [requests[row].key for row in asking]
         return Adjusted(asking, self._processors.apply(keys, logits[asking]))
 
-    def _advance(self, request: Request, sampled: Sampled | None) -> Message:
+    def _advance(
+        self, request: Request, sampled: Sampled | None, error: RazorError | None
+    ) -> Message:
         """Take a request's next token; end the request if that was its last, or there is none.
 
         A failure here is rank 0's alone, after the step, and ends this request only.
         """
-        if sampled is None:
-            self._end(request)
+        grammar = self._processors.grammar(request.key)
+        if grammar is not None and error is None:
+            error = grammar.error
+        if sampled is None and error is None:
             error = EngineError("the model computed logits that are not finite")
+        if sampled is None or error is not None:
+            self._end(request)
+            assert error is not None
             return error_message(request.id, error)
         request.generated.append(sampled.token)
         self._generated_tokens += 1
         finish = self._finish_reason(request, sampled.token)
+        if grammar is not None and grammar.ended:
+            finish = "stop"
         if finish is not None:
             self._answers += 1
             self._end(request)

@@ -1,4 +1,4 @@
-"""What some requests ask to be done to logits before a token is chosen: penalties and biases.
+"""What some requests ask to be done to logits: penalties, biases, masks of grammars.
 
 All rows of a step that ask for something are computed together; the others are not touched.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from razor_dist.engine.messages import Tokens
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.structured_outputs import Grammar
 
 # Added to the count of a token that the prompt has.
 _IN_PROMPT = 1 << 30
@@ -24,6 +25,7 @@ class _Entry:
     counts: int | None  # its row of the table of counts
     biased: Tensor  # int64 [b], tokens
     bias: Tensor  # float32 [b]
+    grammar: Grammar | None
 
 
 class LogitsProcessors:
@@ -40,8 +42,14 @@ class LogitsProcessors:
     def __contains__(self, key: int) -> bool:
         return key in self._entries
 
-    def add(self, key: int, params: SamplingParams, prompts: Iterable[Tokens]) -> None:
-        """Begin a sequence whose prompt consists of ``prompts``."""
+    def add(
+        self,
+        key: int,
+        params: SamplingParams,
+        prompts: Iterable[Tokens],
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Begin a sequence whose prompt is ``prompts``, and whose answer must match ``grammar``."""
         device = self._counts.device
         bias = params.logit_bias or {}
         row = None
@@ -57,6 +65,7 @@ class LogitsProcessors:
             row,
             torch.tensor(list(bias), dtype=torch.int64, device=device),
             torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
+            grammar,
         )
 
     def remove(self, key: int) -> None:
@@ -71,6 +80,10 @@ class LogitsProcessors:
         ``logits``, a copy of the model's, is overwritten.
         """
         entries = [self._entries[key] for key in keys]
+        grammars = {row: e.grammar for row, e in enumerate(entries) if e.grammar is not None}
+        if grammars:
+            at = list(grammars)
+            logits[at] = _masked(logits[at], list(grammars.values()))
         rows = [torch.full_like(e.biased, row) for row, e in enumerate(entries)]
         places = torch.cat(rows), torch.cat([e.biased for e in entries])
         logits.index_put_(places, torch.cat([e.bias for e in entries]), accumulate=True)
@@ -86,11 +99,19 @@ class LogitsProcessors:
         pairs = []
         for key, token in chosen.items():
             entry = self._entries.get(key)
-            if entry is not None and entry.counts is not None:
+            if entry is None:
+                continue
+            if entry.counts is not None:
                 pairs.append((entry.counts, token))
+            if entry.grammar is not None:
+                entry.grammar.accept(token)
         if pairs:
             rows, tokens = torch.tensor(pairs, device=self._counts.device).T
             self._counts[rows, tokens] += 1
+
+    def grammar(self, key: int) -> Grammar | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.grammar
 
     def _free_row(self) -> int:
         if not self._free:
@@ -99,6 +120,18 @@ class LogitsProcessors:
             self._counts[: len(old)] = old
             self._free = list(range(len(old), len(self._counts)))
         return self._free.pop()
+
+
+def _masked(logits: Tensor, grammars: Sequence[Grammar]) -> Tensor:
+    """Logits ``[n, V]``, minus infinity for tokens that the grammar of their row forbids."""
+    vocabulary = logits.shape[-1]
+    masks = torch.zeros((len(grammars), -(-vocabulary // 32)), dtype=torch.int32)
+    for grammar, mask in zip(grammars, masks, strict=True):
+        grammar.fill(mask)
+    # Only the bits are copied to the device.
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = masks.to(logits.device).unsqueeze(-1) >> bits & 1
+    return logits.masked_fill(allowed.flatten(1)[:, :vocabulary] == 0, -torch.inf)
 
 
 def _penalized(logits: Tensor, counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:

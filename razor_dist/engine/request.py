@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from razor_dist.engine.messages import Tokens
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.structured_outputs import Grammar
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class Request:
     max_tokens: int  # to generate at most; 0 if the prompt is only pinned
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     generator: torch.Generator  # of its random draws
+    grammar: Future[Grammar] | None = None  # what the answer must match
     prefix: Request | None = None  # a pinned prefix that this one continues
     short: bool = False  # the whole prompt is read in one short step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted

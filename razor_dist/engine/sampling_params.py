@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ModelError, RequestError
+from razor_dist.engine.structured_outputs import StructuredOutputsParams
 
 # Values for some of `SamplingParams`' fields, by name.
 SamplingDefaults = Mapping[str, Any]
@@ -54,6 +55,7 @@ class SamplingParams:
     ``repetition_penalty``  logits of tokens in prompt or answer are divided by it, negative ones
                             multiplied
     ``logit_bias``          numbers in [-100, 100] to add to logits, by token id
+    ``structured_outputs``  what the answers must match, a `StructuredOutputsParams` or a mapping
     ``seed``                makes the request's draws repeatable; the i-th answer draws by seed + i
     ``stop``                strings that end the text; they are not part of it
     ``stop_token_ids``      tokens that end the request, besides the model's end-of-sequence tokens
@@ -76,6 +78,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -89,6 +92,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", _tuple("stop", stop, str, "strings"))
         ids = _tuple("stop_token_ids", self.stop_token_ids, int, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
+        if self.structured_outputs is not None:
+            structured = StructuredOutputsParams.of(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", structured)
         self._check_types()
         for name, holds, range_ in _RANGES:
             value = getattr(self, name)
@@ -118,7 +124,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """True if tokens are chosen by other logits than the model's."""
-        return self.penalizes or bool(self.logit_bias)
+        return self.penalizes or bool(self.logit_bias) or self.structured_outputs is not None
 
     def for_answer(self, index: int) -> SamplingParams:
         """Return the parameters of one of the ``n`` answers, which draws by a seed of its own."""

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from razor_dist.config.errors import ModelError, RequestError
+from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import Tokens, as_tokens
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.detokenizer import token_texts
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4
 CONTEXT_EXCEEDED = "context_length_exceeded"
-
-
-def load_tokenizer(
-    folder: Path, *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Load a model folder's tokenizer; ``None`` without one, `ModelError` if it is broken."""
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    # We check what fits; transformers would warn about each longer prompt.
-    tokenizer.model_max_length = 2**62
-    # The first call may switch off a truncation that tokenizer.json asks for; later, in the midst
-    # of another thread's call, the tokenizer would refuse that as "already borrowed".
-    tokenizer("")
-    loaded: PreTrainedTokenizerBase = tokenizer
-    return loaded
 
 
 class PromptEncoder:
@@ -137,6 +116,13 @@ def check_prompt(
     tokens = as_tokens(prompt, vocab_size, param)
     as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
     as_tokens(list(params.logit_bias or ()), vocab_size, "logit_bias")
+    if params.structured_outputs is not None:
+        params.structured_outputs.check()
+        if not has_tokenizer:
+            raise RequestError(
+                "structured_outputs needs a tokenizer, which the model lacks",
+                param="structured_outputs",
+            )
     if params.stop and not has_tokenizer:
         raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
     answer = 1 if params.max_tokens is None else params.max_tokens

@@ -20,7 +20,7 @@ from razor_dist.engine.sampling_params import SamplingParams, sampling_defaults
 from razor_dist.frontend.client import EngineClient, EngineInfo
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt, load_tokenizer
+from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
 from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.llm.generation import (
     Conversation,
@@ -36,6 +36,7 @@ from razor_dist.llm.generation import (
 from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import UseTqdm
 from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 

@@ -35,7 +35,8 @@ from razor_dist.engine.messages import (
 )
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.guard import guarded
-from razor_dist.frontend.prompts import Checked, PromptEncoder, load_tokenizer
+from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 
 # Bytes of a body that are written to the process at a time.

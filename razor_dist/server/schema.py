@@ -22,6 +22,7 @@ from pydantic import (
 from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
 from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
+from razor_dist.engine.structured_outputs import StructuredOutputsParams
 
 _INT64 = 2**63
 _MAX_MESSAGES = 16384
@@ -44,10 +45,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ()),
     "suffix": ("",),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
+}
+
+# Names that vLLM took until 0.12, and what took their place.
+_GUIDED = {
+    f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
+    for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
 }
 
 # The same within a message: answers that a client puts back into its history may bring them.
@@ -147,6 +153,36 @@ class ChatMessage(_Strict):
         return {"role": role, "content": self.content}
 
 
+class JsonSchema(_Strict):
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # answers match the schema in any case
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, and only then")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.json_schema)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+def _structured(value: object) -> StructuredOutputsParams | None:
+    try:
+        return None if value is None else StructuredOutputsParams.of(value)
+    except RequestError as error:
+        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
+
+
 class GenerateBody(_Strict):
     model: str
     max_tokens: Int | None = None
@@ -158,6 +194,10 @@ class GenerateBody(_Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(_structured)] = (
+        None
+    )
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stop_token_ids: list[Int] | None = None
@@ -180,6 +220,23 @@ class GenerateBody(_Strict):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
 
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return self.structured_outputs
+        if self.structured_outputs is not None:
+            raise RequestError(
+                "response_format and structured_outputs exclude each other",
+                param="structured_outputs",
+            )
+        try:
+            structured = self.response_format.structured_outputs()
+            if structured is not None:
+                structured.check()
+        except RequestError as error:
+            problem = str(error).replace("structured_outputs", "response_format", 1)
+            raise RequestError(problem, param="response_format") from None
+        return structured
+
     def _sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
@@ -187,6 +244,7 @@ class GenerateBody(_Strict):
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
+            structured_outputs=self._structured_outputs(),
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -253,7 +311,7 @@ def parse(cls: type[Body], data: object) -> Body:
         if name in cls.model_fields:
             fields[name] = value
         elif name not in _NEUTRAL:
-            hint = nearest(name, cls.model_fields)
+            hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
             suffix = f"; did you mean {hint!r}?" if hint else ""
             raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
         elif value is not None and not _is_neutral(name, value):

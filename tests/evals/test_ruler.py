@@ -21,8 +21,8 @@ from razor_dist.evals.ruler.tasks import (
     score,
 )
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
-from razor_dist.frontend.prompts import load_tokenizer
 from razor_dist.jobs.results import read_job
+from razor_dist.models.tokenizer import load_tokenizer
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 

@@ -21,10 +21,11 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.config.sources import load_config
 from razor_dist.engine import build, capacity
 from razor_dist.engine.core import EngineCore
-from razor_dist.frontend.prompts import PromptEncoder, load_tokenizer
+from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
+from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.server.request_parsing import Limits, parse_request
 from tests.tiny_models import make_tiny

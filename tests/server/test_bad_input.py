@@ -82,6 +82,26 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"logit_bias": {"x": 1}}, "logit_bias", "must have token ids for keys, got 'x'"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "numbers between -100 and 100, got 101"),
         ({"logit_bias": {"49152": 1}}, "logit_bias", "token id 49152 in logit_bias is not in"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', 'json_ob"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must have json_schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "foo"}},
+                }
+            },
+            "response_format",
+            "response_format: json cannot be used: Invalid type: foo",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, json_object"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex cannot be used"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "exclude each other",
+        ),
+        ({"guided_regex": "a"}, "guided_regex", 'did you mean \'structured_outputs: {"regex"'),
         ({"n": 129}, "n", "n must be between 1 and 128, got 129"),
         ({"n": 5}, "n", "n must ask for at most 4 answers, got 5"),
         ({"store": 0}, "store", "unsupported field 'store'"),

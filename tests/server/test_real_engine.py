@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from razor_dist import LLM, SamplingParams
@@ -53,6 +56,25 @@ def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    country: Literal["France", "Spain"]
+    population: int = pydantic.Field(ge=0, le=10**8)
+
+
+def test_the_openai_client_parses_what_it_asks_for(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 64}
+    parsed = client.chat.completions.parse(**asked, response_format=City)
+    [choice] = parsed.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.parsed is not None and choice.message.parsed.country == "France"
+    chosen = client.chat.completions.create(
+        **asked | {"temperature": 2}, n=3, extra_body={"structured_outputs": {"regex": "[A-C]{3}!"}}
+    )
+    assert all(re.fullmatch("[A-C]{3}!", c.message.content or "") for c in chosen.choices)
 
 
 def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerProcess) -> None:

@@ -1,0 +1,163 @@
+"""Answers that must match something, and do; what cannot be matched is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from razor_dist.config.errors import RequestError
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.structured_outputs import Grammar, StructuredOutputsParams
+from tests.engine.test_core import make_core, run, tokens
+from tests.schemas import answers, random_schema, validate
+from tests.tokenizer import write_letters
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_answer_to_a_random_schema_is_valid(count: int) -> None:
+    rng = random.Random(0)
+    schemas = [random_schema(rng) for _ in range(count)]
+    for at in range(0, count, 16):
+        texts, _ = answers(schemas[at : at + 16], seed=at)
+        for schema, text in zip(schemas[at : at + 16], texts, strict=True):
+            validate(schema, text)
+
+
+@pytest.fixture(scope="module")
+def core(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
+    """An engine whose tokens are printable letters, 4 to 98; 2 ends a sequence."""
+    folder = tmp_path_factory.mktemp("letters") / "llama"
+    shutil.copytree(tiny("llama"), folder)
+    write_letters(folder)
+    file = folder / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["decoder"] = {"type": "ByteFallback"}  # by its kind llguidance knows what tokens spell
+    stored["model"]["vocab"] |= {"<pad>": 0, "<s>": 1, "</s>": 2}  # and takes ids to have no gaps
+    file.write_text(json.dumps(stored))
+    return make_core(folder, max_num_seqs=4)
+
+
+def texts(core: EngineCore, structured: Any, **settings: Any) -> list[str]:
+    """Ask for three answers; they end by themselves."""
+    params = SamplingParams(n=3, max_tokens=200, structured_outputs=structured, **settings)
+    core.add("a", [50, 60, 70], params)
+    found = run(core)
+    assert core.runner.kv_bytes == 0
+    ends = [found[name][-1] for name in ("a", "a/1", "a/2")]
+    assert [end.get("finish") for end in ends] == ["stop"] * 3, ends
+    return ["".join(chr(t + 28) for t in tokens(messages)[:-1]) for messages in found.values()]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_whatever_kind_is_asked_for_is_matched(core: EngineCore, ignore_eos: bool) -> None:
+    settings: dict[str, Any] = {"temperature": 1.5, "ignore_eos": ignore_eos, "seed": 1}
+    choice = ["yes", "no", 'say "maybe"', "maybe not"]
+    assert all(text in choice for text in texts(core, {"choice": choice}, **settings))
+    pattern = "(ab|c[0-9]{2,4}){2}!"
+    found = texts(core, {"regex": pattern}, frequency_penalty=0.5, **settings)
+    assert all(re.fullmatch(pattern, text) for text in found) and len(set(found)) > 1
+    gbnf = 'root ::= "(" inner ")"\ninner ::= [a-c] | "x" [0-9] [0-9]?'
+    assert all(re.fullmatch(r"\(([a-c]|x\d\d?)\)", t) for t in texts(core, {"grammar": gbnf}))
+    lark = 'start: "<" WORD ">"\nWORD: /[a-f]{3}/'
+    assert all(re.fullmatch("<[a-f]{3}>", t) for t in texts(core, {"grammar": lark}))
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for form in (schema, json.dumps(schema)):
+        for text in texts(core, {"json": form}, **settings):
+            validate(schema, text)
+    for text in texts(core, {"json": schema, "disable_any_whitespace": True}, **settings):
+        assert text == json.dumps(json.loads(text), separators=(",", ":"))
+    for text in texts(core, {"json": schema, "whitespace_pattern": " "}, **settings):
+        assert text.count(" ") and json.loads(text)
+
+
+def test_a_greedy_answer_in_company_is_the_one_alone(core: EngineCore) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-z]{5}[0-9]{5}"}
+    )
+    core.add("alone", [50, 60], params)
+    alone = run(core)["alone"]
+    core.add("a", [50, 60], params)
+    core.add("free", [50, 60], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    found = run(core)
+    assert tokens(found["a"]) == tokens(alone)
+    assert len(tokens(found["free"])) == 30
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]{20}"})
+    core.add("good", [50], params)
+    core.add("bad", [50], SamplingParams(structured_outputs={"grammar": "start: <|none|>"}))
+    accept, begun = Grammar.accept, []
+
+    def spoil(grammar: Grammar, token: int) -> None:
+        begun.append(grammar)
+        accept(grammar, 9 if len(begun) > 4 else token)  # a bracket
+
+    found = run(core)
+    assert len(tokens(found["good"])) == 9
+    assert (found["bad"][-1]["t"], found["bad"][-1]["param"]) == ("error", "structured_outputs")
+    monkeypatch.setattr(Grammar, "accept", spoil)
+    core.add("spoilt", [50], params)
+    [*_, last] = run(core)["spoilt"]
+    assert (last["t"], last["param"]) == ("error", "structured_outputs")
+    assert "the answer cannot go on" in last["message"]
+    assert core.runner.kv_bytes == 0
+
+
+def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    core.add("a", [5], SamplingParams(structured_outputs={"choice": ["a"]}))
+    assert "the model has no tokenizer" in run(core)["a"][-1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "exactly one of json, json_object, regex, choice, grammar must be given, got none"),
+        ({"regex": "a", "choice": ["a"]}, "got regex and choice"),
+        ({"json_object": False}, "got none"),
+        ({"regex": 5}, "regex must be a string"),
+        ({"choice": []}, "choice must be a list of strings that is not empty"),
+        ({"choice": "ab"}, "choice must be a list of strings"),
+        ({"json": [1]}, "json must be a JSON schema"),
+        ({"json": False}, "a schema that nothing matches"),
+        ({"json_object": 1}, "json_object must be true or false"),
+        ({"structural_tag": "x"}, "unsupported field 'structural_tag'; there are json, json_obj"),
+        ("regex", "must be an object, got 'regex'"),
+        ({"regex": "(a"}, "regex cannot be used: .*unclosed group"),
+        ({"json": {"type": "foo"}}, "json cannot be used: Invalid type: foo"),
+        ({"json": "{"}, "json cannot be used"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys: ..uniqueItems"),
+        ({"json": {"$ref": "http://127.0.0.1/x"}}, "retrieving it failed"),
+        ({"grammar": "root ::= ((("}, "grammar cannot be used: .*Expected"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+    ],
+)
+def test_what_cannot_be_matched_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        params = SamplingParams(structured_outputs=value)
+        assert params.structured_outputs is not None
+        params.structured_outputs.check()
+    assert refused.value.param == "structured_outputs"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="needs the package llguidance on the server"):
+        StructuredOutputsParams(choice=["a"]).check()
