@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,18 @@ def is_hidden(parameter: Any) -> bool:
 def test_the_options_of_serve_are_frozen() -> None:
     """Renaming or dropping a flag breaks scripts: change this list on purpose only."""
     assert options(serve) == set(SERVE_OPTIONS.split())
+
+
+@pytest.mark.parametrize("unit", ["razor-dist.service", "razor-dist-torchrun.service"])
+def test_the_units_give_options_that_exist(unit: str) -> None:
+    text = (Path(__file__).parents[1] / "deploy" / unit).read_text().replace("\\\n", " ")
+    [start] = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+    flags = re.split(r"/razor-dist serve |launch/serve\.py ", start)[1]
+    given = re.findall(r"--[\w-]+", flags)
+    assert "--api-key-file" in given and set(given) <= options(serve)
+    patience = re.search(r"--shutdown-timeout (\d+)", flags)
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert patience and stop and int(stop[1]) > int(patience[1])
 
 
 PLAN_OPTIONS = """

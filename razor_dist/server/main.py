@@ -43,7 +43,8 @@ from razor_dist.server.connections import bounded_protocol, quiet_loop
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
 
-log = logging.getLogger(__name__)
+# Not __name__: torchrun's frontend is run as a module.
+log = logging.getLogger("razor_dist.server.main")
 
 T = TypeVar("T")
 P = ParamSpec("P")

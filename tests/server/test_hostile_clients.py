@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
+from razor_dist.server import connections as connections_module
 from razor_dist.server.connections import bounded_protocol
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server, health, wait_until
@@ -132,3 +136,38 @@ def test_fewer_files_than_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounded_protocol(10.0, 1024).max_connections == 272
     assert limits[-1] == (400, 400)
     assert bounded_protocol(10.0, 50).max_connections == 50
+
+
+def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections_module, "SEND_TIMEOUT", 0.2)
+    sent = 0
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.ensure_future(receive_until_gone(receive))
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b" " * 2**16, "more_body": True})
+            sent += 1
+            await asyncio.sleep(0)
+
+    async def receive_until_gone(receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def main() -> None:
+        protocol = bounded_protocol(10.0, 8)
+        config = uvicorn.Config(endless, http=protocol, lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server._serve([listener]))
+            _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            async with asyncio.timeout(10):
+                while not (sent and not server.server_state.tasks):
+                    await asyncio.sleep(0.02)
+            server.should_exit = True
+            writer.close()
+            await serving
+
+    asyncio.run(main())
