@@ -69,12 +69,6 @@ class _Account:
 _account: ContextVar[_Account | None] = ContextVar("account", default=None)
 
 
-def key_holder() -> KeyHolder | None:
-    """Return the holder of the key of the request at hand; ``None`` without keys."""
-    account = _account.get()
-    return account.holder if account is not None else None
-
-
 def charge(tokens: int) -> None:
     """Count tokens of the request at hand for its key until its response has ended.
 

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
@@ -56,6 +57,7 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
+        self._asking: asyncio.Task[Message] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name)
         self._heartbeat = heartbeat
@@ -143,7 +145,7 @@ class Service:
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
-        answer = await self.client.stats(_STATS_PATIENCE)
+        answer = await self._ask_counters()
         counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
 
@@ -151,10 +153,18 @@ class Service:
         """Return the metrics as Prometheus' text; those of the ranks as told last if it is busy."""
         state, stats = self.client.status.state, None
         if state == "ready" and self.client.info is not None:
-            with contextlib.suppress(EngineError):
-                counters = await self.client.stats(_SCRAPE_PATIENCE)
+            with contextlib.suppress(EngineError, TimeoutError):
+                counters = await asyncio.wait_for(self._ask_counters(), _SCRAPE_PATIENCE)
                 stats = {**self.client.info.fields, **counters}
         return self.metrics.render(state == "ready", stats)
+
+    async def _ask_counters(self) -> Message:
+        """Return the ranks' counters, asked once for all who ask meanwhile: it is a collective."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self.client.stats(_STATS_PATIENCE))
+            # Perhaps nobody waits any more.
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._asking)
 
 
 def _late(seconds: float) -> RequestError:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from razor_dist.config.schema import ServerConfig
+from razor_dist.frontend.client import EngineClient
+from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
 
@@ -176,3 +181,23 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: ServerProcess) -> Non
         plain = re.sub(r"_(bucket|count|sum|created)$", "", name)
         if name.startswith("razor:") and not name.endswith("_created"):
             assert plain in shown, plain
+
+
+def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
+    service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
+    asked = 0
+
+    async def stats(timeout: float) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.05)
+        return {"t": "stats", "tag": asked, "running": asked}
+
+    async def main() -> None:
+        service.client.stats = stats  # type: ignore[method-assign]
+        for round_ in (1, 2):
+            found = await asyncio.gather(*(service._ask_counters() for _ in range(20)))
+            assert [answer["running"] for answer in found] == [round_] * 20
+        assert asked == 2
+
+    asyncio.run(main())
