@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import traceback
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +13,24 @@ from typing import Any
 _LEVEL, _FORMAT = "RAZOR_LOG_LEVEL", "RAZOR_LOG_FORMAT"
 
 
-class JsonFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """A line of text; with ``discreet`` an exception is its type and where it was raised.
+
+    What it says may quote what a client wrote.
+    """
+
+    def __init__(self, *, discreet: bool = False) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._discreet = discreet
+
+    def formatException(self, ei: Any) -> str:
+        if not self._discreet:
+            return super().formatException(ei)
+        kind, _, trace = ei
+        return "".join(traceback.format_tb(trace)) + kind.__name__
+
+
+class JsonFormatter(TextFormatter):
     """A JSON object on a line: time, level, logger, message, and the record's ``fields``."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -28,20 +46,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def set_up_logging(level: str, style: str = "text") -> None:
+def set_up_logging(level: str, style: str = "text", *, discreet: bool = False) -> None:
     """Log to standard error from ``level`` ("debug" to "error") on, as "text" or "json".
 
-    Processes that this one starts may call `inherit_logging`.
+    Processes that this one starts may call `inherit_logging`. ``discreet``: as in `TextFormatter`.
     """
     os.environ |= {_LEVEL: level, _FORMAT: style}
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if style == "json" else text)
+    formatter = JsonFormatter if style == "json" else TextFormatter
+    handler.setFormatter(formatter(discreet=discreet))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Ours tell of starting, ending and requests already.
     logging.getLogger("uvicorn.error").setLevel("WARNING")
 
 
-def inherit_logging() -> None:
+def inherit_logging(*, discreet: bool = False) -> None:
     """Log as the process that started this one."""
-    set_up_logging(os.environ.get(_LEVEL, "info"), os.environ.get(_FORMAT, "text"))
+    level, style = os.environ.get(_LEVEL, "info"), os.environ.get(_FORMAT, "text")
+    set_up_logging(level, style, discreet=discreet)

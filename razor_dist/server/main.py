@@ -61,7 +61,7 @@ def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) ->
     """
     # Under torchrun the agent is our parent; a killed agent must not leave a server behind.
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    set_up_logging(config.log_level, config.log_format)
+    set_up_logging(config.log_level, config.log_format, discreet=True)
 
     async def run(listener: socket.socket) -> int:
         engine = ManagedEngine(config, max_queue=config.max_queue, start_ranks=start_ranks)
@@ -304,7 +304,7 @@ def main() -> int:
     parser.add_argument("--agent", type=int, required=True)
     given = parser.parse_args()
     config = ServerConfig.from_json(given.config_json.read_text())
-    set_up_logging(config.log_level, config.log_format)
+    set_up_logging(config.log_level, config.log_format, discreet=True)
     try:
         return _listening(config, partial(_serve_torchrun, config, given.socket, given.agent))
     except RazorError as error:

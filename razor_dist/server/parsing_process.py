@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.logs import inherit_logging
 from razor_dist.engine.messages import (
     HEADER_SIZE,
     Message,
@@ -39,6 +41,9 @@ from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 
+log = logging.getLogger(__name__)
+
+_FAILED = "the request could not be read; see the server's log"
 # Bytes of a body that are written to the process at a time.
 _PIECE = 1 << 20
 # Seconds that the process may take for a body, and more for each of its megabytes: tokenizers take
@@ -149,6 +154,9 @@ def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
         parsed = parse_request(message["endpoint"], raw, encoder, Limits(*message["limits"]))
     except RequestError as error:
         return {"error": error_message("", error)}
+    except Exception:
+        log.exception("a body cannot be read")
+        return {"error": error_message("", EngineError(_FAILED))}
     prompts = [[pack(prompt.tokens), asdict(prompt.params)] for prompt in parsed.prompts]
     flags = {k: v for k, v in vars(parsed).items() if k != "prompts"}
     return {"prompts": prompts, "flags": flags}
@@ -173,6 +181,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
+    inherit_logging(discreet=True)
     # What a tokenizer may print must not get between the frames.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

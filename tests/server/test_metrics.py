@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
 from razor_dist.server.service import Service
@@ -201,3 +204,17 @@ def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
         assert asked == 2
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
+def test_a_log_does_not_repeat_what_an_exception_quotes(formatter: type[TextFormatter]) -> None:
+    try:
+        int("a prompt")
+    except ValueError:
+        record = logging.makeLogRecord({"msg": "failed", "exc_info": sys.exc_info()})
+    discreet, whole = (
+        formatter(discreet=True).format(record),
+        formatter().format(logging.makeLogRecord({**vars(record), "exc_text": None})),
+    )
+    assert "ValueError" in discreet and "test_metrics.py" in discreet
+    assert "a prompt'" not in discreet and "a prompt'" in whole
