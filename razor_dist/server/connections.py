@@ -49,6 +49,7 @@ class BoundedProtocol(H11Protocol):
                 transport.write(_BUSY)
                 transport.close()
             else:
+                del self._sending[oldest]  # now: it is told of its end later, and others may come
                 oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:

@@ -51,6 +51,7 @@ P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
+_ACCEPTED_AT_ONCE, _BACKLOG = 64, 1024
 
 
 def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
@@ -142,6 +143,8 @@ class Frontend:
         settings: Any = {
             "lifespan": "off",
             "log_config": None,
+            # So many are accepted in a turn of the loop, before any can make way for another.
+            "backlog": _ACCEPTED_AT_ONCE,
             "access_log": False,  # it has paths that clients write
             "timeout_graceful_shutdown": _GRACE,
             "http": bounded_protocol(config.header_timeout, config.max_connections),
@@ -238,7 +241,15 @@ async def _unless(ends: list[asyncio.Task[Any]], work: Coroutine[Any, Any, None]
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the ranks."""
+    """uvicorn without its signal handlers, which would end the process before the ranks.
+
+    More connections may wait to be accepted than it accepts at once.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_BACKLOG)
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -258,7 +269,7 @@ def bind(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import uvicorn
+from uvicorn.server import ServerState
 
 from razor_dist.server import connections as connections_module
 from razor_dist.server.connections import bounded_protocol
@@ -136,6 +138,19 @@ def test_fewer_files_than_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounded_protocol(10.0, 1024).max_connections == 272
     assert limits[-1] == (400, 400)
     assert bounded_protocol(10.0, 50).max_connections == 50
+
+
+def test_many_that_come_at_once_make_way_one_by_one() -> None:
+    async def main() -> list[bool]:
+        config = uvicorn.Config(app=Mock(), http=bounded_protocol(10.0, 2), log_config=None)
+        config.load()
+        state, transports = ServerState(), []
+        for _ in range(5):
+            transports.append(Mock())
+            config.http_protocol_class(config, state, {}).connection_made(transports[-1])  # type: ignore[operator]
+        return [transport.abort.called for transport in transports]
+
+    assert asyncio.run(main()) == [True, True, True, False, False]
 
 
 def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from tests.server.process import ServerProcess, health, wait_until
-from tests.server.test_real_ranks import free_port
+from tests.server.test_real_ranks import TORCHRUN, free_port, frontend_of
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "razor_dist", "serve", "--max-num-seqs", "8", "--threads", "1"]
@@ -174,7 +174,7 @@ def test_sigterm_in_a_stream() -> None:
         stream = client.completions.create(
             model="smollm2",
             prompt="Once",
-            max_tokens=200,
+            max_tokens=60,
             stream=True,
             extra_body={"ignore_eos": True},
         )
@@ -193,6 +193,25 @@ def test_sigterm_in_a_stream() -> None:
         f"({len(chunks)} chunks, {reason}), process after {gone:.1f} s with {code}"
     )
     assert (reason, code) == ("length", 0)
+
+
+def test_sigterm_to_torchruns_server_in_a_stream() -> None:
+    """SIGTERM to the server, not to torchrun: ranks and torchrun end by themselves."""
+    torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/serve.py"]
+    with ServerProcess(*torchrun, *SERVE[4:]) as process:
+        url = process.url(timeout=120)
+        body = {"model": "smollm2", "prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+        path = f"{url}/v1/completions"
+        with httpx.stream("POST", path, json=body | {"stream": True}, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            frontend_of(process).terminate()
+            rest = [line for line in lines if line]
+        begun = time.monotonic()
+        code = process.process.wait(30)
+    print(f"\ntorchrun ended {time.monotonic() - begun:.1f} s after the stream, with {code}")
+    assert '"finish_reason":"length"' in rest[-2] and rest[-1] == "data: [DONE]"
+    assert code == 0
 
 
 def test_a_rolling_restart_loses_no_answer() -> None:
