@@ -70,7 +70,6 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         return Failure.of(error).response(service.client.retry_after)
 
     app.add_exception_handler(RazorError, on_error)
-    app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)

@@ -1,21 +1,26 @@
-"""One log line for each request, with nothing in it that a client has written."""
+"""One log line for each request, with nothing in it that a client has written but its id."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from prometheus_client import Counter
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from razor_dist.server.errors import Failure
 
 log = logging.getLogger(__name__)
 
 # Asked every few seconds by machines.
 _QUIET = frozenset({"/health", "/metrics"})
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -23,6 +28,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 class RequestRecord:
     """What is known of the request at hand when it ends."""
 
+    request_id: str
     key: str | None = None  # `KeyHolder.id`
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -33,12 +39,14 @@ _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 def current_record() -> RequestRecord:
     """Return the record of the request at hand; outside of one, a record that nobody reads."""
-    return _record.get() or RequestRecord()
+    return _record.get() or RequestRecord("")
 
 
 class RequestLog:
     """ASGI middleware that logs and counts requests, each when its response has ended.
 
+    Every response has an ``X-Request-Id``: the request's own, if it is made of at most 128 letters,
+    digits and ``._-``, or a new one.
     While ``is_draining()`` responses close their connections: the client's next one shall find
     another server.
     """
@@ -49,15 +57,16 @@ class RequestLog:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, record = time.perf_counter(), RequestRecord()
-        status, request_id, complete = 0, None, False
+        given = Headers(scope=scope).get("x-request-id", "")
+        record = RequestRecord(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        begun, status, complete = time.perf_counter(), 0, False
 
         async def noting(message: Message) -> None:
-            nonlocal status, request_id, complete
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                request_id = headers.get("x-request-id")
+                headers["X-Request-Id"] = record.request_id
                 if self._is_draining():
                     headers["Connection"] = "close"
             await send(message)
@@ -67,6 +76,11 @@ class RequestLog:
         token = _record.set(record)
         try:
             await self.app(scope, receive, noting)
+        except Exception as error:
+            log.exception("the request %s failed", record.request_id)
+            if status:
+                raise  # in mid-answer: the connection must break
+            await Failure.of(error).response()(scope, receive, noting)
         finally:
             _record.reset(token)
             # The route's pattern, not the path: that is the client's writing.
@@ -74,7 +88,7 @@ class RequestLog:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._count.labels(route, method, status).inc()
             fields = {
-                "request_id": request_id,
+                "request_id": record.request_id,
                 "key": record.key,
                 "method": method,
                 "route": route,
@@ -84,7 +98,7 @@ class RequestLog:
                 "prompt_tokens": record.prompt_tokens,
                 "completion_tokens": record.completion_tokens,
             }
-            given = {name: value for name, value in fields.items() if value not in (None, 0)}
             level = logging.DEBUG if route in _QUIET else logging.INFO
-            text = " ".join(f"{name}={value}" for name, value in given.items())
+            told = [(name, value) for name, value in fields.items() if value not in (None, 0)]
+            text = " ".join(f"{name}={value}" for name, value in told)
             log.log(level, "%s", text, extra={"fields": fields})

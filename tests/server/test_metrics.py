@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -18,11 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from razor_dist.config.logs import JsonFormatter, TextFormatter
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.client import EngineClient
+from razor_dist.server.app import build_app
 from razor_dist.server.service import Service
 from tests import fake_engine
 from tests.server.process import ROOT, ServerProcess, fake_server, wait_until
 
 MODEL = {"model_name": "smollm2"}
+LOG = "razor_dist.server.request_log"
 SECRET = "sk-very-secret-0123456789"
 DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
 
@@ -143,15 +146,23 @@ def test_a_line_of_json_tells_of_each_request(server: ServerProcess) -> None:
     prompt = "A sentence that nobody else should read"
     path = "/v1/no-such-path-of-mine"
     assert ask(server, prompt, user="someone").status_code == 200
-    assert httpx.get(server.url() + path, headers=key()).status_code == 404
+    mine = httpx.get(server.url() + path, headers=key() | {"X-Request-Id": "abc-1.2_3"})
+    assert (mine.status_code, mine.headers["x-request-id"]) == (404, "abc-1.2_3")
+    forged = httpx.get(server.url() + path, headers=key() | {"X-Request-Id": 'a" status=200'})
+    assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
     assert httpx.get(f"{server.url()}/v1/models?api_key={SECRET}").status_code == 401
 
     def lines() -> list[dict[str, Any]]:
         found = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
-        return [line for line in found if line["logger"] == "razor_dist.server.request_log"]
+        return [line for line in found if line["logger"] == LOG]
 
     assert wait_until(lambda: lines()[-1]["status"] == 401, 5)
-    asked, unknown, refused = lines()[-3:]
+    asked, unknown, _, refused = lines()[-4:]
+    assert re.fullmatch("[0-9a-f]{32}", asked["request_id"])
+    assert (unknown["request_id"], lines()[-2]["request_id"]) == (
+        "abc-1.2_3",
+        forged.headers["x-request-id"],
+    )
     assert asked["route"] == "/v1/completions"
     assert (asked["status"], asked["complete"]) == (200, True)
     assert (asked["prompt_tokens"], asked["completion_tokens"]) == (7, 8)
@@ -218,3 +229,25 @@ def test_a_log_does_not_repeat_what_an_exception_quotes(formatter: type[TextForm
     )
     assert "ValueError" in discreet and "test_metrics.py" in discreet
     assert "a prompt'" not in discreet and "a prompt'" in whole
+
+
+def test_a_failure_of_ours_is_told_without_its_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(ServerConfig(), EngineClient(tmp_path / "engine"))
+
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.get("/v1/models")
+
+    caplog.set_level("INFO", LOG)
+    with mock.patch.object(service, "model_card", side_effect=ValueError("a secret")):
+        answer = asyncio.run(main())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "a secret" not in answer.text
+    failure, line = [record for record in caplog.records if record.name == LOG]
+    assert answer.headers["x-request-id"] in failure.getMessage()
+    assert "a secret" not in TextFormatter(discreet=True).format(failure)
+    assert line.fields["status"] == 500  # type: ignore[attr-defined]

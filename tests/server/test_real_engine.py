@@ -14,12 +14,14 @@ import httpx
 import openai
 import pydantic
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from razor_dist import LLM, SamplingParams
 from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, health, wait_until
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+MODEL = "model_name"  # the label of every metric
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
@@ -75,6 +77,39 @@ def test_the_openai_client_parses_what_it_asks_for(server: ServerProcess) -> Non
         **asked | {"temperature": 2}, n=3, extra_body={"structured_outputs": {"regex": "[A-C]{3}!"}}
     )
     assert all(re.fullmatch("[A-C]{3}!", c.message.content or "") for c in chosen.choices)
+
+
+def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
+    url = server.url()
+
+    def scrape() -> dict[str, float]:
+        """Samples by name and the values of their labels, but for the model's."""
+        text = httpx.get(f"{url}/metrics", timeout=20).text
+        found = {}
+        for sample in (s for f in text_string_to_metric_families(text) for s in f.samples):
+            labels = [value for name, value in sorted(sample.labels.items()) if name != MODEL]
+            found[" ".join([sample.name.removeprefix("razor:"), *labels])] = sample.value
+        return found
+
+    body = {"model": "smollm2", "prompt": [100] * 300, "max_tokens": 60, "ignore_eos": True}
+    path = f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body | {"stream": True}, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert wait_until(lambda: scrape()["kv_cache_usage_perc"] > 0, 10)
+        running = scrape()
+        for rank in "01":
+            assert running[f"kv_cache_bytes retrieval {rank}"] > 0
+            assert running[f"kv_cache_bytes streaming {rank}"] > 0
+        assert running["num_requests_running"] == 1
+        assert len(list(lines)) > 60
+    found, stats = scrape(), httpx.get(f"{url}/stats", timeout=20).json()
+    assert found["prompt_tokens_total"] == stats["prompt_tokens"]
+    assert found["generation_tokens_total"] == stats["generated_tokens"]
+    assert found["step_seconds_count long"] + found["step_seconds_count short"] > 60
+    for purpose, sent in stats["bytes_sent"].items():
+        assert found[f"bytes_sent_total {purpose}"] in (sent, pytest.approx(sent, rel=0.01))
+    assert found["resident_memory_bytes 1"] > 2**27
 
 
 def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerProcess) -> None:
