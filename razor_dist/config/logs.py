@@ -23,6 +23,10 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._discreet = discreet
 
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler's text
+        return super().format(record)
+
     def formatException(self, ei: Any) -> str:
         if not self._discreet:
             return super().formatException(ei)
