@@ -7,6 +7,8 @@ import hmac
 import ipaddress
 import logging
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,23 @@ def charge(tokens: int) -> None:
         account.holder.tokens += tokens
 
 
+@contextmanager
+def _on_account(holder: KeyHolder | None) -> Iterator[None]:
+    """Count a request of a key's holder, and what is charged meanwhile."""
+    if holder is None:
+        yield
+        return
+    account = _Account(holder)
+    holder.requests += 1
+    token = _account.set(account)
+    try:
+        yield
+    finally:
+        _account.reset(token)
+        holder.requests -= 1
+        holder.tokens -= account.tokens
+
+
 class Access:
     """ASGI middleware that refuses what must not reach the application.
 
@@ -103,25 +122,14 @@ class Access:
         try:
             self._check_browser(headers)
             holder = self._holder(scope["path"], headers)
-            counts = holder is not None and scope["method"] == "POST"
-            if holder is not None and counts:
-                holder.check_request()
+            counted = holder if scope["method"] == "POST" else None
+            if counted is not None:
+                counted.check_request()
         except RequestError as error:
             await Failure.of(error).response()(scope, receive, send)
             return
-        if holder is None or not counts:
+        with _on_account(counted):
             await self.app(scope, receive, send)
-            return
-        account = _Account(holder)
-        current_record().key = holder.id
-        holder.requests += 1
-        token = _account.set(account)
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            _account.reset(token)
-            holder.requests -= 1
-            holder.tokens -= account.tokens
 
     def _check_browser(self, headers: Headers) -> None:
         host = headers.get("host")
@@ -158,6 +166,7 @@ class Access:
                 "this server wants a key that it knows, in the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )
+        current_record().key = found.id
         return found
 
 

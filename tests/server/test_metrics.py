@@ -168,6 +168,7 @@ def test_a_line_of_json_tells_of_each_request(server: ServerProcess) -> None:
     assert (asked["prompt_tokens"], asked["completion_tokens"]) == (7, 8)
     assert re.fullmatch("[0-9a-f]{16}", asked["key"])
     assert (unknown["route"], unknown["status"]) == ("unknown", 404)
+    assert unknown["key"] == asked["key"]
     assert refused["key"] is None
     # Also at the level debug, nothing of a client's is in the log.
     for secret in (SECRET, prompt, path, "someone", str(ROOT)):
