@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from razor_dist.cache.streaming import Arena
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import load_model
@@ -86,6 +87,15 @@ def make_runner(
     return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)
 
 
+def answer(*tokens: tuple[int, int]) -> StepPlan:
+    """A step that reads one token of each of some sequences: pairs (sequence, token)."""
+    return StepPlan.step([Piece(key, [token]) for key, token in tokens])
+
+
+def one_chunk(key: int, tokens: Seq[int] | torch.Tensor, *, last: bool) -> StepPlan:
+    return StepPlan.step([Piece(key, tokens, sharded=True, last=last)])
+
+
 def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     """Open a sequence and prefill the case's prompt; rank 0's logits of the last token."""
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
@@ -100,16 +110,8 @@ def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:
     )
     logits = None
     for chunk in chunks(0, n, case.chunked_prefill_size, runner.comm.size):
-        logits = runner.execute(
-            StepPlan(
-                Op.LONG,
-                key,
-                begin=chunk.begin,
-                end=chunk.end,
-                last=chunk.end == n,
-                payload=case.prompt[chunk.begin : chunk.end],
-            )
-        )
+        tokens = case.prompt[chunk.begin : chunk.end]
+        logits = runner.execute(one_chunk(key, tokens, last=chunk.end == n))
     return logits
 
 
@@ -118,7 +120,7 @@ def logits_of(comm: Communicator, case: Case) -> torch.Tensor | None:
     runner = make_runner(comm, case)
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
-        rows.append(runner.execute(StepPlan(Op.SHORT, payload=(0, token))))
+        rows.append(runner.execute(answer((0, token))))
     runner.execute(StepPlan(Op.CLOSE, 0))
     assert runner.kv_bytes == 0
     if comm.rank != 0:

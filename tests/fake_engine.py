@@ -116,7 +116,7 @@ class FakeEngine:
                 retrieval_kv_bytes_per_rank=[64 * bool(self.tasks)] * self.world_size,
                 rss_per_rank=[4096] * self.world_size,
                 cpu_us_per_rank=[1500] * self.world_size,
-                step_seconds={"long": ([0.1, 1.0], [2, 1, 0], 0.75)},
+                step_seconds={"prefill": ([0.1, 1.0], [2, 1, 0], 0.75)},
                 pid=os.getpid(),
                 env={k: v for k, v in os.environ.items() if k.isupper()},
             )

@@ -26,7 +26,7 @@ from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
-from tests.cases import Case, logits_of, make_runner, model_and_shape
+from tests.cases import Case, logits_of, make_runner, model_and_shape, one_chunk
 from tests.literal import literal_logits
 from tests.ranks import RankPool
 
@@ -205,15 +205,8 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
         )
         runner.execute(opened)
         for chunk in chunks(begin, end, cut, comm.size):
-            plan = StepPlan(
-                Op.LONG,
-                key,
-                begin=chunk.begin,
-                end=chunk.end,
-                last=chunk.end == end,
-                payload=case.prompt[chunk.begin : chunk.end],
-            )
-            logits = runner.execute(plan)
+            tokens = case.prompt[chunk.begin : chunk.end]
+            logits = runner.execute(one_chunk(key, tokens, last=chunk.end == end))
     return None if logits is None else logits.clone()
 
 

@@ -13,10 +13,9 @@ import torch
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
-from tests.cases import Case, make_runner, prefill
+from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.test_invariance import split_of, tokens_of
 
@@ -32,7 +31,7 @@ def outcome(
     comm.bytes_sent.clear()
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
-        rows.append(runner.execute(StepPlan(Op.SHORT, payload=(0, token))))
+        rows.append(runner.execute(answer((0, token))))
     caches = runner.caches
     pools = [caches.pages, *caches.streaming, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]

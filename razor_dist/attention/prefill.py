@@ -98,12 +98,10 @@ class PrefillContext:
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads = self.caches.layout.layers[layer]
         k, v = self.caches.stored(k, v)
-        n, dtype = self.tokens, query.q.dtype
-        kv_heads, group_size, width, dim = query.q.shape
-        out = torch.zeros(width, kv_heads, group_size, dim, dtype=dtype, device=k.device)
-        # A rank without tokens of this chunk runs one dummy token: drop it here.
-        query, k, v = query.tokens(slice(n)), k[:, :n], v[:, :n]
-        out_KGTD = out[:n].permute(1, 2, 0, 3)
+        dtype = query.q.dtype
+        kv_heads, group_size, n, dim = query.q.shape
+        out = torch.zeros(n, kv_heads, group_size, dim, dtype=dtype, device=k.device)
+        out_KGTD = out.permute(1, 2, 0, 3)
         # The streaming heads' transfers are under way while the retrieval heads' ring turns.
         # Queries and results are copies that have no name, so that none outlives its use.
         transfers = []
@@ -174,13 +172,17 @@ class PrefillContext:
         chunk = self._streaming[group.index]
         return chunk.start(layer, group.rows, stored, k[group.part], v[group.part])
 
+    @property
+    def positions(self) -> Tensor:
+        """Positions of this rank's tokens of the chunk: int64 ``[tokens]``."""
+        return positions_of(self.chunk.ranges(self.comm.rank), self._device)
+
     def finish(self) -> None:
         """Account for the chunk in the sequence; call once, after the forward pass."""
         sequence = self.sequence
         pages = self.caches.pages
         if pages.positions is not None:
-            owned = positions_of(self.chunk.ranges(self.comm.rank), self._device)
-            pages.place(self._slots[1], owned)
+            pages.place(self._slots[1], self.positions)
         sequence.grow([self.chunk.tokens(r) for r in range(self.comm.size)], self.comm.rank)
         sequence.done.append(self.chunk)
         sequence.chunks.append(self.chunk)

@@ -125,6 +125,7 @@ class ShortContext:
     ) -> None:
         self.comm, self.caches, self._extents = comm, caches, extents
         self._inputs, self._pieces = inputs, pieces
+        self.tokens = len(extents) + sum(len(piece.tokens) for piece in pieces)
         # By streaming cache: where the new tokens are written.
         self._places = [
             cache.places_of([e.streaming[index][0] for e in extents], inputs.position)

@@ -55,7 +55,7 @@ class EngineCore:
         self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        turns = Turns(max_step, by_priority=by_priority)
+        turns = Turns(max_step, runner.comm.size, by_priority=by_priority)
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
         self._requests: dict[str, Request] = {}
         self._processors = LogitsProcessors(runner.shape.vocab_size, runner.device)
@@ -63,7 +63,7 @@ class EngineCore:
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0
-        self._step_seconds = {"long": StepSeconds(), "short": StepSeconds()}
+        self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
 
     @property
     def has_work(self) -> bool:
@@ -196,57 +196,29 @@ class EngineCore:
             # A request that waits while nothing runs would have rank 0 spin for ever.
             assert not self.scheduler.waiting, "the scheduler took in what it cannot admit"
             return []
-        return self._long(plan) if plan.op is Op.LONG else self._short(plan)
-
-    def _long(self, plan: StepPlan) -> list[Message]:
-        request = self.scheduler.running[plan.sequence]
         began = self._clock()
-        first = plan.begin == request.begin
-        if first:
-            request.began = began
         logits = self._run(plan)
         self.runner.synchronize()
         seconds = self._clock() - began
-        self._step_seconds["long"].note(seconds)
-        self.scheduler.long_done(plan, seconds)
-        self._prompt_tokens += plan.end - plan.begin
-        messages = []
-        if not request.released:  # or else it is needed by those that continue it only, as above
-            if self.runner.prompt_logprobs is not None:
-                messages.append(_prompt_message(request.id, first, self.runner.prompt_logprobs))
-            messages.append(_progress_message(request, plan.end, self._clock()))
-        if request.prefilled:
-            answering = self._fork(request)
-            if answering:
-                assert logits is not None
-                messages += self._advance_all(answering, logits[[0] * len(answering)])
-        return messages
-
-    def _short(self, plan: StepPlan) -> list[Message]:
-        began = self._clock()
-        logits = self._run(plan)
-        assert logits is not None
-        self.runner.synchronize()
-        seconds = self._clock() - began
-        self._step_seconds["short"].note(seconds)
-        step = self.scheduler.short_done(plan, seconds)
+        step = self.scheduler.done(plan, seconds)
+        reads = any(read for _, read in step)
+        self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[Message] = []
         answering: list[Request] = []
-        rows: list[int] = []
-        for row, (request, read) in enumerate(step):
+        rows: list[int] = []  # of the logits, for each of those
+        row = 0
+        for piece, (request, read) in zip(plan.pieces, step, strict=True):
             if read:
                 self._prompt_tokens += read
-                if request.prefilled_to == request.begin + read:
-                    request.began = began
-                if not request.released:
-                    done = request.prefilled_to
-                    messages.append(_progress_message(request, done, self._clock()))
+                messages += self._read(request, read, began)
             if request.prefilled:
                 own = self._fork(request)
                 answering += own
                 rows += [row] * len(own)
+            row += piece.samples
         if rows:
-            logits = logits if rows == list(range(len(step))) else logits[rows]
+            assert logits is not None
+            logits = logits if rows == list(range(row)) else logits[rows]
             messages += self._advance_all(answering, logits)
         return messages
 
@@ -257,6 +229,19 @@ class EngineCore:
             self._run(plan)
             answering.append(sibling)
         return answering
+
+    def _read(self, request: Request, tokens: int, began: float) -> list[Message]:
+        """Report that so many more of a request's tokens were read, in a step that began then."""
+        done, messages = request.prefilled_to, []
+        first = done == request.begin + tokens
+        if first:
+            request.began = began
+        if request.released:
+            return []
+        if request.key in self.runner.prompt_logprobs:
+            found = self.runner.prompt_logprobs[request.key]
+            messages.append(_prompt_message(request.id, first, found))
+        return [*messages, _progress_message(request, done, self._clock())]
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
         """Sample each request's next token by its row of ``logits``."""

@@ -36,7 +36,7 @@ Engine to frontend
                   of CPU since start),
                   ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise),
                   ``retrieval_kv_bytes_per_rank`` (of ``kv_bytes_per_rank`` those of retrieval
-                  heads), ``step_seconds`` {"long" and "short": `StepSeconds.fields`}
+                  heads), ``step_seconds`` {"prefill" and "decode": `StepSeconds.fields`}
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ from razor_dist.attention.short_inputs import (
     exact_extent,
     step_inputs,
 )
+from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, shard_sizes
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.graph import DecodeGraphs, Recorder
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
@@ -60,17 +61,18 @@ class ModelRunner:
         self._nothing = self._integers([])
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(comm, self.caches, self.short_logits, recorder, model.dtype)
+            self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
-        self.prompt_logprobs: Tensor | None = None  # of the last chunk: `_gather_logprobs`
+        # Of the last step's chunks, by sequence: `_gather_logprobs`.
+        self.prompt_logprobs: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.
 
-        Return, on rank 0, float32 logits ``[1, V]`` after a prompt's last chunk and ``[n, V]``
-        after a short step of n sequences, or the gathered counters after STATS. Otherwise None.
+        Return, on rank 0, float32 logits ``[n, V]`` after a step's pieces that have any, in their
+        order (`Piece.samples`), or the gathered counters after STATS. Otherwise None.
         """
         match plan.op:
             case Op.OPEN:
@@ -79,10 +81,8 @@ class ModelRunner:
                 self._fork(plan)
             case Op.CLOSE:
                 self._close(plan.sequence)
-            case Op.LONG:
-                return self._long(plan)
-            case Op.SHORT:
-                return self._short(plan)
+            case Op.STEP:
+                return self._step(plan.pieces)
             case Op.STATS:
                 return self._stats()
             case Op.STOP:
@@ -158,96 +158,119 @@ class ModelRunner:
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-    def _long(self, plan: StepPlan) -> Tensor | None:
-        chunk = Chunk(plan.begin, plan.end, self.comm.size)
-        sequence = self.sequences[plan.sequence]
-        context = PrefillContext(
-            self.comm, self.caches, sequence, chunk, last=plan.last, ring=self._ring
-        )
-        payload = plan.payload.to(self.device)
-        positions = positions_of(chunk.ranges(self.comm.rank), self.device)
-        at = positions - chunk.begin
-        samples = plan.last and self.comm.rank == 0  # it holds the last token of every chunk
-        if plan.prompt_logprobs >= 0:
-            keep = torch.arange(len(at), device=self.device)
+    def _step(self, pieces: Seq[Piece]) -> Tensor | None:
+        found = [(self.sequences[piece.sequence], piece) for piece in pieces]
+        single = [(sequence, int(piece.tokens[0])) for sequence, piece in found if piece.single]
+        sequences, offset = [sequence for sequence, _ in single], len(single)
+        wholes: list[PromptPiece] = []
+        chunks: list[tuple[Piece, PrefillContext]] = []
+        for sequence, piece in found[len(single) :]:
+            tokens = piece.tokens.to(self.device)
+            if piece.sharded:
+                at = Chunk(sequence.length, sequence.length + len(tokens), self.comm.size)
+                prefill = PrefillContext(
+                    self.comm, self.caches, sequence, at, last=piece.last, ring=self._ring
+                )
+                chunks.append((piece, prefill))
+            else:
+                wholes.append(PromptPiece(self.comm, self.caches, sequence, tokens, offset))
+                offset += len(tokens)
+        drop_outdated(self.caches, sequences)
+        inputs = step_inputs(self.comm, self.caches, single)
+        self.prompt_logprobs = {}
+        if self.graphs is not None and len(single) == len(pieces):
+            logits = self.graphs.run(sequences, inputs)
         else:
-            keep = self._integers([len(at) - 1] if samples else [])
-        # A model may not take an empty sequence: a rank without tokens runs one dummy token.
-        dummy = self._integers([] if len(at) else [0])
-        logits = self._forward(
-            torch.cat([payload[at], dummy]),
-            torch.cat([positions, dummy]) + sequence.position_mark,
-            context,
-            keep,
-        )
-        context.finish()
+            extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
+            on_device = StepInputs.of(inputs.to(self.device))
+            if wholes or chunks:
+                logits = self._mixed_logits(extents, on_device, wholes, chunks)
+            else:
+                logits = self.step_logits(extents, on_device)
+        advance_lengths(self.comm, sequences)
+        for whole in wholes:
+            whole.finish()
+        for _, prefill in chunks:
+            prefill.finish()
         self._note_peak()
-        self.prompt_logprobs = None
-        if plan.prompt_logprobs >= 0:
-            # The prompt's last token has no next token: any id does, its row is cut off below.
-            padded = torch.cat([payload[1:], self._integers([0])])
-            self.prompt_logprobs = self._gather_logprobs(plan, chunk, padded[at], logits)
-        return logits[-1:] if samples else None
+        return logits if self.comm.rank == 0 else None
 
-    def _gather_logprobs(
-        self, plan: StepPlan, chunk: Chunk, following: Tensor, logits: Tensor
+    def step_logits(self, extents: Seq[ReadExtent], inputs: StepInputs) -> Tensor:
+        """Logits ``[n, V]`` after one token of n sequences; only rank 0, which samples, has any."""
+        context = ShortContext(self.comm, self.caches, extents, inputs)
+        keep = 0 if self.comm.rank == 0 else self._nothing
+        return self._forward(inputs.token, inputs.model_position, context, keep)
+
+    def _mixed_logits(
+        self,
+        extents: Seq[ReadExtent],
+        inputs: StepInputs,
+        wholes: Seq[PromptPiece],
+        chunks: Seq[tuple[Piece, PrefillContext]],
     ) -> Tensor:
-        """Log-probabilities of the tokens ``following`` each of the chunk's, from all ranks.
+        """The same for a step that reads prompts as well, whole ones and chunks, in this order.
+
+        Note log-probabilities of the prompts' tokens where they are asked for.
+        """
+        first = self.comm.rank == 0  # it samples, and holds the last token of every chunk
+        # This rank's tokens, their positions, and those of which logits are wanted.
+        parts = [(inputs.token, inputs.model_position, range(first * len(extents)))]
+        for whole in wholes:
+            n = len(whole.tokens)
+            parts.append((whole.tokens, whole.model_positions, range(n - first, n)))
+        for piece, prefill in chunks:
+            at, n = prefill.positions, prefill.tokens
+            own = piece.tokens.to(self.device)[at - prefill.chunk.begin]
+            begin = 0 if piece.prompt_logprobs >= 0 else n - (first and piece.last)
+            parts.append((own, at + prefill.sequence.position_mark, range(begin, n)))
+        ids, positions, wanted = zip(*parts, strict=True)
+        keep, end = [], 0
+        for own, of in zip(ids, wanted, strict=True):
+            keep += [end + index for index in of]
+            end += len(own)
+        # A model may not take an empty sequence: a rank without tokens runs one dummy token.
+        dummy = self._integers([] if end else [0])
+        short = ShortContext(self.comm, self.caches, extents, inputs, wholes)
+        logits = self._forward(
+            torch.cat([*ids, dummy]),
+            torch.cat([*positions, dummy]),
+            StepContext(short, [prefill for _, prefill in chunks]),
+            self._integers(keep),
+        )
+        rows = list(logits.split([len(of) for of in wanted]))
+        for index, (piece, prefill) in enumerate(chunks, 1 + len(wholes)):
+            if piece.prompt_logprobs >= 0:
+                found = self._gather_logprobs(piece, prefill, rows[index])
+                self.prompt_logprobs[piece.sequence] = found
+                rows[index] = rows[index][len(rows[index]) - piece.last :]
+        return torch.cat(rows)
+
+    def _gather_logprobs(self, piece: Piece, prefill: PrefillContext, logits: Tensor) -> Tensor:
+        """Log-probabilities of the tokens that follow each of a chunk's, from all ranks.
 
         A row of the float64 table ``[n, 2 + 2 k]`` has the token's log-probability, its place, 1
-        for the likeliest, and the k likeliest tokens' log-probabilities and ids.
+        for the likeliest, and the k likeliest tokens' log-probabilities and ids. ``logits`` are of
+        this rank's tokens.
         """
+        chunk, known = prefill.chunk, len(piece.tokens) - (piece.following < 0)
+        # The prompt's last token has no next token: any id does, its row is cut off below.
+        after = torch.cat([piece.tokens[1:], torch.tensor([max(0, piece.following)])])
+        following = after.to(self.device)[prefill.positions - chunk.begin]
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(-1, following.unsqueeze(-1))
         rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        top = logprobs.topk(plan.prompt_logprobs, dim=-1)
+        top = logprobs.topk(piece.prompt_logprobs, dim=-1)
         # Ids and ranks are exact in float64, so one tensor carries all.
         table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
         most = max(chunk.tokens(r) for r in range(self.comm.size))
         padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
         padded[: len(following)] = table
         gathered = self.comm.all_gather(padded, "control").cpu()
-        rows = torch.empty(chunk.end - chunk.begin, table.shape[1], dtype=torch.float64)
+        rows = torch.empty(len(piece.tokens), table.shape[1], dtype=torch.float64)
         for r in range(self.comm.size):
             at = positions_of(chunk.ranges(r), rows.device) - chunk.begin
             rows[at] = gathered[r, : len(at)]
-        return rows[: len(plan.payload) - 1]
-
-    def _short(self, plan: StepPlan) -> Tensor | None:
-        found = [(self.sequences[key], tokens) for key, tokens in plan.by_sequence()]
-        single = [(sequence, tokens[0]) for sequence, tokens in found if len(tokens) == 1]
-        sequences, offset = [sequence for sequence, _ in single], len(single)
-        pieces = []
-        for sequence, tokens in found[offset:]:
-            ids = self._integers(tokens)
-            pieces.append(PromptPiece(self.comm, self.caches, sequence, ids, offset))
-            offset += len(tokens)
-        drop_outdated(self.caches, sequences)
-        inputs = step_inputs(self.comm, self.caches, single)
-        if self.graphs is not None and not pieces:
-            logits = self.graphs.run(sequences, inputs)
-        else:
-            extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
-            logits = self.short_logits(extents, StepInputs.of(inputs.to(self.device)), pieces)
-        advance_lengths(self.comm, sequences)
-        for piece in pieces:
-            piece.finish()
-        self._note_peak()
-        return logits if self.comm.rank == 0 else None
-
-    def short_logits(
-        self, extents: Seq[ReadExtent], inputs: StepInputs, pieces: Seq[PromptPiece] = ()
-    ) -> Tensor:
-        """Logits ``[n, V]`` of a short step; only rank 0, which samples, computes any."""
-        context = ShortContext(self.comm, self.caches, extents, inputs, pieces)
-        keep: Tensor | int = 0 if self.comm.rank == 0 else self._nothing
-        ids, positions = inputs.token, inputs.model_position
-        if pieces:
-            ids = torch.cat([ids, *(piece.tokens for piece in pieces)])
-            positions = torch.cat([positions, *(piece.model_positions for piece in pieces)])
-            if self.comm.rank == 0:
-                keep = self._integers([*range(len(extents)), *(p.at.stop - 1 for p in pieces)])
-        return self._forward(ids, positions, context, keep)
+        return rows[:known]
 
     @property
     def kv_bytes(self) -> int:

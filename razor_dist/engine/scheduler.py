@@ -1,4 +1,4 @@
-"""The ranks' next steps: admission, then long and short steps in turn."""
+"""The ranks' next steps: admission, and who is served together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from razor_dist.cache.sequence import shard_sizes
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.request import Request
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.zigzag import whole_shards
 
@@ -26,10 +26,10 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    Long steps, chunks of long prompts, alternate with short steps: the next token of all requests
-    that are already answering, and whole short prompts, as many as `Turns` lets into one step.
-    Several long prompts are prefilled at once: `Turns` says which goes next, and how far, so that
-    nobody is delayed by more than about ``max_step`` seconds at a time.
+    A step is the next token of all requests that are already answering, short prompts as a whole,
+    as many as `Turns` lets into one step, and a chunk of a long one. Several long prompts are
+    prefilled at once: `Turns` says which goes next, and how far, so that nobody is delayed by more
+    than about ``max_step`` seconds at a time.
 
     Every rank's pools have the sizes of ``cache``; how much of them is free differs by rank, and is
     known here by the same arithmetic that the ranks allocate with. ``running`` has the admitted
@@ -46,9 +46,6 @@ class Scheduler:
         sizes = [cache.num_pages, *places, cache.scratch_pages]
         self._free: Ints = np.full((world_size, len(sizes)), sizes).T
         self._sizes = self._free[:-1].copy()
-        self._short_last = True
-        # On one rank a chunk is the same in a long and in a short step, unless prefill is exact.
-        self._one_kind = world_size == 1 and not cache.scratch_pages
 
     def _pages(self, tokens: Ints | list[int]) -> Ints:
         return -(-np.asarray(tokens) // self.cache.page_size)
@@ -81,7 +78,7 @@ class Scheduler:
         with every cache empty but for the prompts it continues; ``pinned_prefixes_hold_cache`` if
         it could not be admitted until a pinned prefix is released.
         """
-        request.short = self.turns.is_short(request, self.world_size)
+        request.short = self.turns.is_short(request)
         self._check_size(request)
         self._check_beside_pinned(request)
         for one in (request, *request.siblings):
@@ -208,88 +205,65 @@ class Scheduler:
         siblings, request.siblings = request.siblings, []
         return [(sibling, self._begin(sibling)) for sibling in siblings]
 
-    @property
-    def _long(self) -> list[Request]:
-        """Prompts that are being read in chunks."""
-        return [r for r in self.running.values() if not (r.prefilled or r.short)]
-
     def next(self) -> StepPlan | None:
+        """Plan a step: a token of every answer, prompts that join it whole, and a chunk."""
         running = [r for r in self.running.values() if not r.unforked]
         unread = self.turns.first_class([r for r in running if not r.prefilled])
-        short = [r for r in unread if r.short]
-        long = [r for r in unread if not r.short]
         answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
-        joins = False
+        joining = self.turns.together([r for r in unread if self.turns.joins(r)])
+        pieces = [Piece(r.key, torch.tensor(r.generated[-1:])) for r in answering]
+        pieces += [self._piece(r, len(r.prompt)) for r in joining]
+        long = [r for r in unread if not self.turns.joins(r)]
         if long:
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
             length = self.turns.length(request, others, answering=bool(answering))
-            joins = self._one_kind and request.params.prompt_logprobs is None
-            if not (short or answering) or (self._short_last and not joins):
-                self._short_last = False
-                return self._long_plan(request, length)
-        if short or answering:
-            self._short_last = True
-            tokens = [(r.key, r.generated[-1:]) for r in answering]
-            prompts = self.turns.together(short, self.world_size)
-            tokens += [(r.key, r.prompt.tolist()) for r in prompts]
-            if joins:
-                unread_tokens = request.prompt[request.prefilled_to - request.begin :]
-                tokens.append((request.key, unread_tokens[: max(1, int(length))].tolist()))
-            tokens.sort(key=lambda item: len(item[1]) > 1)
-            pairs = [number for key, ids in tokens for token in ids for number in (key, token)]
-            return StepPlan(Op.SHORT, payload=torch.tensor(pairs))
-        return None
+            pieces.append(self._piece(request, length))
+        return StepPlan.step(pieces) if pieces else None
 
-    def _long_plan(self, request: Request, length: float) -> StepPlan:
-        begin, end = request.prefilled_to, request.end
-        if length < end - begin:
-            end = min(end, begin + whole_shards(length, self.world_size))
-        count = request.params.prompt_logprobs
-        following = 0 if count is None else 1
-        return StepPlan(
-            Op.LONG,
+    def _piece(self, request: Request, length: float) -> Piece:
+        """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards."""
+        left = request.prompt[request.prefilled_to - request.begin :]
+        n, count = len(left), request.params.prompt_logprobs
+        if length < n:
+            n = min(n, whole_shards(length, self.world_size))
+        return Piece(
             request.key,
-            begin=begin,
-            end=end,
-            last=end == request.end or self._one_kind,
+            torch.from_numpy(left[:n].astype(np.int64)),
+            sharded=not request.short,
+            last=n == len(left),
             prompt_logprobs=-1 if count is None else count,
-            payload=torch.from_numpy(
-                request.prompt[begin - request.begin :][: end - begin + following].astype(np.int64)
-            ),
+            following=-1 if count is None or n == len(left) else int(left[n]),
         )
 
-    def long_done(self, plan: StepPlan, seconds: float) -> None:
-        """Note that a prompt's next chunk has been prefilled, and in what time."""
-        request = self.running[plan.sequence]
-        self.turns.took(self._long, request, seconds)
-        self.turns.cost.observe(plan.end - plan.begin, plan.begin, seconds)
-        request.prefilled_to = plan.end
-        if request.prefilled:  # the ranks give scratch pages back as soon as the prompt ends
-            self._free[-1] += self._need(request)[-1]
-
-    def short_done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
-        """Note that a short step has been made, and in what time.
+    def done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
+        """Note that a step has been made, and in what time.
 
         Return its requests, in order, and how many tokens of each prompt it has read.
         """
-        step = [(self.running[key], len(tokens)) for key, tokens in plan.by_sequence()]
-        read = [(request, 0 if request.prefilled else count) for request, count in step]
-        cost, long = self.turns.cost, self._long
+        cost, step = self.turns.cost, [(self.running[p.sequence], p) for p in plan.pieces]
+        read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
         if any(count for _, count in read):
-            # Every rank computes every token, but attends to its own part of what is before it.
-            ranks, pairs = self.world_size, 0.0
-            for request, count in step:
-                context = request.prefilled_to + len(request.generated)
-                pairs += count * (context + ranks * count / 2)
-            cost.learn(ranks * (len(plan.payload) // 2), pairs, seconds)
+            # What is not sharded is computed by every rank, but attends to the rank's own part of
+            # what is before it.
+            tokens = pairs = 0.0
+            for request, piece in step:
+                n, context = len(piece.tokens), request.prefilled_to + len(request.generated)
+                times = 1 if piece.sharded else self.world_size
+                tokens += times * n
+                pairs += n * (context + times * n / 2)
+            cost.learn(tokens, pairs, seconds)
         else:
             cost.answered(seconds)
+        in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
         for request, count in read:
-            if count and not request.short:
-                self.turns.took(long, request, cost.work(count, request.prefilled_to))
+            if count:
+                self.turns.took(in_turn, request, self.turns.work(request, count))
+        for request, count in read:
             request.prefilled_to += count
+            if count and request.prefilled:  # the ranks give scratch pages back
+                self._free[-1] += self._need(request)[-1]
         return read
 
     def remove(self, request: Request) -> list[StepPlan]:

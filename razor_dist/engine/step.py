@@ -7,10 +7,10 @@ Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `
 from __future__ import annotations
 
 import bisect
-import itertools
-import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,18 +18,48 @@ from torch import Tensor
 
 from razor_dist.parallel.comm import Communicator
 
-FRAME = 256
+FRAME = 512
 HEADER = 16
 
 
 class Op(IntEnum):
     OPEN = 1
-    LONG = 2  # a chunk of a prompt, its tokens sharded over the ranks
-    SHORT = 3  # tokens of several sequences, all of them on every rank
-    CLOSE = 4
-    FORK = 5
-    STATS = 6
-    STOP = 7
+    STEP = 2  # the model reads tokens of several sequences
+    CLOSE = 3
+    FORK = 4
+    STATS = 5
+    STOP = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The next tokens of one sequence in a step.
+
+    All ranks compute all of them, or, if it is ``sharded``, they are a chunk of a prompt of which
+    each rank computes its shards.
+    """
+
+    sequence: int
+    tokens: Tensor  # int64 [n], made of any integers
+    sharded: bool = False
+    last: bool = True  # the prompt ends with them
+    # Of a chunk: -1, or how many likeliest tokens to report for each of its tokens.
+    prompt_logprobs: int = -1
+    # The prompt's token after them, if log-probabilities are asked for and there is one.
+    following: int = -1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.int64))
+
+    @property
+    def single(self) -> bool:
+        """True for one token on every rank, which may be part of a recorded step."""
+        return len(self.tokens) == 1 and not self.sharded
+
+    @property
+    def samples(self) -> bool:
+        """True if a step gives logits for what follows."""
+        return self.last or not self.sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,33 +67,39 @@ class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0  # OPEN, LONG, CLOSE, FORK: its key
-    # LONG: the chunk's positions. OPEN and FORK: ``end`` is the position up to which long steps
-    # will read, counted from the beginning of what FORK copies.
-    begin: int = 0
+    sequence: int = 0  # OPEN, CLOSE, FORK: its key
+    # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
+    # what FORK copies.
     end: int = 0
     total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
-    # LONG: the prompt ends with this chunk, or goes on in a short step, where every rank needs the
-    # whole window.
-    last: bool = False
-    prompt_logprobs: int = -1  # LONG: -1, or how many likeliest tokens to report per position
     source: int = 0  # FORK: key of the sequence to copy
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
-    # int64 [n], made of any integers. LONG: the chunk's token ids, and the next one if
-    # log-probabilities are asked for and there is one. SHORT: pairs (sequence, token id), those of
-    # a sequence together; sequences with one token come first.
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "payload", torch.as_tensor(self.payload, dtype=torch.int64))
+    @classmethod
+    def step(cls, pieces: Sequence[Piece]) -> StepPlan:
+        """Return the plan of a step: single tokens first, sharded pieces last."""
+        ordered = sorted(pieces, key=lambda piece: (piece.sharded, not piece.single))
+        # The number of pieces, a row of numbers for each, and the tokens of all.
+        rows = [
+            (p.sequence, len(p.tokens), p.sharded, p.last, p.prompt_logprobs, p.following)
+            for p in ordered
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).flatten()
+        tokens = [piece.tokens for piece in ordered]
+        return cls(Op.STEP, payload=torch.cat([torch.tensor([len(rows)]), table, *tokens]))
 
-    def by_sequence(self) -> list[tuple[int, list[int]]]:
-        """SHORT: every sequence and its tokens."""
-        pairs = self.payload.view(-1, 2).tolist()
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """STEP: the pieces, in their order in the step."""
+        count = int(self.payload[0])
+        tokens = 1 + 6 * count
+        rows = self.payload[1:tokens].view(count, 6).tolist()
+        of_each = self.payload[tokens:].split([row[1] for row in rows])
         return [
-            (key, [token for _, token in tokens])
-            for key, tokens in itertools.groupby(pairs, key=operator.itemgetter(0))
+            Piece(key, of, bool(sharded), bool(last), logprobs, following)
+            for (key, _, sharded, last, logprobs, following), of in zip(rows, of_each, strict=True)
         ]
 
     def send(self, comm: Communicator, device: torch.device) -> None:
@@ -84,14 +120,16 @@ class StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
         frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
         comm.broadcast(frame, "control")
+        frame = frame.cpu()
         *header, n = frame[: len(_NUMBERS) + 1].tolist()
         if n <= FRAME - HEADER:
             payload = frame[HEADER : HEADER + n]
         else:
-            payload = torch.empty(n, dtype=torch.int64, device=device)
-            comm.broadcast(payload, "control")
+            sent = torch.empty(n, dtype=torch.int64, device=device)
+            comm.broadcast(sent, "control")
+            payload = sent.cpu()
         numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
-        numbers |= {"op": Op(numbers["op"]), "last": bool(numbers["last"])}
+        numbers |= {"op": Op(numbers["op"])}
         return cls(**numbers, payload=payload)
 
 

@@ -4,7 +4,7 @@ A long prompt is hundreds of chunks, so that whoever comes after it would wait f
 those with little to do go first, and the oldest gets at least half of the time: a short question
 overtakes a million tokens, and costs their reader no more time than it takes itself.
 
-Prompts that are read in one short step take no turns: they share the next one.
+Prompts that are read in one step take no turns: they join the next one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from razor_dist.engine.request import Request
 
 # Weight that an observation keeps when the next comes, and that of what is believed before any.
 _FORGET, _BELIEF = 0.97, 1e-7
-# Tokens of a prompt that may be a short step's, at most: their activations are in nobody's plan.
-_SHORT = 512
+# Tokens that a rank reads of prompts that join a step, at most: their activations are in nobody's
+# plan.
+_JOINING = 512
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
 # meanwhile. It takes longer if else what each step costs would be more than this part of it.
 _LONGER, _IDLE = 8, 0.05
@@ -103,47 +104,57 @@ class StepCost:
 
 
 class Turns:
-    """Chooses among the prompts that are being prefilled.
+    """Chooses among the prompts that are being prefilled by ``world_size`` ranks.
 
     ``max_step`` is in seconds. With ``by_priority``, requests of a lower ``priority`` number go
     before all others.
     """
 
-    def __init__(self, max_step: float, *, by_priority: bool = False) -> None:
-        self.cost = StepCost()
+    def __init__(self, max_step: float, world_size: int = 1, *, by_priority: bool = False) -> None:
+        self.cost, self._ranks = StepCost(), world_size
         self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
 
-    def is_short(self, prompt: Request, world_size: int) -> bool:
-        """Tell if a prompt is read in one short step, where every rank computes all of it.
+    def is_short(self, prompt: Request) -> bool:
+        """Tell if all ranks may as well compute all of a prompt as shard it.
 
-        That repeats its work on all ranks but one. It must save more: a step of its own, as what
-        else the short step does is done anyway.
+        That repeats its work on all ranks but one. It must save more: what a step costs whatever it
+        reads, as much as the many transfers of a chunk cost at most.
         """
-        most = min(_SHORT, prompt.chunked_prefill_size)
-        if len(prompt.prompt) > most or prompt.params.prompt_logprobs is not None:
+        most, n = min(_JOINING, prompt.chunked_prefill_size), len(prompt.prompt)
+        if n > most or prompt.params.prompt_logprobs is not None:
             return False
-        repeated = (world_size - 1) * self.cost.work(len(prompt.prompt), 0)
-        fits = self._short_work(prompt, world_size) <= self._max_step
+        repeated = (self._ranks - 1) * self.cost.work(n, 0)
+        fits = repeated + self.cost.work(n, prompt.begin) <= self._max_step
         return fits and repeated <= self.cost.seconds(0, 0)
 
-    def _short_work(self, prompt: Request, world_size: int) -> float:
-        """Estimate a prompt's part of a short step; what is before it stays sharded."""
-        repeated = (world_size - 1) * self.cost.work(len(prompt.prompt), 0)
-        return repeated + self.cost.work(len(prompt.prompt), prompt.begin)
+    def joins(self, prompt: Request) -> bool:
+        """Tell if a prompt is read whole in the next step that has room for it."""
+        n = len(prompt.prompt)
+        if prompt.short or prompt.prefilled_to > prompt.begin:
+            return prompt.short
+        most = min(_JOINING * self._ranks, prompt.chunked_prefill_size)
+        return n <= most and self.work(prompt, n) <= self._max_step
 
-    def together(self, prompts: Sequence[Request], world_size: int) -> list[Request]:
-        """Choose short prompts for one step: the oldest that fit into ``max_step``, one at least.
+    def work(self, prompt: Request, tokens: int) -> float:
+        """Estimate the seconds that a prompt's next ``tokens`` add to a step."""
+        work = self.cost.work(tokens, prompt.prefilled_to)
+        # What is before a short prompt stays sharded.
+        return work + prompt.short * (self._ranks - 1) * self.cost.work(tokens, 0)
+
+    def together(self, prompts: Sequence[Request]) -> list[Request]:
+        """Choose from those that may join a step: the oldest that fit ``max_step``, one at least.
 
         ``prompts`` come in the order in which they were admitted.
         """
         chosen: list[Request] = []
-        work, tokens = 0.0, 0
+        work = tokens = 0.0
         for prompt in self.first_class(prompts):
-            work += self._short_work(prompt, world_size)
-            tokens += len(prompt.prompt)
-            if chosen and (work > self._max_step or tokens > _SHORT):
+            n = len(prompt.prompt)
+            work += self.work(prompt, n)
+            tokens += n if prompt.short else n / self._ranks
+            if chosen and (work > self._max_step or tokens > _JOINING):
                 break
             chosen.append(prompt)
         return chosen
@@ -178,7 +189,9 @@ class Turns:
         return min(most, self.cost.tokens(step, prompt.prefilled_to))
 
     def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
-        """Note that ``served``, one of ``prompts``, was read from for so long."""
+        """Note that ``served`` was read from for so long, while ``prompts`` take turns."""
+        if not prompts:
+            return
         if self._oldest_of(self.first_class(prompts)) is served:
             # What it gets alone or in its turn does not count against it later.
             self._debt = max(0.0, self._debt - seconds)

@@ -22,7 +22,7 @@ from torch import Tensor
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
@@ -152,15 +152,9 @@ class DryRun:
         runner = self._runner(cache, rank, allocations, self._layout)
         self._open(runner, prompt, max_read=prompt)
         self._skip(runner, chunks[:index])
-        plan = StepPlan(
-            Op.LONG,
-            begin=chunk.begin,
-            end=chunk.end,
-            last=chunk.end == prompt,
-            payload=torch.zeros(chunk.end - chunk.begin, dtype=torch.int64),
-        )
+        tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
         with allocations:
-            runner.execute(plan)
+            runner.execute(StepPlan.step([Piece(0, tokens, True, last=chunk.end == prompt)]))
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])

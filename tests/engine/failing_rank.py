@@ -11,15 +11,19 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.worker import main
 
 
-def _fail_once(self: ModelRunner, plan: Any) -> Any:
+def _fail_once(self: ModelRunner, pieces: Any) -> Any:
     failed = Path(os.environ["FAILED_ONCE"])
-    if plan.begin > 0 and self.comm.rank == self.comm.size - 1 and not failed.exists():
+    if (
+        self.sequences[pieces[-1].sequence].length > 0
+        and self.comm.rank == self.comm.size - 1
+        and not failed.exists()
+    ):
         failed.touch()
         raise RuntimeError("a rank fails in the middle of a prompt")
-    return _long(self, plan)
+    return _step(self, pieces)
 
 
 if __name__ == "__main__":
-    _long = ModelRunner._long
-    ModelRunner._long = _fail_once
+    _step = ModelRunner._step
+    ModelRunner._step = _fail_once
     main()

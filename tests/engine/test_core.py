@@ -236,7 +236,7 @@ def test_prefill_seconds_leave_out_the_wait(
     chunks, execute = [0], core.runner.execute
 
     def count(plan: StepPlan) -> torch.Tensor | None:
-        chunks[0] += plan.op is Op.LONG
+        chunks[0] += plan.op is Op.STEP
         return execute(plan)
 
     monkeypatch.setattr(core, "_clock", lambda: float(chunks[0]))  # a chunk takes a second
@@ -388,17 +388,17 @@ def test_extreme_but_valid_sampling_settings_are_greedy(tiny: Callable[[str], Pa
     assert draw(temperature=1e-5, seed=2**63 - 1) == greedy
 
 
-def test_on_one_rank_a_long_prompt_is_read_in_the_answers_steps(
+def test_a_long_prompt_is_read_in_the_answers_steps(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*names: str) -> tuple[dict[str, list[int]], list[int]]:
         core = make_core(tiny("llama"))
-        core.scheduler.turns.is_short = lambda request, _: len(request.prompt) < 100
+        core.scheduler.turns.is_short = lambda request: len(request.prompt) < 100
         execute, shared = core.runner.execute, []
 
         def watch(plan: StepPlan) -> torch.Tensor | None:
-            if plan.op is Op.SHORT:
-                shared.append(sum(len(tokens) > 1 for _, tokens in plan.by_sequence()))
+            if plan.op is Op.STEP:
+                shared.append(sum(len(piece.tokens) > 1 for piece in plan.pieces))
             return execute(plan)
 
         monkeypatch.setattr(core.runner, "execute", watch)
@@ -426,7 +426,7 @@ def test_a_request_without_a_distribution_fails_alone(
 
     def spoil(plan: StepPlan) -> torch.Tensor | None:
         logits = execute(plan)
-        if plan.op is Op.SHORT and len(plan.payload) == 4 and not bad:
+        if plan.op is Op.STEP and len(plan.pieces) == 2 and not bad:
             assert logits is not None
             bad.append(plan)
             logits = logits.clone()

@@ -33,7 +33,7 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
-from tests.cases import Case, make_runner, prefill
+from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import Tape
 
@@ -68,7 +68,7 @@ def make_pair(
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
     graphs.graphs = DecodeGraphs(
-        comm, graphs.caches, graphs.short_logits, recorder, torch.float32, pad=pad
+        comm, graphs.caches, graphs.step_logits, recorder, torch.float32, pad=pad
     )
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
@@ -98,12 +98,12 @@ class Both:
             runner.execute(plan)
 
     def decode(self, *keys: int) -> None:
-        payload = tuple(x for key in keys for x in (key, self.next[key]))
+        plan = answer(*((key, self.next[key]) for key in keys))
         logits, sent = [], []
         before = self.tape.recorded
         for runner in (self.eager, self.graphs):
             already = self.comm.bytes_sent["merge"]
-            logits.append(runner.execute(StepPlan(Op.SHORT, payload=payload)))
+            logits.append(runner.execute(plan))
             sent.append(self.comm.bytes_sent["merge"] - already)
         self.sent.append((sent[0], sent[1], self.tape.recorded > before))
         if logits[0] is None or logits[1] is None:
@@ -230,7 +230,7 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
         drop_outdated(caches, [sequence])
         recording.inputs.copy_(step_inputs(runner.comm, caches, [(sequence, 20 + step)]))
         got = recording.replay()
-        want = both.eager.execute(StepPlan(Op.SHORT, payload=(0, 20 + step)))
+        want = both.eager.execute(answer((0, 20 + step)))
         assert want is not None
         assert (got - want).abs().max() / want.abs().max() <= 1e-5
         sequence.table.tokens += 1
@@ -327,7 +327,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     for runner in (eager, graphs):
         prefill(runner, 0, dataclasses.replace(case, prompt=tokens_of(41, 0)))
     for token in range(10, 20):
-        plan = StepPlan(Op.SHORT, payload=(0, token))
+        plan = answer((0, token))
         want, got = eager.execute(plan), graphs.execute(plan)
         if want is not None and got is not None:
             error = max(error, ((want - got).abs().max() / want.abs().max()).item())
@@ -395,8 +395,7 @@ def test_captured_steps_are_the_eager_steps(tiny: Tiny) -> None:
         for key, length in ((0, 41), (1, 70)):
             prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
     for step in range(30):
-        payload = (0, 10 + step, 1, 20 + step) if step > 10 else (0, 10 + step)
-        plan = StepPlan(Op.SHORT, payload=payload)
+        plan = answer((0, 10 + step), (1, 20 + step)) if step > 10 else answer((0, 10 + step))
         want, got = eager.execute(plan), graphs.execute(plan)
         assert want is not None and got is not None
         assert (want - got).abs().max() / want.abs().max() <= 1e-4

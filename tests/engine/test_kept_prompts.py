@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import owner_of, shard_sizes
+from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
@@ -25,9 +25,8 @@ from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.parallel.zigzag import Chunk
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
@@ -51,7 +50,7 @@ class PagesOnly:
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
-        self.prompt_logprobs = None
+        self.prompt_logprobs: dict = {}
         self.pools = [_pool(pages) for _ in range(ranks)]
         self.scratch = [_pool(scratch) for _ in range(ranks if scratch else 0)]
         self.tables: dict[int, list[PageTable]] = {}
@@ -82,27 +81,28 @@ class PagesOnly:
                 for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
                     pool.release(table)
                 self._release_scratch(plan.sequence)
-            case Op.LONG:
-                assert plan.begin == self.lengths[plan.sequence]
-                chunk = Chunk(plan.begin, plan.end, self.comm.size)
-                self.lengths[plan.sequence] = plan.end
-                for rank, table in enumerate(self.tables[plan.sequence]):
-                    table.tokens += chunk.tokens(rank)
-                for rank, table in enumerate(self.scratch_tables.get(plan.sequence, [])):
-                    table.tokens += chunk.tokens(rank)
-                    assert len(table.pages) * PAGE >= table.tokens
-                if plan.last:
-                    self._release_scratch(plan.sequence)
-            case Op.SHORT:
-                rows = len(plan.by_sequence())
-                for key in plan.payload[::2].tolist():
-                    owner = owner_of(self.lengths[key], self.comm.size)
-                    self.tables[key][owner].tokens += 1
-                    self.lengths[key] += 1
+            case Op.STEP:
+                rows = sum(piece.samples for piece in plan.pieces)
+                for piece in plan.pieces:
+                    self._read(piece)
         assert len(self.tables) <= self.config.max_sequences
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
         return torch.zeros(rows, VOCABULARY)
+
+    def _read(self, piece: Piece) -> None:
+        begin, ranks = self.lengths[piece.sequence], self.comm.size
+        end = self.lengths[piece.sequence] = begin + len(piece.tokens)
+        sizes = shard_sizes(begin, end if piece.sharded else begin, end, ranks)
+        for table, new in zip(self.tables[piece.sequence], sizes, strict=True):
+            table.tokens += new
+        if piece.sharded:
+            scratch = self.scratch_tables.get(piece.sequence, [])
+            for table, new in zip(scratch, sizes, strict=False):
+                table.tokens += new
+                assert len(table.pages) * PAGE >= table.tokens
+            if piece.last:
+                self._release_scratch(piece.sequence)
 
     def _take(self, plan: StepPlan, begin: int, source: list[PageTable]) -> None:
         new = shard_sizes(begin, plan.end, plan.total, self.comm.size)
@@ -340,7 +340,7 @@ class Engine(RuleBasedStateMachine):
             params=SamplingParams(),
             chunked_prefill_size=CHUNK,
         )
-        short = self.core.scheduler.turns.is_short(cast("Request", request), runner.comm.size)
+        short = self.core.scheduler.turns.is_short(cast("Request", request))
         chunks_end = begin if short else end
         new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(

@@ -101,52 +101,65 @@ def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
         assert found.chunks[-4][3] == pytest.approx(tokens, rel=0.1)
 
 
-def learned() -> Turns:
+def learned(ranks: int = 1) -> Turns:
     """Turns that know a step's 0.05 s and 2 ms a token."""
-    turns = Turns(STEP)
+    turns = Turns(STEP, ranks)
     for tokens in (100, 200, 400) * 20:
         turns.cost.observe(tokens, 0, 0.05 + 0.002 * tokens)
     return turns
 
 
 def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
-    turns = learned()
-
     def short(tokens: int, ranks: int) -> bool:
-        return turns.is_short(request(0, tokens, 0.0), ranks)
+        return learned(ranks).is_short(request(0, tokens, 0.0))
 
     # Alone, whatever fits into a step; of several ranks all but one repeat 2 ms a token, which a
     # step of its own would cost 0.05 s.
     for ranks, most in ((1, 124), (2, 24), (4, 8), (8, 3)):
         assert [short(n, ranks) for n in (1, most, most + 2)] == [True, True, False]
     explained = dataclasses.replace(request(0, 5, 0.0), params=SamplingParams(prompt_logprobs=0))
-    assert not turns.is_short(explained, 1)
-    assert not turns.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4), 1)
-    assert not Turns(math.inf).is_short(request(0, 513, 0.0), 1)
+    turns = learned()
+    assert not turns.is_short(explained)
+    assert not turns.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4))
+    assert not Turns(math.inf).is_short(request(0, 513, 0.0))
 
 
 def test_what_stays_sharded_is_not_repeated() -> None:
     """A question after a million tokens: every rank attends to its own part of them."""
-    turns = Turns(STEP)
+    turns = Turns(STEP, 8)
     for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
         seconds = 0.02 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
         turns.cost.observe(tokens, context, seconds)
     prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
     for tokens, short in ((10, True), (50, True), (100, False)):
         question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
-        assert turns.is_short(question, 8) is short  # 7 times 50 us a token, of 20 ms
+        assert turns.is_short(question) is short  # 7 times 50 us a token, of 20 ms
 
 
-def test_short_prompts_share_a_step_as_far_as_it_goes() -> None:
-    turns = learned()
+def test_prompts_share_a_step_as_far_as_it_goes() -> None:
     prompts = [request(key, 50, 0.0) for key in range(5)]
-    assert turns.together(prompts, 1) == prompts[:2]  # 0.1 s each
-    assert turns.together(prompts, 2) == prompts[:1]
-    assert turns.together([request(0, 4000, 0.0)], 8) != []  # one at least
-    assert turns.together([], 1) == []
+    for ranks in (1, 2, 8):  # 0.1 s each, in chunks; on one rank also if they are short
+        assert learned(ranks).together(prompts) == prompts[:2]
+    short = [dataclasses.replace(prompt, short=True) for prompt in prompts]
+    assert learned(1).together(short) == short[:2]
+    assert learned(2).together(short) == short[:1]  # 0.2 s each
+    turns = learned(8)
+    assert turns.together([request(0, 4000, 0.0)]) != []  # one at least
+    assert turns.together([]) == []
     urgent = Turns(STEP, by_priority=True)
     first = request(9, 50, 0.0, priority=-1)
-    assert urgent.together([*prompts, first], 1) == [first]
+    assert urgent.together([*prompts, first]) == [first]
+
+
+def test_who_joins_a_step() -> None:
+    turns = learned(2)
+    assert turns.joins(request(0, 124, 0.0)) and not turns.joins(request(0, 126, 0.0))  # 0.25 s
+    begun = dataclasses.replace(request(0, 100, 0.0), prefilled_to=50)
+    assert not turns.joins(begun)
+    assert turns.joins(dataclasses.replace(request(0, 200, 0.0), short=True))
+    assert not turns.joins(dataclasses.replace(request(0, 100, 0.0), chunked_prefill_size=99))
+    fast = Turns(math.inf, 2)
+    assert fast.joins(request(0, 1024, 0.0)) and not fast.joins(request(0, 1025, 0.0))
 
 
 def test_long_prompts_are_not_cut_for_each_other() -> None:

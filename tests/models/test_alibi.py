@@ -34,7 +34,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
-from tests.cases import Case, logits_of, make_runner, model_and_shape, prefill
+from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, one_chunk, prefill
 from tests.engine.test_graph import case_of, story
 from tests.ranks import RankPool
 from tests.test_invariance import assert_same, tokens_of
@@ -183,14 +183,12 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     runner = make_runner(comm, case, 2)
     prefill(runner, 0, dataclasses.replace(case, prompt=case.prompt[:60]))
     for token in case.prompt[60:63]:
-        runner.execute(StepPlan(Op.SHORT, payload=(0, token)))
+        runner.execute(answer((0, token)))
     end, logits = len(case.prompt), None
     runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, source=0))
     for chunk in chunks(63, end, 20, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
-        logits = runner.execute(
-            StepPlan(Op.LONG, 1, chunk.begin, chunk.end, last=chunk.end == end, payload=tokens)
-        )
+        logits = runner.execute(one_chunk(1, tokens, last=chunk.end == end))
     return logits
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, Pending
-from tests.cases import Case, make_runner, model_and_shape, prefill
+from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool
 
 WORLD = 8
@@ -27,7 +26,7 @@ def traffic(comm: Communicator, case: Case) -> tuple[dict[str, int], dict[str, i
     prefill(runner, 0, case)
     after_prefill = dict(comm.bytes_sent)
     for token in case.forced:
-        runner.execute(StepPlan(Op.SHORT, payload=(0, token)))
+        runner.execute(answer((0, token)))
     decode = {p: n - after_prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
     return after_prefill, {p: n for p, n in decode.items() if n}
 

@@ -23,7 +23,7 @@ from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
 from tests.alibi_models import make_alibi
-from tests.cases import model_and_shape
+from tests.cases import answer, model_and_shape, one_chunk
 from tests.ranks import RankPool
 
 LLAMA = ((True, False), (False, False), (True, True), (False, True))
@@ -80,23 +80,13 @@ def measure(
     used, activations = runner.kv_bytes, []
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
-        payload = tuple(tokens[chunk.begin : chunk.end])
         allocations = Allocations()
         with allocations:
-            step(
-                StepPlan(
-                    Op.LONG,
-                    0,
-                    begin=chunk.begin,
-                    end=chunk.end,
-                    last=chunk.end == prompt,
-                    payload=payload,
-                )
-            )
+            step(one_chunk(0, tokens[chunk.begin : chunk.end], last=chunk.end == prompt))
         activations.append(sum(allocations.transient().values()))
     prefill = dict(comm.bytes_sent)
     for _ in range(STEPS):
-        step(StepPlan(Op.SHORT, payload=(0, 7)))
+        step(answer((0, 7)))
     decode = {p: n - prefill.get(p, 0) for p, n in comm.bytes_sent.items()}
     return Measured(
         runner.caches.reserved_bytes,

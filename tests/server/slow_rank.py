@@ -14,14 +14,15 @@ from razor_dist.engine.worker import main
 CHUNK_SECONDS = 1.0
 
 
-def _slowly(self: ModelRunner, *arguments: Any) -> Any:
-    with open(os.environ["CHUNKS_LOG"], "a") as log:
-        log.write(f"{self.comm.rank} {time.monotonic()}\n")
-    time.sleep(CHUNK_SECONDS)
-    return _long(self, *arguments)
+def _slowly(self: ModelRunner, pieces: Any) -> Any:
+    if any(piece.sharded for piece in pieces):
+        with open(os.environ["CHUNKS_LOG"], "a") as log:
+            log.write(f"{self.comm.rank} {time.monotonic()}\n")
+        time.sleep(CHUNK_SECONDS)
+    return _step(self, pieces)
 
 
 if __name__ == "__main__":
-    _long = ModelRunner._long
-    ModelRunner._long = _slowly
+    _step = ModelRunner._step
+    ModelRunner._step = _slowly
     main()

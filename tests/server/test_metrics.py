@@ -122,9 +122,9 @@ def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
     assert value("kv_cache_usage_perc") == 0.1
     assert value("resident_memory_bytes", rank="0") == 4096
     assert value("rank_cpu_seconds_total", rank="1") == 0.0015
-    buckets = [value("step_seconds_bucket", kind="long", le=le) for le in ("0.1", "1.0", "+Inf")]
+    buckets = [value("step_seconds_bucket", kind="prefill", le=le) for le in ("0.1", "1.0", "+Inf")]
     assert buckets == [2, 3, 3]
-    assert value("step_seconds_sum", kind="long") == 0.75
+    assert value("step_seconds_sum", kind="prefill") == 0.75
     assert 0 <= value("engine_stats_age_seconds") < 5
 
 
