@@ -20,6 +20,7 @@ from razor_dist.parallel.comm import Communicator
 
 FRAME = 512
 HEADER = 16
+_ROW = 6  # numbers that describe a piece beside its tokens
 
 
 class Op(IntEnum):
@@ -62,6 +63,11 @@ class Piece:
         return self.last or not self.sharded
 
 
+def payload_length(pieces: int, tokens: int) -> int:
+    """Return how many numbers describe a step."""
+    return 1 + _ROW * pieces + tokens
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
@@ -94,8 +100,8 @@ class StepPlan:
     def pieces(self) -> list[Piece]:
         """STEP: the pieces, in their order in the step."""
         count = int(self.payload[0])
-        tokens = 1 + 6 * count
-        rows = self.payload[1:tokens].view(count, 6).tolist()
+        tokens = payload_length(count, 0)
+        rows = self.payload[1:tokens].view(count, _ROW).tolist()
         of_each = self.payload[tokens:].split([row[1] for row in rows])
         return [
             Piece(key, of, bool(sharded), bool(last), logprobs, following)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import compensation_entries
-from razor_dist.engine.step import FRAME, HEADER
+from razor_dist.engine.step import FRAME, HEADER, payload_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.ring import queries_travel
@@ -98,7 +98,8 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
             _add_windows(d, heads, chunks, prefill)
         # OPEN, and PREFILL for every chunk, from rank 0.
         lengths = [chunk.end - chunk.begin for chunk in chunks]
-        long = sum(n for n in lengths if n > FRAME - HEADER)
+        payloads = [payload_length(1, n) for n in lengths]
+        long = sum(n for n in payloads if n > FRAME - HEADER)
         prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
         for sent in decode:
             sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
