@@ -248,14 +248,13 @@ class Scheduler:
             # What is not sharded is computed by every rank, but attends to the rank's own part of
             # what is before it.
             tokens = pairs = 0.0
-            for request, piece in step:
-                n, context = len(piece.tokens), request.prefilled_to + len(request.generated)
-                times = 1 if piece.sharded else self.world_size
+            for request, n in read:
+                times = self.world_size if request.short else 1
                 tokens += times * n
-                pairs += n * (context + times * n / 2)
-            cost.learn(tokens, pairs, seconds)
+                pairs += n * (request.prefilled_to + times * n / 2)
+            cost.learn(tokens, pairs, seconds, answers=sum(n == 0 for _, n in read))
         else:
-            cost.answered(seconds)
+            cost.answered(seconds, len(read))
         in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
         for request, count in read:
             if count:

@@ -18,6 +18,11 @@ from razor_dist.engine.request import Request
 
 # Weight that an observation keeps when the next comes, and that of what is believed before any.
 _FORGET, _BELIEF = 0.97, 1e-7
+# Weight of a new observation of what an answer costs.
+_NEWS = 0.1
+# Where nothing else tells: a step with a chunk costs at most so many times one of answers, whatever
+# the chunk's length.
+_CHUNK = 2.0
 # Tokens that a rank reads of prompts that join a step, at most: their activations are in nobody's
 # plan.
 _JOINING = 512
@@ -34,7 +39,9 @@ class StepCost:
     ``s`` is for what every step does, such as reading the weights, ``a`` for the products with them
     and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
     least squares of the relative error. None is negative, and ``s`` is at most what the fastest
-    step took: chunks of about one length tell little of it.
+    step took that read a prompt, and `_CHUNK` times what the fastest one of answers alone took:
+    chunks of about one length tell little of it. Each answer in a step adds ``c``, which is known
+    from steps of answers alone.
     """
 
     def __init__(self) -> None:
@@ -43,18 +50,23 @@ class StepCost:
         self._scale = self._sab.copy()
         self._squares = _BELIEF * np.eye(3)
         self._products = _BELIEF * np.ones(3)
-        self._fastest = math.inf
+        self._fastest = self._fastest_answers = math.inf
+        self._answer = 0.0  # c
 
-    def answered(self, seconds: float) -> None:
+    def answered(self, seconds: float, answers: int) -> None:
         """Learn from a step of answers alone, whose tokens cost less than those of prompts."""
-        self._fastest = min(self._fastest, seconds)
+        self._fastest_answers = min(self._fastest_answers, seconds)
+        if answers > 1:
+            each = (seconds - self._fastest_answers) / (answers - 1)
+            self._answer += _NEWS * (each - self._answer)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
         """Learn from a chunk."""
         self.learn(tokens, tokens * (context + tokens / 2), seconds)
 
-    def learn(self, tokens: float, pairs: float, seconds: float) -> None:
-        """Learn from a step with so many tokens, and pairs of a query and a key."""
+    def learn(self, tokens: float, pairs: float, seconds: float, answers: int = 0) -> None:
+        """Learn from a step with so many tokens of prompts, pairs of a query and a key, answers."""
+        seconds = max(seconds / 2, seconds - answers * self._answer)
         self._fastest = min(self._fastest, seconds)
         x = np.array([1.0, tokens, pairs]) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
@@ -63,7 +75,8 @@ class StepCost:
 
     def _fit(self) -> np.ndarray:
         """Least squares in bounds: the best of all choices of terms that are at none of theirs."""
-        best, least, most = np.zeros(3), math.inf, self._fastest / self._scale[0]
+        best, least = np.zeros(3), math.inf
+        most = min(self._fastest, _CHUNK * self._fastest_answers) / self._scale[0]
         for free in [(0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)]:
             for s in (0.0,) if 0 in free else (0.0, most):
                 found = np.array([s, 0.0, 0.0])

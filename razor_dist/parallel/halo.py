@@ -16,6 +16,7 @@ end. Sinks, and the window that every rank keeps at a prompt's end, travel the s
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,21 +43,24 @@ class KVPiece:
 
 def assemble(pieces: Sequence[KVPiece], interval: Interval) -> tuple[Tensor, Tensor]:
     """Keys and values ``[K, n, D]`` of ``interval``, in order, from pieces that cover it."""
-    parts = sorted(
-        (p.part(interval) for p in pieces if len(p.at & interval)), key=lambda p: p.at.begin
-    )
-    position, chosen = interval.begin, []
-    for part in parts:
-        if part.at.end > position:  # pieces may overlap: what is already covered is skipped
-            chosen.append(part.part(Interval(position, part.at.end)))
-            assert chosen[-1].at.begin == position, "pieces leave a gap"
-            position = part.at.end
-    assert position == max(interval.begin, interval.end), "pieces do not cover the interval"
-    if not chosen:
+    # Plain numbers: every layer does this with every piece of a window.
+    position, end = interval.begin, interval.end
+    touched = [p for p in pieces if p.at.begin < end and p.at.end > position]
+    touched.sort(key=lambda p: p.at.begin)
+    ks, vs = [], []
+    for piece in touched:
+        begin, stop = piece.at.begin, min(piece.at.end, end)
+        if stop > position:  # pieces may overlap: what is already covered is skipped
+            assert begin <= position, "pieces leave a gap"
+            ks.append(piece.k[:, position - begin : stop - begin])
+            vs.append(piece.v[:, position - begin : stop - begin])
+            position = stop
+    assert position >= end, "pieces do not cover the interval"
+    if not ks:
         return pieces[0].k[:, :0], pieces[0].v[:, :0]
-    if len(chosen) == 1:
-        return chosen[0].k, chosen[0].v
-    return torch.cat([p.k for p in chosen], 1), torch.cat([p.v for p in chosen], 1)
+    if len(ks) == 1:
+        return ks[0], vs[0]
+    return torch.cat(ks, 1), torch.cat(vs, 1)
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
@@ -104,10 +108,20 @@ class Exchange:
         return sum(len(interval) for sent in self._sends.values() for interval in sent)
 
     def start(self, comm: Communicator, pieces: Sequence[KVPiece], purpose: Purpose) -> Arriving:
-        """Post one layer's transfers; ``pieces`` (one at least, perhaps empty) is this rank's."""
+        """Post one layer's transfers.
+
+        ``pieces`` are this rank's: disjoint, and one at least, which may be empty.
+        """
         sends = []
+        ordered = sorted(pieces, key=lambda p: p.at.begin)
+        begins = [p.at.begin for p in ordered]
+
+        def touched(interval: Interval) -> Sequence[KVPiece]:
+            first = max(0, bisect.bisect_right(begins, interval.begin) - 1)
+            return ordered[first : bisect.bisect_left(begins, interval.end)]
+
         for receiver, intervals in self._sends.items():
-            pairs = [assemble(pieces, interval) for interval in intervals]
+            pairs = [assemble(touched(interval), interval) for interval in intervals]
             packed = torch.stack([torch.cat(parts, 1) for parts in zip(*pairs, strict=True)])
             sends.append((receiver, packed))
         like = pieces[0].k

@@ -247,7 +247,7 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
 def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
     """On a machine whose speed varies, a constant would explain them as well."""
     cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
-    cost.answered(0.06)
+    cost.answered(0.03, 1)
     for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
         cost.observe(tokens, 0, speed * (0.05 + 0.002 * tokens))
     assert cost.seconds(0, 0) <= 0.06
