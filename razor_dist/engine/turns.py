@@ -27,8 +27,9 @@ _CHUNK = 2.0
 # plan.
 _JOINING = 512
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
-# meanwhile. It takes longer if else what each step costs would be more than this part of it.
-_LONGER, _IDLE = 8, 0.05
+# meanwhile. It takes longer if else what each step costs would be more than this part of it, but no
+# more than this part of what is left of the prompt.
+_LONGER, _IDLE, _PART = 8, 0.05, 1 / 16
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -92,6 +93,12 @@ class StepCost:
         """Estimate a chunk of ``tokens`` after ``context`` others."""
         return float(self._terms(tokens, context) @ self._sab)
 
+    @property
+    def chunk(self) -> float:
+        """Estimate what a chunk costs beyond a step of answers, whatever its length."""
+        s = self.seconds(0, 0)
+        return s if self._fastest_answers == math.inf else max(0.0, s - self._fastest_answers)
+
     def work(self, tokens: int, context: int) -> float:
         """Estimate what such a chunk takes beyond what every step costs."""
         return self.seconds(tokens, context) - self.seconds(0, 0)
@@ -132,15 +139,15 @@ class Turns:
     def is_short(self, prompt: Request) -> bool:
         """Tell if all ranks may as well compute all of a prompt as shard it.
 
-        That repeats its work on all ranks but one. It must save more: what a step costs whatever it
-        reads, as much as the many transfers of a chunk cost at most.
+        That repeats its work on all ranks but one. It must save more: what a chunk adds to a step
+        whatever its length, transfers above all.
         """
         most, n = min(_JOINING, prompt.chunked_prefill_size), len(prompt.prompt)
         if n > most or prompt.params.prompt_logprobs is not None:
             return False
         repeated = (self._ranks - 1) * self.cost.work(n, 0)
         fits = repeated + self.cost.work(n, prompt.begin) <= self._max_step
-        return fits and repeated <= self.cost.seconds(0, 0)
+        return fits and repeated <= self.cost.chunk
 
     def joins(self, prompt: Request) -> bool:
         """Tell if a prompt is read whole in the next step that has room for it."""
@@ -196,7 +203,7 @@ class Turns:
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
         if not answering and all(self._left(other) > longer for other in others):
-            step = max(longer, self.cost.seconds(0, 0) / _IDLE)
+            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _PART * self._left(prompt)))
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
         return min(most, self.cost.tokens(step, prompt.prefilled_to))

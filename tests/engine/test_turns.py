@@ -95,10 +95,10 @@ def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() ->
 
 def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
     # A step costs 0.2 s: 5 % of what 20 such take, and so chunks are of 4 s, not of 2 s, once that
-    # is known.
-    for cost, tokens in ((0.2, 1900), (0.05, 975)):
-        found = Simulation([request(0, 40_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
-        assert found.chunks[-4][3] == pytest.approx(tokens, rel=0.1)
+    # is known; but of 2 s where 4 s would be more than a sixteenth of what is left.
+    for cost, at, tokens in ((0.2, 8, 1900), (0.2, -4, 900), (0.05, 8, 975)):
+        found = Simulation([request(0, 60_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
+        assert found.chunks[at][3] == pytest.approx(tokens, rel=0.1)
 
 
 def learned(ranks: int = 1) -> Turns:
