@@ -1,4 +1,4 @@
-"""Attention of a short step on one rank: a few tokens of each of several sequences.
+"""Attention on one rank to what all ranks compute: a few tokens of each of several sequences.
 
 All ranks compute all of a step's tokens. Most are the one token that an answer has grown by; a
 `PromptPiece` is several tokens of a prompt: a short prompt as a whole, or a question that continues
@@ -31,7 +31,7 @@ from razor_dist.parallel.zigzag import Chunk
 
 
 class PromptPiece:
-    """Several consecutive tokens of one prompt in a short step.
+    """Several consecutive tokens of one prompt that all ranks compute.
 
     Every rank has all of them, and all of the window before them. So the streaming heads do what
     they do for a chunk on one rank, without transfers. The retrieval heads see the piece's own
@@ -103,7 +103,7 @@ class PromptPiece:
 
 
 class ShortContext:
-    """`AttentionContext` of one short step.
+    """`AttentionContext` of what all ranks compute in one step.
 
     Streaming heads are computed on every rank from the replicated cache, without traffic. Retrieval
     heads attend to each rank's shard; one all-gather per layer carries ``out`` and ``lse``, packed

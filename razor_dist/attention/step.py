@@ -1,4 +1,4 @@
-"""Attention of one step on one rank: a short step's tokens and chunks of prompts, side by side."""
+"""Attention of one step on one rank: what all ranks compute, and chunks of prompts, side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepContext:
     """
 
     def __init__(self, short: ShortContext, chunks: Sequence[PrefillContext]) -> None:
-        # A rank without tokens of a chunk takes part in it, but nobody in a short step of none.
+        # A rank without tokens of a chunk takes part in it.
         self._parts = [part for part in (short,) if part.tokens] + list(chunks)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:

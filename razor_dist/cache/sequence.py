@@ -45,19 +45,19 @@ class Sequence:
 
 
 def owner_of(position: int, world_size: int) -> int:
-    """The rank that stores the retrieval keys and values of a short step's token."""
+    """The rank that stores the retrieval keys and values of a token that all ranks compute."""
     return position % world_size
 
 
 def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
-    """The tokens of a short step that a rank stores, of consecutive ones of a sequence."""
+    """The tokens that a rank stores, of consecutive ones of a sequence that all ranks compute."""
     return range(at.begin + (rank - at.begin) % world_size, at.end, world_size)
 
 
 def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
     """Positions of the tokens of a rank's shard of ``end`` tokens, in its order.
 
-    What is not in the chunks ``done``, which are in order, was read in short steps.
+    What is not in the chunks ``done``, which are in order, was computed by all ranks.
     """
     found: list[range] = []
     begin = 0
@@ -71,7 +71,7 @@ def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> lis
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
     ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), and
-    the rest in short steps.
+    the rest computed by all ranks.
     """
     sizes = [
         len(owned_tokens(Interval(chunks_end, total), rank, world_size))

@@ -29,7 +29,7 @@ class Request:
     generator: torch.Generator  # of its random draws
     grammar: Future[Grammar] | None = None  # what the answer must match
     prefix: Request | None = None  # a pinned prefix that this one continues
-    short: bool = False  # the whole prompt is read in one short step
+    short: bool = False  # all ranks compute the whole prompt, in one step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     generated: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def chunks_end(self) -> int:
-        """Position up to which long steps read it."""
+        """Position up to which it is read in chunks."""
         return self.begin if self.short else self.end
 
     @property
