@@ -1,4 +1,4 @@
-"""Attention of one step on one rank: what all ranks compute, and chunks of prompts, side by side."""
+"""Attention of one step: what all ranks compute of it, and chunks of prompts, side by side."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Sequence:
     # window. None when the window is replicated in ``streaming``.
     window: list[dict[int, list[KVPiece]]] | None = None
     done: list[Chunk] = field(default_factory=list)  # of the prompt that is being prefilled
-    # All chunks, of a prompt that it was forked from as well. What is in none of them was read in
-    # short steps.
+    # All chunks, of a prompt that it was forked from as well. What is in none of them was computed
+    # whole by all ranks.
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0  # tokens in the caches
     # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
