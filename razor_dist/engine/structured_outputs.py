@@ -15,13 +15,12 @@ from dataclasses import fields as fields_of
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
 from razor_dist.config.errors import RequestError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line imports this, and loads in a second without them
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
