@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Asked every few seconds by machines.
 _QUIET = frozenset({"/health", "/metrics"})
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ID = re.compile(r"[A-Za-z0-9._:=/+-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -46,7 +46,7 @@ class RequestLog:
     """ASGI middleware that logs and counts requests, each when its response has ended.
 
     Every response has an ``X-Request-Id``: the request's own, if it is made of at most 128 letters,
-    digits and ``._-``, or a new one.
+    digits and ``._:=/+-``, or a new one.
     While ``is_draining()`` responses close their connections: the client's next one shall find
     another server.
     """

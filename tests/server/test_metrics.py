@@ -146,8 +146,8 @@ def test_a_line_of_json_tells_of_each_request(server: ServerProcess) -> None:
     prompt = "A sentence that nobody else should read"
     path = "/v1/no-such-path-of-mine"
     assert ask(server, prompt, user="someone").status_code == 200
-    mine = httpx.get(server.url() + path, headers=key() | {"X-Request-Id": "abc-1.2_3"})
-    assert (mine.status_code, mine.headers["x-request-id"]) == (404, "abc-1.2_3")
+    mine = httpx.get(server.url() + path, headers=key() | {"X-Request-Id": "abc-1.2_3:4"})
+    assert (mine.status_code, mine.headers["x-request-id"]) == (404, "abc-1.2_3:4")
     forged = httpx.get(server.url() + path, headers=key() | {"X-Request-Id": 'a" status=200'})
     assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
     assert httpx.get(f"{server.url()}/v1/models?api_key={SECRET}").status_code == 401
@@ -160,7 +160,7 @@ def test_a_line_of_json_tells_of_each_request(server: ServerProcess) -> None:
     asked, unknown, _, refused = lines()[-4:]
     assert re.fullmatch("[0-9a-f]{32}", asked["request_id"])
     assert (unknown["request_id"], lines()[-2]["request_id"]) == (
-        "abc-1.2_3",
+        "abc-1.2_3:4",
         forged.headers["x-request-id"],
     )
     assert asked["route"] == "/v1/completions"
