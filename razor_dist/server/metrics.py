@@ -241,7 +241,7 @@ class RankMetrics(Collector):
         yield self._counters("bytes_sent", "Between ranks, by purpose.", "purpose", sent)
         steps = HistogramMetricFamily(
             f"{PREFIX}step_seconds",
-            "Of a step of all ranks: long (a prefill chunk) or short.",
+            "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
             labels=[*self._labels, "kind"],
         )
         for kind, (bounds, counts, total) in stats.get("step_seconds", {}).items():

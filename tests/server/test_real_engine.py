@@ -91,7 +91,7 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
             found[" ".join([sample.name.removeprefix("razor:"), *labels])] = sample.value
         return found
 
-    body = {"model": "smollm2", "prompt": [100] * 300, "max_tokens": 60, "ignore_eos": True}
+    body = {"model": "smollm2", "prompt": [100] * 100, "max_tokens": 32, "ignore_eos": True}
     path = f"{url}/v1/completions"
     with httpx.stream("POST", path, json=body | {"stream": True}, timeout=60) as stream:
         lines = stream.iter_lines()
@@ -102,11 +102,11 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
             assert running[f"kv_cache_bytes retrieval {rank}"] > 0
             assert running[f"kv_cache_bytes streaming {rank}"] > 0
         assert running["num_requests_running"] == 1
-        assert len(list(lines)) > 60
+        assert len(list(lines)) > 32
     found, stats = scrape(), httpx.get(f"{url}/stats", timeout=20).json()
     assert found["prompt_tokens_total"] == stats["prompt_tokens"]
     assert found["generation_tokens_total"] == stats["generated_tokens"]
-    assert found["step_seconds_count long"] + found["step_seconds_count short"] > 60
+    assert found["step_seconds_count prefill"] + found["step_seconds_count decode"] > 32
     sent = {purpose: n for purpose, n in stats["bytes_sent"].items() if purpose != "control"}
     assert sent == {purpose: found[f"bytes_sent_total {purpose}"] for purpose in sent}
     assert found["resident_memory_bytes 1"] > 2**27
