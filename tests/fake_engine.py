@@ -160,7 +160,7 @@ class FakeEngine:
                 code="context_length_exceeded",
             )
             await asyncio.sleep(3600)
-        if params["prompt_logprobs"] is not None:
+        if params["prompt_logprobs"] is not None and "/" not in id:
             entries = [None] + [[-1.0, 1, [[t, -1.0]]] for t in prompt[1:]]
             self.send(t="prompt", id=id, logprobs=entries)
         steps = 4 if prompt[0] == SLOW_PREFILL else 1

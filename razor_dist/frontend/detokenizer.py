@@ -127,6 +127,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.rest = ""  # what followed the stop string in its piece
 
     def push(self, piece: str) -> tuple[str, str | None]:
         """Add a piece; return the text that is safe to show and the stop string, if one came."""
@@ -136,7 +137,7 @@ class StopMatcher:
         matches = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
         if matches:
             end, _, stop = min(matches)
-            self._held = ""
+            self._held, self.rest = "", text[end:]
             return text[: end - len(stop)], stop
         # The longest end of the text that may begin a stop string.
         longest = min(max(map(len, self._stops)) - 1, len(text))

@@ -30,7 +30,7 @@ from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.server.errors import Failure
-from razor_dist.server.formats import ChatFormat, CompletionFormat
+from razor_dist.server.formats import make_format
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
 
 ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
@@ -153,7 +153,7 @@ def _answer(
     choices = [
         _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
     ]
-    form = (ChatFormat if endpoint == "chat" else CompletionFormat)(model, choices, tokenizer)
+    form = make_format(endpoint, parsed, model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
@@ -174,7 +174,21 @@ def _served(
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
     )
-    return Choice(np.array(output.prompt_token_ids, np.int32), answer.index, pieces)
+    prompt = np.array(output.prompt_token_ids, np.int32)
+    return Choice(prompt, answer.index, pieces, _entries(output))
+
+
+def _entries(output: RequestOutput) -> list[Any]:
+    """Return a prompt's log-probabilities as the engine tells them."""
+    entries: list[Any] = []
+    for token, known in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False):
+        if known is None:
+            entries.append(None)
+            continue
+        # The likeliest come first, in order; the prompt's own may follow.
+        top = [[t, one.logprob] for n, (t, one) in enumerate(known.items(), 1) if one.rank == n]
+        entries.append([known[token].logprob, known[token].rank, top])
+    return entries
 
 
 def output_lines(

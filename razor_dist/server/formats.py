@@ -7,6 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -14,9 +15,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from razor_dist.engine.messages import Message
 from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece
-from razor_dist.frontend.detokenizer import REPLACEMENT
-from razor_dist.frontend.outputs import Logprob
+from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
+from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
+from razor_dist.frontend.outputs import Logprob, TokenLogprobs
+from razor_dist.server.request_parsing import Endpoint, ParsedRequest
+from razor_dist.server.tools import ToolParser, ToolUse
 
 Json = dict[str, Any]
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -38,6 +41,11 @@ class Format(ABC):
             "created": int(time.time()),
             "model": model,
         }
+
+    @property
+    def is_slow(self) -> bool:
+        """True if shaping takes time that grows with the prompt."""
+        return False
 
     def whole(self) -> Json:
         choices = [self._choice(i, c.pieces, c.text) for i, c in enumerate(self._choices)]
@@ -89,6 +97,22 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        tools: ToolUse | None = None,
+    ) -> None:
+        super().__init__(model, choices, tokenizer)
+        self._tools = tools
+        self._parsers = {} if tools is None else {i: self._parser() for i in range(len(choices))}
+
+    def _parser(self) -> ToolParser:
+        assert self._tools is not None
+        return ToolParser(self._tools, self._tokenizer)
+
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk([{**self._empty(i), **role}]) for i in range(len(self._choices))]
@@ -97,18 +121,38 @@ class ChatFormat(Format):
         """As `Format.piece`; the reason for the end comes in a chunk of its own, as OpenAI's."""
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
-        if piece.text or logprobs:
-            news.append({"delta": {"content": piece.text}, "logprobs": logprobs})
-        if piece.finish_reason:
-            news.append({"finish_reason": piece.finish_reason})
+        text, finish = piece.text, piece.finish_reason
+        calls: list[Json] = []
+        if parser := self._parsers.get(index):
+            text = parser.push(piece)
+            if finish:
+                rest, calls = parser.end()
+                text += rest
+                finish = parser.finish_reason if calls else finish
+        if text or logprobs:
+            news.append({"delta": {"content": text}, "logprobs": logprobs})
+        if calls:
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            news.append({"delta": {"tool_calls": numbered}})
+        if finish:
+            news.append({"finish_reason": finish})
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
+        message: Json = {"role": "assistant", "content": text}
+        finish = pieces[-1].finish_reason
+        if self._tools is not None:
+            parser = self._parser()
+            said = "".join(map(parser.push, pieces))
+            rest, calls = parser.end()
+            if calls:
+                message |= {"content": said + rest or None, "tool_calls": calls}
+                finish = parser.finish_reason
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text},
+            "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
-            "finish_reason": pieces[-1].finish_reason,
+            "finish_reason": finish,
         }
 
     def _empty(self, index: int) -> Json:
@@ -122,10 +166,57 @@ class CompletionFormat(Format):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(
+        self,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        echo: bool = False,
+        prompt_only: bool = False,
+    ) -> None:
+        super().__init__(model, choices, tokenizer)
+        self._echo, self._prompt_only = echo, prompt_only
+        self._lengths: dict[int, int] = {}  # of the texts of prompts that were streamed
+
+    @property
+    def is_slow(self) -> bool:
+        return self._echo
+
+    def whole(self) -> Json:
+        if not self._echo:
+            return super().whole()
+        choices = []
+        for index, choice in enumerate(self._choices):
+            pieces = self._with_prompt(choice, choice.pieces)
+            choices.append(self._choice(index, pieces, "".join(piece.text for piece in pieces)))
+        head = {**self._head, "object": self.whole_object}
+        return {**head, "choices": choices, "usage": self._usage()}
+
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        choice = self._choice(index, [piece], piece.text)
-        silent = not piece.text and not piece.finish_reason and choice["logprobs"] is None
+        pieces = [piece]
+        if self._echo and index not in self._lengths:
+            pieces = self._with_prompt(self._choices[index], pieces)
+            self._lengths[index] = pieces[-1].offset - piece.offset
+        elif self._echo:
+            pieces = [replace(piece, offset=self._lengths[index] + piece.offset)]
+        choice = self._choice(index, pieces, "".join(piece.text for piece in pieces))
+        silent = not choice["text"] and not piece.finish_reason and choice["logprobs"] is None
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
+
+    def _with_prompt(self, choice: Choice, pieces: Sequence[TextPiece]) -> list[TextPiece]:
+        """Return the pieces of a prompt, and those of its answer, if that was asked for."""
+        prompt = prompt_pieces(self._tokenizer, choice)
+        if self._prompt_only:
+            return [*prompt[:-1], replace(prompt[-1], finish_reason="length")]
+        length = sum(len(piece.text) for piece in prompt)
+        return prompt + [replace(piece, offset=length + piece.offset) for piece in pieces]
+
+    def _usage(self) -> Json:
+        usage = super()._usage()
+        if self._prompt_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
@@ -140,6 +231,21 @@ class CompletionFormat(Format):
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
+
+
+def make_format(
+    endpoint: Endpoint,
+    parsed: ParsedRequest,
+    model: str,
+    choices: Sequence[Choice],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Format:
+    """Return the shape of the answers to a request."""
+    if endpoint == "chat":
+        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
+    return CompletionFormat(
+        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
+    )
 
 
 def chat_logprobs(
@@ -157,16 +263,45 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def prompt_pieces(tokenizer: PreTrainedTokenizerBase | None, choice: Choice) -> list[TextPiece]:
+    """Return a prompt as pieces, with log-probabilities if the engine has told them.
+
+    Those of the first token are an empty mapping: nothing comes before it.
+    """
+    ids = choice.prompt.tolist()
+    known: Sequence[TokenLogprobs | None] = [None] * len(ids)
+    if choice.prompt_entries:
+        found = prompt_logprobs(tokenizer, ids, choice.prompt_entries)
+        known = [{} if entry is None else entry for entry in found]
+    if tokenizer is None:
+        return [TextPiece(token, "", own) for token, own in zip(ids, known, strict=True)]
+    detokenizer, pieces = Detokenizer(tokenizer), []
+    for token, own in zip(ids, known, strict=True):
+        offset = detokenizer.length
+        pieces.append(TextPiece(token, detokenizer.push(token), own, offset=offset))
+    return [*pieces[:-1], replace(pieces[-1], text=pieces[-1].text + detokenizer.flush())]
+
+
 def legacy_logprobs(
     tokenizer: PreTrainedTokenizerBase | None, pieces: Sequence[TextPiece]
 ) -> dict[str, Any] | None:
     """``choices[].logprobs`` of a completion; without a tokenizer of tokens ``token_id:17``."""
-    tokens, chosen, top = [], [], []
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[Json | None] = []
     for piece in pieces:
         if piece.logprobs is None:
             return None
-        tokens.append(_spell(piece.token, piece.logprobs[piece.token]))
-        chosen.append(_finite(piece.logprobs[piece.token]))
+        own = piece.logprobs.get(piece.token)
+        if own is None:  # a prompt's first
+            tokens.append(
+                _spell(piece.token, Logprob(0.0, None, decode_one(tokenizer, piece.token)))
+            )
+            chosen.append(None)
+            top.append(None)
+            continue
+        tokens.append(_spell(piece.token, own))
+        chosen.append(_finite(own))
         top.append({_spell(t, lp): _finite(lp) for t, lp in piece.logprobs.items()})
     return {
         "tokens": tokens,

@@ -40,6 +40,7 @@ from razor_dist.frontend.guard import guarded
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.server.tools import ToolUse
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,9 @@ def _parsed_of(answer: Message) -> ParsedRequest:
     prompts = [
         Checked(unpack(tokens), SamplingParams(**params)) for tokens, params in answer["prompts"]
     ]
-    return ParsedRequest(prompts, **answer["flags"])
+    flags = answer["flags"]
+    tools = flags["tools"] and ToolUse(*flags["tools"])
+    return ParsedRequest(prompts, **flags | {"tools": tools})
 
 
 def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:

@@ -15,6 +15,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
 from razor_dist.server.schema import ChatBody, CompletionBody, parse
+from razor_dist.server.tools import ToolUse, tool_use
 
 Endpoint = Literal["chat", "completions"]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,6 +37,9 @@ class ParsedRequest:
     include_usage: bool
     return_progress: bool
     timeout: float | None  # seconds from its arrival
+    echo: bool = False  # the answers begin with their prompts
+    prompt_only: bool = False  # and end there: ``max_tokens`` was 0
+    tools: ToolUse | None = None  # that the answers may call
 
 
 def parse_request(
@@ -55,6 +59,7 @@ def parse_value(
     del value
     params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
+    tools = _tools(body, encoder)
     ids = _encode(body, encoder, limits)
     checked = [
         check_prompt(
@@ -67,9 +72,24 @@ def parse_value(
         )
         for prompt in ids
     ]
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
     return ParsedRequest(
-        checked, bool(body.stream), body.include_usage, bool(body.return_progress), body.timeout
+        checked,
+        bool(body.stream),
+        body.include_usage,
+        bool(body.return_progress),
+        body.timeout,
+        echo,
+        prompt_only=echo and body.max_tokens == 0,
+        tools=tools,
     )
+
+
+def _tools(body: ChatBody | CompletionBody, encoder: PromptEncoder) -> ToolUse | None:
+    if not isinstance(body, ChatBody) or not body.used_tools:
+        return None
+    names = [tool.function.name for tool in body.used_tools]
+    return tool_use(encoder.tokenizer, names, body.forced_tool)
 
 
 def _encode(
@@ -90,7 +110,9 @@ def _encode(
             code="queue_full",
         )
     if isinstance(body, ChatBody):
-        return [encoder.chat([message.for_template() for message in body.messages])]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.used_tools]
+        messages = [message.for_template() for message in body.messages]
+        return [encoder.chat(messages, **({"tools": tools} if tools else {}))]
     return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
 
 

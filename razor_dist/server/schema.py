@@ -7,22 +7,30 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
-    model_validator,
 )
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
 from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from razor_dist.engine.structured_outputs import StructuredOutputsParams
+from razor_dist.server.fields import (
+    CONTENT,
+    ChatMessage,
+    ChosenTool,
+    ResponseFormat,
+    Strict,
+    Tool,
+    structured,
+)
+from razor_dist.server.tools import forced
 
 _INT64 = 2**63
 _MAX_MESSAGES = 16384
@@ -38,13 +46,13 @@ Body = TypeVar("Body", bound="GenerateBody")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "metadata": ({},),
-    **dict.fromkeys(("echo", "store"), (False,)),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
+    "store": (False,),
+    "functions": ([],),
+    "function_call": ("none",),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ()),
     "suffix": ("",),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True,),  # as the model does
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
@@ -55,9 +63,6 @@ _GUIDED = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
     for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
 }
-
-# The same within a message: answers that a client puts back into its history may bring them.
-_NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
 
 
 def _whole(value: object) -> object:
@@ -78,30 +83,9 @@ def _token_keys(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-def _content(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(_is_text_part(part) for part in value):
-        return "".join(part["text"] for part in value)
-    raise ValueError(
-        'must be a string or a list of {"type": "text", "text": ...} parts; '
-        "other kinds of content are not supported"
-    )
-
-
-def _is_text_part(part: object) -> bool:
-    if not isinstance(part, dict) or set(part) != {"type", "text"}:
-        return False
-    return part["type"] == "text" and isinstance(part["text"], str)
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -130,60 +114,7 @@ def _is_tokens(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
 
 
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, message: object) -> object:
-        """Drop what asks for nothing, whatever its name: servers add fields to their answers."""
-        if not isinstance(message, dict):
-            return message
-        return {
-            name: value
-            for name, value in message.items()
-            if name in cls.model_fields
-            or (value is not None and value not in _NEUTRAL_IN_MESSAGE.get(name, ()))
-        }
-
-    def for_template(self) -> dict[str, str]:
-        # OpenAI renamed the role; templates know the old name only.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content}
-
-
-class JsonSchema(_Strict):
-    name: str
-    description: str | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # answers match the schema in any case
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("must have json_schema if its type is json_schema, and only then")
-        return self
-
-    def structured_outputs(self) -> StructuredOutputsParams | None:
-        if self.json_schema is not None:
-            return StructuredOutputsParams(json=self.json_schema.json_schema)
-        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
-
-
-def _structured(value: object) -> StructuredOutputsParams | None:
-    try:
-        return None if value is None else StructuredOutputsParams.of(value)
-    except RequestError as error:
-        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None
-
-
-class GenerateBody(_Strict):
+class GenerateBody(Strict):
     model: str
     max_tokens: Int | None = None
     temperature: float | None = None
@@ -195,9 +126,7 @@ class GenerateBody(_Strict):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(_structured)] = (
-        None
-    )
+    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(structured)] = None
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stop_token_ids: list[Int] | None = None
@@ -259,9 +188,56 @@ class ChatBody(GenerateBody):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+
+    @property
+    def used_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tool(self) -> str | None:
+        """A tool's name or "required" if the answer must be a call."""
+        if isinstance(self.tool_choice, ChosenTool):
+            return self.tool_choice.function.name
+        return "required" if self.tool_choice == "required" else None
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        other = super()._structured_outputs()
+        if self.forced_tool is None:
+            return other
+        if other is not None:
+            raise RequestError(
+                "a forced tool_choice excludes response_format and structured_outputs",
+                param="tool_choice",
+            )
+        schemas = {tool.function.name: tool.schema_of_arguments for tool in self.used_tools}
+        try:
+            found = forced(schemas, self.forced_tool)
+            found.check()
+        except RequestError as error:
+            problem = str(error).replace("structured_outputs", "tools", 1)
+            raise RequestError(problem, param="tools") from None
+        return found
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name", param="tools")
+        if self.forced_tool not in (None, "required", *names):
+            raise RequestError(f"there is no tool {self.forced_tool!r:.80}", param="tool_choice")
+        if self.tool_choice not in (None, "none") and not names:
+            raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
 
     def check(self) -> None:
         super().check()
+        self._check_tools()
+        for index, message in enumerate(self.messages):
+            if message.content is None and not message.tool_calls:
+                where = f"messages[{index}].content"
+                given = "content" in message.model_fields_set
+                problem = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
+                raise RequestError(problem, param=where)
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
         both = self.max_tokens, self.max_completion_tokens
@@ -295,11 +271,16 @@ class CompletionBody(GenerateBody):
     # As a list: one prompt or several, each answered by a choice of its own.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Int | None = None
+    echo: bool | None = None
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The sampling settings; without a limit 16 tokens, OpenAI's default here."""
+        """The sampling settings; without a limit 16 tokens, OpenAI's default here.
+
+        With ``echo``, 0 tokens are as good as 1, which nobody sees.
+        """
         limit = 16 if self.max_tokens is None else self.max_tokens
-        return self._sampling(limit, self.logprobs, defaults)
+        params = self._sampling(limit or int(bool(self.echo)), self.logprobs, defaults)
+        return replace(params, prompt_logprobs=self.logprobs) if self.echo else params
 
 
 def parse(cls: type[Body], data: object) -> Body:

@@ -20,7 +20,7 @@ from razor_dist.frontend.client import EngineClient, EngineInfo, Status
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.access import charge
 from razor_dist.server.errors import NotReadyError
-from razor_dist.server.formats import ChatFormat, CompletionFormat
+from razor_dist.server.formats import make_format
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
@@ -110,13 +110,14 @@ class Service:
         )
         seconds = min(seconds, parsed.timeout or math.inf)
         choices.fail_at(arrived + seconds, _late(seconds))
-        make = ChatFormat if endpoint == "chat" else CompletionFormat
-        form = make(self.config.name, choices.choices, tokenizer)
+        form = make_format(endpoint, parsed, self.config.name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():
                     pass
                 choices.close()
+                if form.is_slow:
+                    return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
                 return JSONResponse(form.whole())
             events = await _unless_refused(choices.events(self._heartbeat))
             lines = stream(events, form, include_usage=parsed.include_usage)

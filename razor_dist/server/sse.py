@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +39,11 @@ async def stream(
             if event is None:
                 yield HEARTBEAT
             elif isinstance(event.what, TextPiece):
-                for chunk in form.piece(event.index, event.what):
+                if form.is_slow:
+                    chunks = await asyncio.to_thread(form.piece, event.index, event.what)
+                else:
+                    chunks = form.piece(event.index, event.what)
+                for chunk in chunks:
                     yield _data(chunk | usage)
             else:
                 yield _data(form.progress(event.index, event.what) | usage)

@@ -204,6 +204,44 @@ def test_legacy_logprobs_tell_offsets(client: openai.OpenAI) -> None:
     assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]
 
 
+def test_a_prompt_is_echoed_with_its_logprobs(client: openai.OpenAI) -> None:
+    prompt = TOKENIZER.encode(" one two", add_special_tokens=False)
+    asked: Any = {"model": "smollm2", "prompt": " one two", "echo": True, "logprobs": 1, "n": 2}
+    whole = client.completions.create(**asked)
+    for choice in whole.choices:
+        assert choice.text == " one two two one"
+        found = choice.logprobs
+        assert found is not None
+        assert found.tokens == [" one", " two", " two", " one", "<|im_end|>"]
+        assert found.token_logprobs == [None, -1.0, -0.5, -0.5, -0.5]
+        assert found.text_offset == [0, 4, 8, 12, 16]
+        assert found.top_logprobs is not None
+        assert found.top_logprobs[:2] == [None, {" two": -1.0}]
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 6)
+    texts, offsets = ["", ""], [[], []]
+    for chunk in client.completions.create(**asked, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        offsets[choice.index] += choice.logprobs.text_offset
+    assert texts == [" one two two one"] * 2 and offsets == [[0, 4, 8, 12, 16]] * 2
+    for stream in (False, True):
+        got = client.completions.create(
+            model="smollm2", prompt=[prompt, prompt[:1]], echo=True, max_tokens=0, stream=stream
+        )
+        chunks = list(got) if stream else [got]
+        choices = sorted((c for chunk in chunks for c in chunk.choices), key=lambda c: c.index)
+        assert [(c.text, c.finish_reason) for c in choices] == [
+            (" one two", "length"),
+            (" one", "length"),
+        ]
+        if not stream:
+            assert got.usage.model_dump(include={"completion_tokens", "total_tokens"}) == {
+                "completion_tokens": 0,
+                "total_tokens": 3,
+            }
+
+
 def test_progress_of_a_long_prompt_is_told_on_request(url: str) -> None:
     prompt = [fake_engine.SLOW_PREFILL, *range(20, 27)]
     lines = events(url, "/v1/completions", {"prompt": prompt, "return_progress": True})

@@ -12,6 +12,7 @@ from tests import fake_engine
 
 JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CHAT = {"model": "smollm2", "messages": HELLO}
 TEXT = {"model": "smollm2", "prompt": "Hello"}
 LIMIT = fake_engine.MAX_MODEL_LEN
@@ -43,8 +44,8 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"messages": [HELLO[0] | {"name": "Ada"}]}, "messages[0].name", "unsupported field"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]},
-            "messages[0].tool_calls",
-            "unsupported field 'messages[0].tool_calls'",
+            "messages[0].tool_calls[0].function",
+            "missing required field",
         ),
         (
             {"messages": [{"role": "assistant", "content": None}]},
@@ -75,7 +76,32 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream: true"),
         ({"return_progress": True}, "return_progress", "with stream: true"),
         ({"temprature": 1}, "temprature", "unsupported field 'temprature'; did you mean 'temper"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported field 'tools'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing required field"),
+        ({"tools": [TOOL]}, "tools", "the model's chat template knows no tools"),
+        ({"tools": [TOOL, TOOL]}, "tools", "two tools have the same name"),
+        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is only allowed with tools"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "tool_choice",
+            "there is no tool 'other'",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+            "a forced tool_choice excludes response_format",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0]",
+            "must have tool_call_id if its role is tool",
+        ),
         ({"presence_penalty": 2.5}, "presence_penalty", "must be between -2 and 2, got 2.5"),
         ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100, got 0"),
         ({"min_p": "a"}, "min_p", "min_p must be a valid number"),

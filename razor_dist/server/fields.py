@@ -1,0 +1,153 @@
+"""The objects within request bodies: messages, tools, what an answer must look like."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from razor_dist.config.errors import RequestError
+from razor_dist.engine.structured_outputs import StructuredOutputsParams
+
+# Fields of messages, with the values that ask for nothing: a client may put answers, with all that
+# they bring, back into its history.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],)}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+CONTENT = (
+    'must be a string or a list of {"type": "text", "text": ...} parts; '
+    "other kinds of content are not supported"
+)
+
+
+def _content(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(_is_text_part(part) for part in value):
+        return "".join(part["text"] for part in value)
+    raise ValueError(CONTENT)
+
+
+def _is_text_part(part: object) -> bool:
+    if not isinstance(part, dict) or set(part) != {"type", "text"}:
+        return False
+    return part["type"] == "text" and isinstance(part["text"], str)
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class CalledTool(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(_content)] = None
+    tool_calls: list[CalledTool] | None = None  # an assistant's
+    tool_call_id: str | None = None  # a tool's
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, message: object) -> object:
+        """Drop what asks for nothing, whatever its name: servers add fields to their answers."""
+        if not isinstance(message, dict):
+            return message
+        return {
+            name: value
+            for name, value in message.items()
+            if (name in cls.model_fields and (name == "content" or value not in (None, [])))
+            or (value is not None and value not in _NEUTRAL.get(name, (None,)))
+        }
+
+    @model_validator(mode="after")
+    def _is_of_its_role(self) -> ChatMessage:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("may have tool_calls only if its role is assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("must have tool_call_id if its role is tool, and only then")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        # OpenAI renamed the role; templates know the old name only.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class ToolFunction(Strict):
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object"}
+
+
+class ChosenFunction(Strict):
+    name: str
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # answers match the schema in any case
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, and only then")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.json_schema)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+def structured(value: object) -> StructuredOutputsParams | None:
+    try:
+        return None if value is None else StructuredOutputsParams.of(value)
+    except RequestError as error:
+        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None

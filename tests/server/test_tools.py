@@ -1,0 +1,202 @@
+"""Calls of tools, as each model family writes them, however an answer is cut into tokens."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion
+
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.server.formats import ChatFormat
+from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
+from razor_dist.server.tools import ToolParser, ToolUse, tool_use
+from tests.tokenizer import smollm2_tokenizer
+
+NAMES = ["get_weather", "get_time"]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": PARAMETERS}} for n in NAMES]
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome; {1}"}'
+
+# Format, answer, its text and its calls.
+ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    (
+        "hermes",
+        f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
+        f'<tool_call>{{"name": "get_time", "arguments": {ROME}}}</tool_call>',
+        "I look.\n",
+        [("get_weather", PARIS), ("get_time", ROME)],
+    ),
+    ("hermes", "1 < 2 and <tool>", "1 < 2 and <tool>", []),
+    ("hermes", "<tool_call>\n{broken", "<tool_call>\n{broken", []),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]',
+        "",
+        [("get_weather", PARIS)],
+    ),
+    ("llama", f'{{"name": "get_time", "parameters": {ROME}}}', "", [("get_time", ROME)]),
+    (
+        "llama",
+        f'<|python_tag|>{{"name": "get_time", "parameters": {ROME}}}; '
+        f'{{"name": "get_weather", "parameters": {PARIS}}}',
+        "",
+        [("get_time", ROME), ("get_weather", PARIS)],
+    ),
+    ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
+    ("llama", '{"age": 7}', '{"age": 7}', []),
+    ("glm", f"get_weather\n{PARIS}", "", [("get_weather", PARIS)]),
+    ("glm", f"\nget_time\n{ROME}", "", [("get_time", ROME)]),
+    ("glm", "get well soon\nAda", "get well soon\nAda", []),
+    ("glm", "get_weather", "get_weather", []),
+    ("glm", "It rains.", "It rains.", []),
+    (
+        "required",
+        f'[{{"name": "get_time", "parameters": {ROME}}}]',
+        "",
+        [("get_time", ROME)],
+    ),
+    ("required", '[{"name": "get_t', '[{"name": "get_t', []),
+    ("named", PARIS, "", [("get_weather", PARIS)]),
+]
+
+
+def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
+    parser = ToolParser(ToolUse(form, NAMES), None)
+    text = "".join(map(parser.push, pieces))
+    rest, calls = parser.end()
+    assert len({call["id"] for call in calls}) == len(calls)
+    return text + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+
+
+@pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")
+@given(data=st.data())
+def test_calls_are_found_however_the_answer_is_cut(case: Any, data: st.DataObject) -> None:
+    form, answer, text, calls = case
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)))) | {0, len(answer)})
+    texts = [answer[a:b] for a, b in itertools.pairwise(cuts)]
+    assert parsed(form, [TextPiece(5, part) for part in texts]) == (text, calls)
+
+
+def test_a_marker_that_is_a_special_token_is_seen() -> None:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    [marker] = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)
+    parser = ToolParser(ToolUse("mistral", NAMES), tokenizer)
+    call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
+    for piece in (TextPiece(5, "So: "), TextPiece(marker, ""), TextPiece(6, call)):
+        parser.push(piece)
+    text, [found] = parser.end()
+    assert (text, found["function"]) == ("", {"name": "get_weather", "arguments": PARIS})
+    assert len(found["id"]) == len("call_") + 9
+
+
+def encoder(template: str | None) -> PromptEncoder:
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.chat_template = template
+    return PromptEncoder(tokenizer)
+
+
+HERMES = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>\n{% endif %}'
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments.city }}"
+    "</tool_call>{% endfor %}\n{% endfor %}"
+)
+
+
+def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
+    limits = Limits("m", 4, 4096, 49152, {})
+    return parse_value("chat", body | fields, encoder(template), limits)
+
+
+def prompt_of(request: ParsedRequest) -> str:
+    return smollm2_tokenizer().decode(request.prompts[0].tokens.tolist())
+
+
+def test_the_format_is_that_of_the_models_template() -> None:
+    templates = {
+        "hermes": HERMES,
+        "mistral": "{{ tools }} [TOOL_CALLS] [/INST]",
+        "llama": "{{ tools }} <|eot_id|> parameters ipython",
+        "glm": "[gMASK]<sop>{{ tools }}<|observation|>",
+    }
+    for name, template in templates.items():
+        assert tool_use(encoder(template).tokenizer, NAMES, None) == ToolUse(name, NAMES)
+    for template in (None, "{{ messages }}"):
+        with pytest.raises(RequestError, match="knows no tools"):
+            tool_use(encoder(template).tokenizer, NAMES, None)
+    with pytest.raises(RequestError, match="in a format that is not known here") as refused:
+        tool_use(encoder("{{ tools }} <tool_call> <function=").tokenizer, NAMES, None)
+    assert refused.value.param == "tools"
+
+
+def test_tools_and_their_results_reach_the_template() -> None:
+    request = parse_chat(HERMES)
+    assert request.tools == ToolUse("hermes", NAMES)
+    assert prompt_of(request).count('"get_weather"') == 1
+    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
+    history = [
+        {"role": "user", "content": "Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    text = prompt_of(parse_chat(HERMES, messages=history))
+    assert "assistant: <tool_call>Paris</tool_call>tool: rain" in text
+    none = parse_chat(HERMES, tool_choice="none")
+    assert none.tools is None and "get_weather" not in prompt_of(none)
+
+
+def test_a_forced_choice_is_a_grammar() -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    request = parse_chat(HERMES, tool_choice=named)
+    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
+    assert structured is not None and structured.json == PARAMETERS
+    assert request.tools == ToolUse("named", ["get_time"])
+    request = parse_chat(HERMES, tool_choice="required")
+    [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
+    assert structured is not None and isinstance(structured.json, dict)
+    kinds = structured.json["items"]["anyOf"]
+    assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
+
+
+@pytest.mark.parametrize("form", ["hermes", "named"])
+def test_an_answer_has_openais_shape(form: str) -> None:
+    answer = next(a for name, a, _, calls in ANSWERS if name == form and calls)
+    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
+    pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
+    shape = ChatFormat(
+        "m", [Choice(np.array([1]), 0, pieces)], smollm2_tokenizer(), tools=ToolUse(form, NAMES)
+    )
+    whole = ChatCompletion.model_validate(shape.whole(), strict=True)
+    [choice] = whole.choices
+    assert choice.finish_reason == ("stop" if form == "named" else "tool_calls")
+    assert choice.message.tool_calls is not None
+    chunks = [chunk for piece in pieces for chunk in shape.piece(0, piece)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert (text or None) == choice.message.content
+    [calls] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [
+        json.loads(call.function.arguments)
+        for call in choice.message.tool_calls
+        if call.type == "function"
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice.finish_reason
