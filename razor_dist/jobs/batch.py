@@ -30,10 +30,14 @@ from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.server.errors import Failure
-from razor_dist.server.formats import make_format
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
+from razor_dist.server.service import make_format
 
-ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+}
 _FIELDS = ("custom_id", "method", "url", "body")
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from razor_dist import __version__
 from razor_dist.config.errors import RazorError
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
+from razor_dist.server.docs_page import docs_page
 from razor_dist.server.errors import Failure
+from razor_dist.server.request_id import RequestId
 from razor_dist.server.request_log import RequestLog
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
@@ -43,6 +46,31 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def completions(request: Request) -> Response:
         return await answer(request, "completions")
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, "responses")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await answer(request, "tokenize")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await answer(request, "detokenize")
+
+    @app.get("/openapi.json")
+    async def openapi_json() -> dict[str, Any]:
+        return service.openapi()
+
+    @app.get("/docs")
+    async def docs() -> HTMLResponse:
+        policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return HTMLResponse(docs_page(service.openapi()), headers=policy)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
@@ -52,7 +80,8 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         check_model(name, service.config.name)
         return service.model_card()
 
-    @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         status = service.status
         code = 200 if status.state == "ready" else 503
@@ -75,6 +104,7 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
     # The last that is added hears first.
     app.add_middleware(Access, config=service.config, holders=dict(keys or {}))
+    app.add_middleware(RequestId)
     count = service.metrics.http_requests
     app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
     if service.config.allowed_origins:  # the outermost, so that errors can be read as well

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.structured_outputs import StructuredOutputsParams
@@ -17,6 +17,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],)}
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Refuse combinations that make no sense by a `RequestError` that names the field."""
 
 
 CONTENT = (
@@ -62,7 +65,7 @@ class CalledTool(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, PlainValidator(_content)] = None
+    content: Annotated[str | None, PlainValidator(_content), WithJsonSchema({})] = None
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's
 

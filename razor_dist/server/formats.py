@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -18,7 +19,7 @@ from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
 from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
 from razor_dist.frontend.outputs import Logprob, TokenLogprobs
-from razor_dist.server.request_parsing import Endpoint, ParsedRequest
+from razor_dist.server.errors import Failure
 from razor_dist.server.tools import ToolParser, ToolUse
 
 Json = dict[str, Any]
@@ -69,8 +70,23 @@ class Format(ABC):
         }
         return self._chunk([self._empty(index)], prompt_progress=progress)
 
-    def usage(self) -> Json:
-        return self._chunk([], usage=self._usage())
+    def closing(self, include_usage: bool) -> list[Json]:
+        """Chunks for the end of a stream."""
+        return [self._chunk([], usage=self._usage())] if include_usage else []
+
+    def failure(self, failure: Failure) -> Json:
+        """A chunk for a failure, after which the stream ends."""
+        return failure.body()
+
+    def frame(self, chunk: Json) -> str:
+        """A chunk as a server-sent event."""
+        # ensure_ascii keeps U+2028 and its like, which some clients take for line ends, escaped.
+        return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+
+    @property
+    def end(self) -> str:
+        """What follows all chunks."""
+        return "data: [DONE]\n\n"
 
     @abstractmethod
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json: ...
@@ -231,21 +247,6 @@ class CompletionFormat(Format):
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
-
-
-def make_format(
-    endpoint: Endpoint,
-    parsed: ParsedRequest,
-    model: str,
-    choices: Sequence[Choice],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Format:
-    """Return the shape of the answers to a request."""
-    if endpoint == "chat":
-        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
-    return CompletionFormat(
-        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
-    )
 
 
 def chat_logprobs(

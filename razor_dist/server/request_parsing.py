@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
+from razor_dist.server.responses import NEUTRAL, ResponsesBody, renamed
 from razor_dist.server.schema import ChatBody, CompletionBody, parse
+from razor_dist.server.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.server.tools import ToolUse, tool_use
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -33,13 +35,15 @@ class Limits(NamedTuple):
 @dataclass(frozen=True)
 class ParsedRequest:
     prompts: list[Checked]  # each to be answered by itself
-    stream: bool
-    include_usage: bool
-    return_progress: bool
-    timeout: float | None  # seconds from its arrival
+    stream: bool = False
+    include_usage: bool = False
+    return_progress: bool = False
+    timeout: float | None = None  # seconds from its arrival
     echo: bool = False  # the answers begin with their prompts
     prompt_only: bool = False  # and end there: ``max_tokens`` was 0
     tools: ToolUse | None = None  # that the answers may call
+    described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
+    answer: dict[str, Any] | None = None  # the whole one, if nothing is to be generated
 
 
 def parse_request(
@@ -52,15 +56,38 @@ def parse_request(
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
-    param = "messages" if endpoint == "chat" else "prompt"
-    body: ChatBody | CompletionBody = (
-        parse(ChatBody, value) if endpoint == "chat" else parse(CompletionBody, value)
-    )
-    del value
+    if endpoint == "chat":
+        return _parsed(parse(ChatBody, value), encoder, limits)
+    if endpoint == "completions":
+        return _parsed(parse(CompletionBody, value), encoder, limits)
+    if endpoint in ("tokenize", "detokenize"):
+        return _tokenized(endpoint, value, encoder, limits)
+    body = parse(ResponsesBody, value, NEUTRAL)
+    with renamed():
+        return replace(_parsed(body.as_chat(), encoder, limits), described=body.described())
+
+
+def _tokenized(
+    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+) -> ParsedRequest:
+    body: TokenizeBody | DetokenizeBody
+    if endpoint == "tokenize":
+        body = parse(TokenizeBody, value, {})
+        answer = body.answer(encoder, limits.max_model_len)
+    else:
+        body = parse(DetokenizeBody, value, {})
+        answer = body.answer(encoder, limits.vocab_size)
+    if body.model is not None:
+        check_model(body.model, limits.model)
+    return ParsedRequest([], answer=answer)
+
+
+def _parsed(
+    body: ChatBody | CompletionBody, encoder: PromptEncoder, limits: Limits
+) -> ParsedRequest:
     params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
     tools = _tools(body, encoder)
-    ids = _encode(body, encoder, limits)
     checked = [
         check_prompt(
             prompt,
@@ -68,9 +95,9 @@ def parse_value(
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             has_tokenizer=encoder.tokenizer is not None,
-            param=param,
+            param="messages" if isinstance(body, ChatBody) else "prompt",
         )
-        for prompt in ids
+        for prompt in _encode(body, encoder, limits)
     ]
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return ParsedRequest(

@@ -7,6 +7,7 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    WithJsonSchema,
 )
 
 from razor_dist.config.errors import RequestError
@@ -33,17 +35,17 @@ from razor_dist.server.fields import (
 from razor_dist.server.tools import forced
 
 _INT64 = 2**63
-_MAX_MESSAGES = 16384
+MAX_MESSAGES = 16384
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
-Body = TypeVar("Body", bound="GenerateBody")
+Body = TypeVar("Body", bound=Strict)
 
 # Unsupported fields, with the values that ask for nothing besides null.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "metadata": ({},),
     "store": (False,),
@@ -71,6 +73,8 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+# Of a field whose JSON Schema `razor_dist.server.openapi` writes.
+_ELSEWHERE = WithJsonSchema({})
 
 
 def _token_keys(value: object) -> object:
@@ -124,15 +128,17 @@ class GenerateBody(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys), _ELSEWHERE] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(structured)] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, PlainValidator(structured), _ELSEWHERE
+    ] = None
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop), _ELSEWHERE] = ()
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
@@ -184,7 +190,7 @@ class GenerateBody(Strict):
 
 
 class ChatBody(GenerateBody):
-    messages: Annotated[list[ChatMessage], Field(max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -236,8 +242,8 @@ class ChatBody(GenerateBody):
             if message.content is None and not message.tool_calls:
                 where = f"messages[{index}].content"
                 given = "content" in message.model_fields_set
-                problem = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
-                raise RequestError(problem, param=where)
+                wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
+                raise RequestError(wrong, param=where)
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
         both = self.max_tokens, self.max_completion_tokens
@@ -269,7 +275,7 @@ class ChatBody(GenerateBody):
 
 class CompletionBody(GenerateBody):
     # As a list: one prompt or several, each answered by a choice of its own.
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), _ELSEWHERE]
     logprobs: Int | None = None
     echo: bool | None = None
 
@@ -283,19 +289,22 @@ class CompletionBody(GenerateBody):
         return replace(params, prompt_logprobs=self.logprobs) if self.echo else params
 
 
-def parse(cls: type[Body], data: object) -> Body:
-    """Validate a parsed request body; `RequestError` names the first field at fault."""
+def parse(cls: type[Body], data: object, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> Body:
+    """Validate a parsed request body; `RequestError` names the first field at fault.
+
+    ``neutral`` are fields that are unsupported, and values of theirs that ask for nothing.
+    """
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     fields = {}
     for name, value in data.items():
         if name in cls.model_fields:
             fields[name] = value
-        elif name not in _NEUTRAL:
+        elif name not in neutral:
             hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
             suffix = f"; did you mean {hint!r}?" if hint else ""
             raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
-        elif value is not None and not _is_neutral(name, value):
+        elif value is not None and not _is_neutral(value, neutral[name]):
             raise RequestError(f"unsupported field {name!r}", param=name)
     try:
         body = cls(**fields)
@@ -305,11 +314,9 @@ def parse(cls: type[Body], data: object) -> Body:
     return body
 
 
-def _is_neutral(name: str, value: object) -> bool:
+def _is_neutral(value: object, neutral: Sequence[Any]) -> bool:
     # 0 == False in Python, not in JSON.
-    return any(
-        value == v and isinstance(value, bool) == isinstance(v, bool) for v in _NEUTRAL[name]
-    )
+    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
 
 
 def _request_error(error: ValidationError) -> RequestError:

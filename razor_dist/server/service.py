@@ -6,25 +6,29 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
+from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingDefaults
-from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
+from razor_dist.frontend.answers import Choice, ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.access import charge
 from razor_dist.server.errors import NotReadyError
-from razor_dist.server.formats import make_format
+from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.metrics import Metrics
+from razor_dist.server.openapi import openapi
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.server.responses import ResponsesFormat
 from razor_dist.server.sse import EventStream, stream
+from razor_dist.server.tools import knows_tools
 
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
@@ -35,6 +39,23 @@ _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
 _REFUSAL_WAIT = 1.0
+
+
+def make_format(
+    endpoint: Endpoint,
+    parsed: ParsedRequest,
+    model: str,
+    choices: Sequence[Choice],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Format:
+    """Return the shape of the answers to a request."""
+    if parsed.described is not None:
+        return ResponsesFormat(model, choices, tokenizer, described=parsed.described)
+    if endpoint == "chat":
+        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
+    return CompletionFormat(
+        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
+    )
 
 
 class RequestReader(NamedTuple):
@@ -102,6 +123,8 @@ class Service:
         except TimeoutError:
             raise _late(seconds) from None
         del raw  # megabytes, for as long as the answer takes
+        if parsed.answer is not None:
+            return await asyncio.to_thread(JSONResponse, parsed.answer)
         _, reader = self._require_ready()  # again: it may have died while the request was read
         charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p in parsed.prompts))
         tokenizer = reader.encoder.tokenizer
@@ -131,17 +154,22 @@ class Service:
         info, reader = self._require_ready()
         config = self.config
         with self.client.reading():
-            limits = Limits(
-                config.name,
-                config.max_queue,
-                info.max_model_len,
-                info.vocab_size,
-                reader.defaults,
-                room=config.max_queue - self.client.unfinished + 1,  # in its own place, too
-            )
+            room = config.max_queue - self.client.unfinished + 1  # in its own place, too
+            limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
                 return await reader.process.parse_request(endpoint, raw, limits)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
+
+    def _limits(self, info: EngineInfo, reader: RequestReader) -> Limits:
+        config, defaults = self.config, reader.defaults
+        return Limits(config.name, config.max_queue, info.max_model_len, info.vocab_size, defaults)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the description of the API with the model that is served."""
+        info, reader = self._require_ready()
+        return openapi(
+            self._limits(info, reader), knows_tools=knows_tools(reader.encoder.tokenizer)
+        )
 
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""

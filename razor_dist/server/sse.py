@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -21,7 +20,6 @@ log = logging.getLogger(__name__)
 
 # A line that begins with a colon is a comment: clients skip it, proxies see traffic.
 HEARTBEAT = ": heartbeat\n\n"
-DONE = "data: [DONE]\n\n"
 
 
 async def stream(
@@ -34,7 +32,7 @@ async def stream(
     usage: dict[str, Any] = {"usage": None} if include_usage else {}
     try:
         for chunk in form.opening():
-            yield _data(chunk | usage)
+            yield form.frame(chunk | usage)
         async for event in events:
             if event is None:
                 yield HEARTBEAT
@@ -44,22 +42,17 @@ async def stream(
                 else:
                     chunks = form.piece(event.index, event.what)
                 for chunk in chunks:
-                    yield _data(chunk | usage)
+                    yield form.frame(chunk | usage)
             else:
-                yield _data(form.progress(event.index, event.what) | usage)
-        if include_usage:
-            yield _data(form.usage())
+                yield form.frame(form.progress(event.index, event.what) | usage)
+        for chunk in form.closing(include_usage):
+            yield form.frame(chunk)
     except Exception as error:
         # The status line has gone out, so the stream must tell it.
         if not isinstance(error, RazorError):
             log.exception("a stream failed")
-        yield _data(Failure.of(error).body())
-    yield DONE
-
-
-def _data(value: dict[str, Any]) -> str:
-    # ensure_ascii keeps U+2028 and its like, which some clients take for line ends, escaped.
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+        yield form.frame(form.failure(Failure.of(error)))
+    yield form.end
 
 
 class EventStream(StreamingResponse):

@@ -150,6 +150,18 @@ _FORMATS = {
 _DIGITS = {"mistral": 9}
 
 
+def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Tell if a model's chat template can describe tools to it."""
+    return "tools" in _template(tokenizer)
+
+
 def tool_use(
     tokenizer: PreTrainedTokenizerBase | None, names: Sequence[str], choice: str | None
 ) -> ToolUse:
@@ -157,10 +169,8 @@ def tool_use(
 
     Raises `RequestError` if its chat template knows no tools, or their format is not known here.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):
-        template = template.get("tool_use") or template.get("default")
-    if not isinstance(template, str) or "tools" not in template:
+    template = _template(tokenizer)
+    if not knows_tools(tokenizer):
         raise RequestError("the model's chat template knows no tools", param="tools")
     if choice == "required":
         return ToolUse(choice, list(names))

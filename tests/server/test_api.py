@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+import razor_dist
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import encode
@@ -103,6 +105,99 @@ def test_the_template_is_tokenised_once() -> None:
     text = TOKENIZER.decode(prompt)
     assert text.count("<|im_start|>user") == 1
     assert not text.startswith("<|im_start|><|im_start|>")
+
+
+def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
+    text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
+    whole = client.responses.create(model="smollm2", input=HELLO[0]["content"], metadata={"a": "b"})
+    assert whole.output_text == text and whole.status == "completed"
+    assert whole.metadata == {"a": "b"}
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == count
+    assert whole.usage.input_tokens == len(PromptEncoder(TOKENIZER).chat(HELLO))
+    # As a conversation: the answer goes back in.
+    history: list[Any] = [*HELLO, *(item.model_dump() for item in whole.output)]
+    history.append({"role": "user", "content": [{"type": "input_text", "text": "Again"}]})
+    again = client.responses.create(model="smollm2", instructions="Be brief.", input=history)
+    plain = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "Again"},
+    ]
+    assert again.output_text == answer_to(PromptEncoder(TOKENIZER).chat(plain))[0]
+    with client.responses.stream(model="smollm2", input=HELLO) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == text and final.usage == whole.usage
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    cut = client.responses.create(model="smollm2", input=HELLO, max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": []}, "input", "input must hold at least one message"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
+        ({"input": "a " * 600}, "input", "maximum context length"),
+        ({"store": True}, "store", "unsupported field 'store'"),
+        ({"previous_response_id": "x"}, "previous_response_id", "unsupported field"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported field 'tools'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a name and a sc"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    ],
+)
+def test_what_responses_cannot_do_is_refused_by_its_name(
+    url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"model": "smollm2", "input": "Hello"} | fields
+    refusal = httpx.post(f"{url}/v1/responses", json=body)
+    assert refusal.status_code == 400
+    assert refusal.json()["error"]["param"] == param
+    assert message in refusal.json()["error"]["message"]
+
+
+def test_texts_and_tokens(url: str) -> None:
+    def post(path: str, **body: Any) -> dict[str, Any]:
+        response = httpx.post(f"{url}{path}", json=body)
+        return {"status": response.status_code, **response.json()}
+
+    for text in ("naïve 😀 world", "<|im_start|>", ""):
+        told = post("/tokenize", prompt=text, model="smollm2", return_token_strs=True)
+        assert told["tokens"] == TOKENIZER.encode(text)
+        assert told["token_strs"] == TOKENIZER.convert_ids_to_tokens(told["tokens"])
+        assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 512)
+        assert post("/detokenize", tokens=told["tokens"])["prompt"] == text
+    chat = post("/tokenize", messages=HELLO)
+    assert chat["tokens"] == PromptEncoder(TOKENIZER).chat(HELLO) and chat["token_strs"] is None
+    bare = post("/tokenize", messages=HELLO, add_generation_prompt=False)["tokens"]
+    assert bare == chat["tokens"][: len(bare)] and len(bare) < chat["count"]
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [49152]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ):
+        refusal = post(path, **body)
+        assert refusal["status"] in (400, 404) and refusal["error"]["param"] == param
+
+
+def test_small_routes(url: str) -> None:
+    assert httpx.get(f"{url}/version").json() == {"version": razor_dist.__version__}
+    head = httpx.head(f"{url}/health")
+    assert (head.status_code, head.content) == (200, b"")
+    assert httpx.get(f"{url}/ping").status_code == httpx.post(f"{url}/ping").status_code == 200
+    named = httpx.get(f"{url}/nothing", headers={"X-Request-Id": "abc-1.2:3"})
+    assert named.headers["x-request-id"] == "abc-1.2:3"
+    for bad in ("", "a b", "x" * 129, "é".encode()):
+        given = httpx.get(f"{url}/version", headers=[(b"X-Request-Id", bad)])  # type: ignore[list-item]
+        assert re.fullmatch("[0-9a-f]{32}", given.headers["x-request-id"])
 
 
 def test_a_character_in_several_tokens_is_never_split(url: str) -> None:

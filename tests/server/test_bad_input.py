@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from razor_dist.server.schema import _NEUTRAL
+from razor_dist.server.schema import NEUTRAL
 from tests import fake_engine
 
 JSON = {"Content-Type": "application/json"}
@@ -163,8 +163,8 @@ def test_a_token_outside_the_vocabulary_is_refused(url: str, token: int) -> None
 
 
 def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
-    nothing = {name: values[0] for name, values in _NEUTRAL.items() if values}
-    nulls = dict.fromkeys(_NEUTRAL)
+    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
+    nulls = dict.fromkeys(NEUTRAL)
     for fields in (nothing, nulls, {"n": 1, "user": "somebody", "stop": None}):
         response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
         assert response.status_code == 200, response.text

@@ -1,0 +1,497 @@
+"""``openapi.json``: what the routes take and give, as JSON Schema, for the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from razor_dist import __version__
+from razor_dist.engine.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+)
+from razor_dist.server.fields import Strict
+from razor_dist.server.request_parsing import Limits
+from razor_dist.server.responses import NEUTRAL as RESPONSES_NEUTRAL
+from razor_dist.server.responses import ResponsesBody
+from razor_dist.server.schema import MAX_MESSAGES, NEUTRAL, ChatBody, CompletionBody
+from razor_dist.server.tokenize import DetokenizeBody, TokenizeBody
+
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string"}
+_NULL: Json = {"type": "null"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+# What `SamplingParams` and the bodies check themselves.
+_RANGES: dict[str, Json] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 2**63 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
+    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+}
+
+
+def openapi(limits: Limits, *, knows_tools: bool) -> Json:
+    """Return the description of a server with these limits."""
+    paths = {
+        "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
+        "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
+        "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
+        "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
+        "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
+        "/v1/models": _get("The models that are served.", "ModelList"),
+        "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
+        "/health": _get("200 if requests are answered, else 503.", "Health", 503),
+        "/ping": _get("As /health.", "Health", 503),
+        "/version": _get("The version of razor_dist.", "Version"),
+        "/stats": _get("Counters of the engine.", "Stats", 503),
+        "/metrics": _metrics(),
+    }
+    bodies: dict[str, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
+        "ChatBody": (ChatBody, NEUTRAL),
+        "CompletionBody": (CompletionBody, NEUTRAL),
+        "ResponsesBody": (ResponsesBody, RESPONSES_NEUTRAL),
+        "TokenizeBody": (TokenizeBody, {}),
+        "DetokenizeBody": (DetokenizeBody, {}),
+    }
+    schemas: Json = dict(_ANSWERS)
+    for name, (cls, neutral) in bodies.items():
+        schemas |= _body(name, cls, neutral, limits, knows_tools)
+    schemas |= {"ChatMessage": _CHAT_MESSAGE, "ResponseFormat": _RESPONSE_FORMAT}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "razor_dist",
+            "version": __version__,
+            "description": "OpenAI's API, with fields of vLLM and llama.cpp. Unknown fields are "
+            "refused by name. See docs/serving.md.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _body(
+    name: str,
+    cls: type[Strict],
+    neutral: Mapping[str, tuple[Any, ...]],
+    limits: Limits,
+    knows_tools: bool,
+) -> Json:
+    """Return a body's schema and those that it refers to, by name."""
+    schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
+    found: Json = schema.pop("$defs", {})
+    properties: Json = schema["properties"]
+    for field in properties:
+        properties[field] |= _RANGES.get(field, {})
+    properties |= {
+        field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}
+        for field, values in neutral.items()
+    }
+    properties["model"] = {"enum": [limits.model]}
+    if name in ("TokenizeBody", "DetokenizeBody"):
+        properties["model"] = {"enum": [limits.model, None]}
+    token = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+    own: Json = {
+        "stop": {
+            "anyOf": [
+                _stop_string(),
+                {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS},
+                _NULL,
+            ]
+        },
+        "stop_token_ids": _or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
+        "n": _or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+        "logit_bias": _or_null(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            }
+        ),
+        "structured_outputs": _or_null(_STRUCTURED_OUTPUTS),
+        "tokens": {"type": "array", "items": token},
+        "priority": {"enum": [None, 0]},
+        "max_tokens": _or_null(
+            {"type": "integer", "minimum": 0 if name == "CompletionBody" else 1}
+        ),
+    }
+    if name == "CompletionBody":
+        text, tokens = {"type": "string", "minLength": 1}, _some(token)
+        own["prompt"] = {"anyOf": [text, _some(text), tokens, _some(tokens)]}
+        own["logprobs"] = _or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
+    if name == "ResponsesBody":
+        message = {"$ref": "#/components/schemas/InputMessage"}
+        own["input"] = {"anyOf": [_TEXT, _some(message)]}
+        found["InputMessage"]["properties"]["content"]["anyOf"] = [
+            _TEXT,
+            {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}},
+        ]
+        for key in ("items", "type"):
+            found["InputMessage"]["properties"]["content"].pop(key, None)
+    if not knows_tools:
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none"]}}
+    properties |= {field: value for field, value in own.items() if field in properties}
+    rules = _RULES.get(name)
+    return {**found, name: schema | ({"allOf": rules} if rules else {})}
+
+
+def _stop_string() -> Json:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+
+
+def _some(items: Json) -> Json:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, _NULL]}
+
+
+def _only_if(field: str, value: Any, others: Json) -> Json:
+    """A rule: unless ``field`` has the value, ``others`` hold of the other fields."""
+    has = {"properties": {field: {"const": value}}, "required": [field]}
+    return {"if": has, "else": {"properties": others}}
+
+
+_STREAMED = _only_if(
+    "stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}}
+)
+_TEXT_FORMAT: Json = {"properties": {"type": {"const": "text"}}}
+_ONE_FORMAT = {
+    "if": {
+        "properties": {"structured_outputs": {"type": "object"}},
+        "required": ["structured_outputs"],
+    },
+    "then": {"properties": {"response_format": {"anyOf": [_NULL, _TEXT_FORMAT]}}},
+}
+_RULES: dict[str, list[Json]] = {
+    "ChatBody": [
+        _STREAMED,
+        _ONE_FORMAT,
+        _only_if("logprobs", True, {"top_logprobs": _NULL}),
+        {
+            "anyOf": [
+                {"properties": {"max_tokens": _NULL}},
+                {"properties": {"max_completion_tokens": _NULL}},
+            ]
+        },
+    ],
+    "CompletionBody": [
+        _STREAMED,
+        _ONE_FORMAT,
+        _only_if("echo", True, {"max_tokens": _or_null({"type": "integer", "minimum": 1})}),
+    ],
+    "TokenizeBody": [
+        {
+            "oneOf": [
+                {
+                    "properties": {
+                        "prompt": _TEXT,
+                        "messages": _NULL,
+                        "add_generation_prompt": _NULL,
+                    },
+                    "required": ["prompt"],
+                },
+                {
+                    "properties": {
+                        "messages": {"type": "array"},
+                        "prompt": _NULL,
+                        "add_special_tokens": _NULL,
+                    },
+                    "required": ["messages"],
+                },
+            ]
+        }
+    ],
+}
+_CONTENT: Json = {
+    "anyOf": [
+        _TEXT,
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": _TEXT},
+                "required": ["type", "text"],
+                "additionalProperties": False,
+            },
+        },
+    ]
+}
+
+
+def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
+    nothing: Json = {"enum": [None, []]}
+    own = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
+    return {
+        "type": "object",
+        "properties": own | {"tool_calls": nothing, "tool_call_id": _NULL} | properties,
+        "required": ["role", *required],
+        # Of any other name null is taken: clients put whole answers back into their history.
+        "additionalProperties": _NULL,
+    }
+
+
+_CALLS: Json = {
+    "type": "array",
+    "items": {"$ref": "#/components/schemas/CalledTool"},
+    "minItems": 1,
+}
+_CHAT_MESSAGE: Json = {
+    "anyOf": [
+        _message(["system", "developer", "user", "assistant"], ["content"]),
+        _message(["assistant"], ["tool_calls"], tool_calls=_CALLS, content=_or_null(_CONTENT)),
+        _message(["tool"], ["content", "tool_call_id"], tool_call_id=_TEXT),
+    ]
+}
+_RESPONSE_FORMAT: Json = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": _NULL},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"$ref": "#/components/schemas/JsonSchema"},
+            },
+            "required": ["type", "json_schema"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+def _structured(kind: str, schema: Json) -> Json:
+    blanks = {
+        "disable_any_whitespace": {"type": ["boolean", "null"]},
+        "whitespace_pattern": {"type": ["string", "null"]},
+    }
+    return {
+        "type": "object",
+        "properties": {kind: schema, **blanks},
+        "required": [kind],
+        "additionalProperties": False,
+    }
+
+
+_STRUCTURED_OUTPUTS: Json = {
+    "description": "What answers must match; what llguidance cannot do is refused.",
+    "anyOf": [
+        _structured("json", {"type": ["object", "string"]}),
+        _structured("json_object", {"const": True}),
+        _structured("regex", _TEXT),
+        _structured("choice", _some(_TEXT)),
+        _structured("grammar", _TEXT),
+    ],
+}
+
+
+def _answer(schema: str, description: str) -> Json:
+    ref = {"$ref": f"#/components/schemas/{schema}"}
+    return {"description": description, "content": {"application/json": {"schema": ref}}}
+
+
+def _error(description: str) -> Json:
+    return _answer("Error", description)
+
+
+_REQUEST_ID: Json = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "schema": _TEXT,
+    "description": "Up to 128 of A-Z, a-z, 0-9 and ._:=/+- are returned; otherwise one is made.",
+}
+_ERRORS: Json = {
+    "401": _error("No known API key."),
+    "403": _error("Another host, or a foreign origin."),
+    "503": _error("The engine is not ready; see Retry-After."),
+}
+
+
+# With ``stream: true``; ``data`` is a chunk in JSON, or "[DONE]".
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": _TEXT, "data": _TEXT},
+    "required": ["data"],
+}
+
+
+def _post(body: type[Strict], answer: str, summary: str, streams: bool = False) -> Json:
+    ok = _answer(answer, "The answer.")
+    if streams:
+        ok["content"]["text/event-stream"] = {"schema": _EVENT}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    errors = {
+        "400": _error("A field is wrong, by its name in `param`."),
+        "404": _error("There is no such model."),
+        "408": _error("The request took longer than it may."),
+        "413": _error("The body is too large."),
+        "415": _error("The body is not said to be JSON."),
+        "429": _error("The queue is full, or a limit of the key is reached; see Retry-After."),
+        "500": _error("The engine failed."),
+    }
+    operation = {
+        "summary": summary,
+        "parameters": [_REQUEST_ID],
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": ok, **errors, **_ERRORS},
+    }
+    return {"post": operation}
+
+
+def _get(summary: str, answer: str, *more: int, name: str | None = None) -> Json:
+    parameters = [_REQUEST_ID]
+    responses = {"200": _answer(answer, "The answer."), **_ERRORS}
+    if name is not None:
+        schema = {"type": "string", "enum": [name]}
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": schema})
+        responses["404"] = _error("There is no such model.")
+    if answer == "Health":
+        responses["503"] = _answer(answer, "Not ready, and why.")
+    operation = {"summary": summary, "parameters": parameters, "responses": responses}
+    return {"get": operation}
+
+
+def _metrics() -> Json:
+    operation = _get("Metrics for Prometheus.", "Stats")["get"]
+    operation["responses"]["200"] = {
+        "description": "Prometheus' text.",
+        "content": {"text/plain": {"schema": _TEXT}},
+    }
+    return {"get": operation}
+
+
+def _object(required: Json, **optional: Json) -> Json:
+    return {"type": "object", "properties": required | optional, "required": list(required)}
+
+
+_LOGPROBS: Json = {"type": ["object", "null"]}
+_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
+_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
+_HEAD: Json = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
+_CALL = _object({"id": _TEXT, "type": {"const": "function"}, "function": {"type": "object"}})
+_ANSWER_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
+    tool_calls={"type": "array", "items": _CALL},
+)
+_ANSWERS: Json = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": _TEXT,
+                    "type": _TEXT,
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                }
+            )
+        }
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": _some(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "message": _ANSWER_MESSAGE,
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH,
+                    }
+                )
+            ),
+            "usage": _USAGE,
+        }
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": _some(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "text": _TEXT,
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH,
+                    },
+                    token_ids={"type": "array", "items": _COUNT},
+                )
+            ),
+            "usage": _USAGE,
+        }
+    ),
+    "Response": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "model": _TEXT,
+            "status": {"enum": ["completed", "incomplete"]},
+            "output": _some(
+                _object(
+                    {
+                        "id": _TEXT,
+                        "type": {"const": "message"},
+                        "role": {"const": "assistant"},
+                        "status": {"enum": ["completed", "incomplete"]},
+                        "content": _some(
+                            _object({"type": {"const": "output_text"}, "text": _TEXT})
+                        ),
+                    }
+                )
+            ),
+            "usage": _object(
+                dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _COUNT)
+            ),
+        }
+    ),
+    "Tokenized": _object(
+        {
+            "count": _COUNT,
+            "max_model_len": _COUNT,
+            "tokens": {"type": "array", "items": _COUNT},
+            "token_strs": _or_null({"type": "array", "items": _TEXT}),
+        }
+    ),
+    "Detokenized": _object({"prompt": _TEXT}),
+    "Model": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _TEXT,
+            "max_model_len": _or_null(_COUNT),
+        }
+    ),
+    "ModelList": _object(
+        {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        }
+    ),
+    "Health": _object({"status": _TEXT, "reason": _TEXT}),
+    "Version": _object({"version": _TEXT}),
+    "Stats": {"type": "object"},
+}

@@ -1,0 +1,117 @@
+"""``openapi.json`` is true: what it allows is taken, and what it does not allow is refused.
+
+``python -m tests.server.test_openapi [COUNT]`` makes COUNT requests for each operation and kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from tests.server.process import fake_server
+
+# What a schema cannot say of a field, by its name in the answer: whether a text tokenises to
+# something that fits, a choice exists, a grammar or schema can be matched, the queue has room.
+INEXPRESSIBLE = {
+    "prompt",
+    "messages",
+    "input",
+    "structured_outputs",
+    "response_format",
+    "text.format",
+    "n",
+    "priority",
+}
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    schemathesis.checks.not_a_server_error,
+]
+
+
+def _attempts(operation: Any, mode: GenerationMode, count: int) -> list[str]:
+    """Make ``count`` requests of a kind; return what each was and how it was answered."""
+    names: list[str] = []
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def attempt(case: Any) -> None:
+        response = case.call(timeout=30)
+        name = f"{case.method} {case.path} {mode.name.lower()} {response.status_code}"
+        if mode is GenerationMode.NEGATIVE:
+            case.validate_response(response, checks=[*CHECKS, checks.negative_data_rejection])
+        else:
+            case.validate_response(response, checks=CHECKS)
+            if response.status_code in (400, 404):
+                error = response.json()["error"]
+                field = str(error["param"]).partition("[")[0]
+                assert field in INEXPRESSIBLE, (case.body, error)
+                name += f" {field}"
+        names.append(name)
+
+    attempt()
+    return names
+
+
+def tried(url: str, count: int) -> Counter[str]:
+    """Make ``count`` requests for each operation, by its description and against it."""
+    document = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    counts: Counter[str] = Counter()
+    for found in document.get_all_operations():
+        operation = found.ok()
+        for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+            if mode is GenerationMode.NEGATIVE and operation.method != "post":
+                continue
+
+            for name in _attempts(operation, mode, count if operation.method == "post" else 2):
+                counts[name] += 1
+    return counts
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.slow)])
+def test_the_description_is_true(count: int) -> None:
+    with fake_server("--max-model-len", "1M") as server:
+        counts = tried(server.url(), count)
+    assert sum(counts.values()) >= 8 * count
+    taken = {name.split()[1] for name in counts if " positive 200" in name}
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"} <= taken
+
+
+def test_the_page_shows_every_route_and_field(url: str) -> None:
+    document = httpx.get(f"{url}/openapi.json").json()
+    page = httpx.get(f"{url}/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<script" not in page.text
+    for path in document["paths"]:
+        assert f" {path}</code>" in page.text
+    for name in ("structured_outputs", "repetition_penalty", "max_output_tokens"):
+        assert f"<code>{name}</code>" in page.text
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 250
+    with fake_server("--max-model-len", "1M") as server:
+        counts = tried(server.url(), count)
+    for name, times in sorted(counts.items()):
+        print(f"{times:6d}  {name}")
+    print(f"{sum(counts.values())} requests, no failure")
+
+
+if __name__ == "__main__":
+    main()
