@@ -16,9 +16,9 @@ from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Adjusted, Sampled, sample
+from razor_dist.engine.sampler import Sampled, sample
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.scheduler import Scheduler, prefixes
+from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan, StepSeconds
 from razor_dist.engine.structured_outputs import GrammarCompiler
 from razor_dist.engine.turns import Turns
@@ -245,37 +245,16 @@ class EngineCore:
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
         """Sample each request's next token by its row of ``logits``."""
-        failed = self._begin_processing(requests)
+        failed = self._processors.begin(requests)
         params, generators = [r.params for r in requests], [r.generator for r in requests]
-        sampled = sample(logits, params, generators, self._adjusted(requests, logits))
+        adjusted = self._processors.adjusted([r.key for r in requests], logits)
+        sampled = sample(logits, params, generators, adjusted)
         chosen = {r.key: s.token for r, s in zip(requests, sampled, strict=True) if s is not None}
         self._processors.accept(chosen)
         return [
             self._advance(request, one, failed.get(request.key))
             for request, one in zip(requests, sampled, strict=True)
         ]
-
-    def _begin_processing(self, requests: Sequence[Request]) -> dict[int, RequestError]:
-        """Note what new requests ask to be done to their logits; return errors by sequence."""
-        failed = {}
-        for request in requests:
-            if request.params.adjusts_logits and request.key not in self._processors:
-                prompts = [r.prompt for r in (request, *prefixes(request))]
-                try:
-                    grammar = request.grammar.result() if request.grammar else None
-                except RequestError as error:
-                    failed[request.key] = error
-                else:
-                    self._processors.add(request.key, request.params, prompts, grammar)
-        return failed
-
-    def _adjusted(self, requests: Sequence[Request], logits: Tensor) -> Adjusted | None:
-        """Return the rows of requests whose tokens are chosen by other logits than the model's."""
-        asking = [row for row, request in enumerate(requests) if request.key in self._processors]
-        if not asking:
-            return None
-        keys = [requests[row].key for row in asking]
-        return Adjusted(asking, self._processors.apply(keys, logits[asking]))
 
     def _advance(
         self, request: Request, sampled: Sampled | None, error: RazorError | None

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import Tokens
+from razor_dist.engine.request import Request
+from razor_dist.engine.sampler import Adjusted
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.scheduler import prefixes
 from razor_dist.engine.structured_outputs import Grammar
 
 # Added to the count of a token that the prompt has.
@@ -67,6 +71,27 @@ class LogitsProcessors:
             torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
             grammar,
         )
+
+    def begin(self, requests: Iterable[Request]) -> dict[int, RequestError]:
+        """Add those that ask for something and are not here; return what failed, by sequence."""
+        failed = {}
+        for request in requests:
+            if request.params.adjusts_logits and request.key not in self:
+                prompts = [r.prompt for r in (request, *prefixes(request))]
+                try:
+                    grammar = request.grammar.result() if request.grammar else None
+                except RequestError as error:
+                    failed[request.key] = error
+                else:
+                    self.add(request.key, request.params, prompts, grammar)
+        return failed
+
+    def adjusted(self, keys: Sequence[int], logits: Tensor) -> Adjusted | None:
+        """Return the rows of sequences whose tokens are chosen by other logits than the model's."""
+        asking = [row for row, key in enumerate(keys) if key in self]
+        if not asking:
+            return None
+        return Adjusted(asking, self.apply([keys[row] for row in asking], logits[asking]))
 
     def remove(self, key: int) -> None:
         """Forget a sequence, if it is here."""

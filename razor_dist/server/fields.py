@@ -12,7 +12,7 @@ from razor_dist.engine.structured_outputs import StructuredOutputsParams
 
 # Fields of messages, with the values that ask for nothing: a client may put answers, with all that
 # they bring, back into its history.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
 
 
 class Strict(BaseModel):
@@ -78,8 +78,7 @@ class ChatMessage(Strict):
         return {
             name: value
             for name, value in message.items()
-            if (name in cls.model_fields and (name == "content" or value not in (None, [])))
-            or (value is not None and value not in _NEUTRAL.get(name, (None,)))
+            if name == "content" or (value is not None and value not in _NEUTRAL.get(name, ()))
         }
 
     @model_validator(mode="after")

@@ -14,16 +14,13 @@ from razor_dist.engine.sampling_params import (
     MAX_STOPS,
 )
 from razor_dist.server.fields import Strict
+from razor_dist.server.openapi_answers import ANSWERS, NULL, TEXT, Json, or_null, some
 from razor_dist.server.request_parsing import Limits
 from razor_dist.server.responses import NEUTRAL as RESPONSES_NEUTRAL
 from razor_dist.server.responses import ResponsesBody
 from razor_dist.server.schema import MAX_MESSAGES, NEUTRAL, ChatBody, CompletionBody
 from razor_dist.server.tokenize import DetokenizeBody, TokenizeBody
 
-Json = dict[str, Any]
-_TEXT: Json = {"type": "string"}
-_NULL: Json = {"type": "null"}
-_COUNT: Json = {"type": "integer", "minimum": 0}
 # What `SamplingParams` and the bodies check themselves.
 _RANGES: dict[str, Json] = {
     "temperature": {"minimum": 0, "maximum": 2},
@@ -64,7 +61,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "TokenizeBody": (TokenizeBody, {}),
         "DetokenizeBody": (DetokenizeBody, {}),
     }
-    schemas: Json = dict(_ANSWERS)
+    schemas: Json = dict(ANSWERS)
     for name, (cls, neutral) in bodies.items():
         schemas |= _body(name, cls, neutral, limits, knows_tools)
     schemas |= {"ChatMessage": _CHAT_MESSAGE, "ResponseFormat": _RESPONSE_FORMAT}
@@ -111,34 +108,32 @@ def _body(
             "anyOf": [
                 _stop_string(),
                 {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS},
-                _NULL,
+                NULL,
             ]
         },
-        "stop_token_ids": _or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
-        "n": _or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
-        "logit_bias": _or_null(
+        "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
+        "n": or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+        "logit_bias": or_null(
             {
                 "type": "object",
                 "propertyNames": {"pattern": "^[0-9]{1,9}$"},
                 "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             }
         ),
-        "structured_outputs": _or_null(_STRUCTURED_OUTPUTS),
+        "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
         "tokens": {"type": "array", "items": token},
         "priority": {"enum": [None, 0]},
-        "max_tokens": _or_null(
-            {"type": "integer", "minimum": 0 if name == "CompletionBody" else 1}
-        ),
+        "max_tokens": or_null({"type": "integer", "minimum": 0 if name == "CompletionBody" else 1}),
     }
     if name == "CompletionBody":
-        text, tokens = {"type": "string", "minLength": 1}, _some(token)
-        own["prompt"] = {"anyOf": [text, _some(text), tokens, _some(tokens)]}
-        own["logprobs"] = _or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
+        text, tokens = {"type": "string", "minLength": 1}, some(token)
+        own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
+        own["logprobs"] = or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
     if name == "ResponsesBody":
         message = {"$ref": "#/components/schemas/InputMessage"}
-        own["input"] = {"anyOf": [_TEXT, _some(message)]}
+        own["input"] = {"anyOf": [TEXT, some(message)]}
         found["InputMessage"]["properties"]["content"]["anyOf"] = [
-            _TEXT,
+            TEXT,
             {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}},
         ]
         for key in ("items", "type"):
@@ -154,14 +149,6 @@ def _stop_string() -> Json:
     return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
-def _some(items: Json) -> Json:
-    return {"type": "array", "items": items, "minItems": 1}
-
-
-def _or_null(schema: Json) -> Json:
-    return {"anyOf": [schema, _NULL]}
-
-
 def _only_if(field: str, value: Any, others: Json) -> Json:
     """A rule: unless ``field`` has the value, ``others`` hold of the other fields."""
     has = {"properties": {field: {"const": value}}, "required": [field]}
@@ -169,7 +156,7 @@ def _only_if(field: str, value: Any, others: Json) -> Json:
 
 
 _STREAMED = _only_if(
-    "stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}}
+    "stream", True, {"stream_options": NULL, "return_progress": {"enum": [None, False]}}
 )
 _TEXT_FORMAT: Json = {"properties": {"type": {"const": "text"}}}
 _ONE_FORMAT = {
@@ -177,41 +164,41 @@ _ONE_FORMAT = {
         "properties": {"structured_outputs": {"type": "object"}},
         "required": ["structured_outputs"],
     },
-    "then": {"properties": {"response_format": {"anyOf": [_NULL, _TEXT_FORMAT]}}},
+    "then": {"properties": {"response_format": {"anyOf": [NULL, _TEXT_FORMAT]}}},
 }
 _RULES: dict[str, list[Json]] = {
     "ChatBody": [
         _STREAMED,
         _ONE_FORMAT,
-        _only_if("logprobs", True, {"top_logprobs": _NULL}),
+        _only_if("logprobs", True, {"top_logprobs": NULL}),
         {
             "anyOf": [
-                {"properties": {"max_tokens": _NULL}},
-                {"properties": {"max_completion_tokens": _NULL}},
+                {"properties": {"max_tokens": NULL}},
+                {"properties": {"max_completion_tokens": NULL}},
             ]
         },
     ],
     "CompletionBody": [
         _STREAMED,
         _ONE_FORMAT,
-        _only_if("echo", True, {"max_tokens": _or_null({"type": "integer", "minimum": 1})}),
+        _only_if("echo", True, {"max_tokens": or_null({"type": "integer", "minimum": 1})}),
     ],
     "TokenizeBody": [
         {
             "oneOf": [
                 {
                     "properties": {
-                        "prompt": _TEXT,
-                        "messages": _NULL,
-                        "add_generation_prompt": _NULL,
+                        "prompt": TEXT,
+                        "messages": NULL,
+                        "add_generation_prompt": NULL,
                     },
                     "required": ["prompt"],
                 },
                 {
                     "properties": {
                         "messages": {"type": "array"},
-                        "prompt": _NULL,
-                        "add_special_tokens": _NULL,
+                        "prompt": NULL,
+                        "add_special_tokens": NULL,
                     },
                     "required": ["messages"],
                 },
@@ -221,12 +208,12 @@ _RULES: dict[str, list[Json]] = {
 }
 _CONTENT: Json = {
     "anyOf": [
-        _TEXT,
+        TEXT,
         {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"type": {"const": "text"}, "text": _TEXT},
+                "properties": {"type": {"const": "text"}, "text": TEXT},
                 "required": ["type", "text"],
                 "additionalProperties": False,
             },
@@ -240,10 +227,10 @@ def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
     own = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
     return {
         "type": "object",
-        "properties": own | {"tool_calls": nothing, "tool_call_id": _NULL} | properties,
+        "properties": own | {"tool_calls": nothing, "tool_call_id": NULL} | properties,
         "required": ["role", *required],
         # Of any other name null is taken: clients put whole answers back into their history.
-        "additionalProperties": _NULL,
+        "additionalProperties": NULL,
     }
 
 
@@ -255,15 +242,15 @@ _CALLS: Json = {
 _CHAT_MESSAGE: Json = {
     "anyOf": [
         _message(["system", "developer", "user", "assistant"], ["content"]),
-        _message(["assistant"], ["tool_calls"], tool_calls=_CALLS, content=_or_null(_CONTENT)),
-        _message(["tool"], ["content", "tool_call_id"], tool_call_id=_TEXT),
+        _message(["assistant"], ["tool_calls"], tool_calls=_CALLS, content=or_null(_CONTENT)),
+        _message(["tool"], ["content", "tool_call_id"], tool_call_id=TEXT),
     ]
 }
 _RESPONSE_FORMAT: Json = {
     "anyOf": [
         {
             "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": _NULL},
+            "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": NULL},
             "required": ["type"],
             "additionalProperties": False,
         },
@@ -298,9 +285,9 @@ _STRUCTURED_OUTPUTS: Json = {
     "anyOf": [
         _structured("json", {"type": ["object", "string"]}),
         _structured("json_object", {"const": True}),
-        _structured("regex", _TEXT),
-        _structured("choice", _some(_TEXT)),
-        _structured("grammar", _TEXT),
+        _structured("regex", TEXT),
+        _structured("choice", some(TEXT)),
+        _structured("grammar", TEXT),
     ],
 }
 
@@ -318,7 +305,7 @@ _REQUEST_ID: Json = {
     "name": "X-Request-Id",
     "in": "header",
     "required": False,
-    "schema": _TEXT,
+    "schema": TEXT,
     "description": "Up to 128 of A-Z, a-z, 0-9 and ._:=/+- are returned; otherwise one is made.",
 }
 _ERRORS: Json = {
@@ -331,7 +318,7 @@ _ERRORS: Json = {
 # With ``stream: true``; ``data`` is a chunk in JSON, or "[DONE]".
 _EVENT: Json = {
     "type": "object",
-    "properties": {"event": _TEXT, "data": _TEXT},
+    "properties": {"event": TEXT, "data": TEXT},
     "required": ["data"],
 }
 
@@ -376,122 +363,6 @@ def _metrics() -> Json:
     operation = _get("Metrics for Prometheus.", "Stats")["get"]
     operation["responses"]["200"] = {
         "description": "Prometheus' text.",
-        "content": {"text/plain": {"schema": _TEXT}},
+        "content": {"text/plain": {"schema": TEXT}},
     }
     return {"get": operation}
-
-
-def _object(required: Json, **optional: Json) -> Json:
-    return {"type": "object", "properties": required | optional, "required": list(required)}
-
-
-_LOGPROBS: Json = {"type": ["object", "null"]}
-_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
-_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
-_HEAD: Json = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
-_CALL = _object({"id": _TEXT, "type": {"const": "function"}, "function": {"type": "object"}})
-_ANSWER_MESSAGE = _object(
-    {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
-    tool_calls={"type": "array", "items": _CALL},
-)
-_ANSWERS: Json = {
-    "Error": _object(
-        {
-            "error": _object(
-                {
-                    "message": _TEXT,
-                    "type": _TEXT,
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                }
-            )
-        }
-    ),
-    "ChatCompletion": _object(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion"},
-            "choices": _some(
-                _object(
-                    {
-                        "index": _COUNT,
-                        "message": _ANSWER_MESSAGE,
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": _FINISH,
-                    }
-                )
-            ),
-            "usage": _USAGE,
-        }
-    ),
-    "Completion": _object(
-        {
-            **_HEAD,
-            "object": {"const": "text_completion"},
-            "choices": _some(
-                _object(
-                    {
-                        "index": _COUNT,
-                        "text": _TEXT,
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": _FINISH,
-                    },
-                    token_ids={"type": "array", "items": _COUNT},
-                )
-            ),
-            "usage": _USAGE,
-        }
-    ),
-    "Response": _object(
-        {
-            "id": _TEXT,
-            "object": {"const": "response"},
-            "created_at": _COUNT,
-            "model": _TEXT,
-            "status": {"enum": ["completed", "incomplete"]},
-            "output": _some(
-                _object(
-                    {
-                        "id": _TEXT,
-                        "type": {"const": "message"},
-                        "role": {"const": "assistant"},
-                        "status": {"enum": ["completed", "incomplete"]},
-                        "content": _some(
-                            _object({"type": {"const": "output_text"}, "text": _TEXT})
-                        ),
-                    }
-                )
-            ),
-            "usage": _object(
-                dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _COUNT)
-            ),
-        }
-    ),
-    "Tokenized": _object(
-        {
-            "count": _COUNT,
-            "max_model_len": _COUNT,
-            "tokens": {"type": "array", "items": _COUNT},
-            "token_strs": _or_null({"type": "array", "items": _TEXT}),
-        }
-    ),
-    "Detokenized": _object({"prompt": _TEXT}),
-    "Model": _object(
-        {
-            "id": _TEXT,
-            "object": {"const": "model"},
-            "created": _COUNT,
-            "owned_by": _TEXT,
-            "max_model_len": _or_null(_COUNT),
-        }
-    ),
-    "ModelList": _object(
-        {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
-        }
-    ),
-    "Health": _object({"status": _TEXT, "reason": _TEXT}),
-    "Version": _object({"version": _TEXT}),
-    "Stats": {"type": "object"},
-}

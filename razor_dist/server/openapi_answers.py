@@ -1,0 +1,132 @@
+"""JSON Schemas of the answers, for `openapi.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+TEXT: Json = {"type": "string"}
+NULL: Json = {"type": "null"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+
+
+def some(items: Json) -> Json:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, NULL]}
+
+
+def _object(required: Json, **optional: Json) -> Json:
+    return {"type": "object", "properties": required | optional, "required": list(required)}
+
+
+_LOGPROBS: Json = {"type": ["object", "null"]}
+_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
+_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
+_HEAD: Json = {"id": TEXT, "created": _COUNT, "model": TEXT}
+_CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": {"type": "object"}})
+_ANSWER_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
+    tool_calls={"type": "array", "items": _CALL},
+)
+ANSWERS: Json = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": TEXT,
+                    "type": TEXT,
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                }
+            )
+        }
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": some(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "message": _ANSWER_MESSAGE,
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH,
+                    }
+                )
+            ),
+            "usage": _USAGE,
+        }
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": some(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "text": TEXT,
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH,
+                    },
+                    token_ids={"type": "array", "items": _COUNT},
+                )
+            ),
+            "usage": _USAGE,
+        }
+    ),
+    "Response": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "model": TEXT,
+            "status": {"enum": ["completed", "incomplete"]},
+            "output": some(
+                _object(
+                    {
+                        "id": TEXT,
+                        "type": {"const": "message"},
+                        "role": {"const": "assistant"},
+                        "status": {"enum": ["completed", "incomplete"]},
+                        "content": some(_object({"type": {"const": "output_text"}, "text": TEXT})),
+                    }
+                )
+            ),
+            "usage": _object(
+                dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _COUNT)
+            ),
+        }
+    ),
+    "Tokenized": _object(
+        {
+            "count": _COUNT,
+            "max_model_len": _COUNT,
+            "tokens": {"type": "array", "items": _COUNT},
+            "token_strs": or_null({"type": "array", "items": TEXT}),
+        }
+    ),
+    "Detokenized": _object({"prompt": TEXT}),
+    "Model": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": TEXT,
+            "max_model_len": or_null(_COUNT),
+        }
+    ),
+    "ModelList": _object(
+        {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        }
+    ),
+    "Health": _object({"status": TEXT, "reason": TEXT}),
+    "Version": _object({"version": TEXT}),
+    "Stats": {"type": "object"},
+}
