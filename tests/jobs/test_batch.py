@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
@@ -133,6 +134,30 @@ def test_a_custom_id_that_is_not_unique_is_refused_before_anything_runs(
     assert cli.main(["batch", str(file), "--out", str(out), "--no-ray"]) == 2
     assert "lines 5, 13 have the same custom_id 'cut'" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_fields_of_the_server_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    words = {"prompt": [" one two", " three"], "n": 2, "frequency_penalty": 1}
+    lines = [
+        request("n", **words, structured_outputs={"choice": ["a"]}),
+        request("echo", prompt=" one two", echo=True, logprobs=1, max_tokens=1),
+        request("response", "/v1/responses", input="hello", max_output_tokens=3),
+    ]
+    write(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 0
+    bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    several = Completion.model_validate(bodies[0], strict=True)
+    assert [c.text for c in several.choices] == [" two one"] * 2 + [" three"] * 2
+    assert several.usage is not None and several.usage.prompt_tokens == 3
+    [echo] = bodies[1]["choices"]
+    assert echo["text"] == " one two two"
+    assert echo["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
+    response = Response.model_validate(bodies[2])
+    assert response.status == "incomplete" and response.output_text
 
 
 def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi import checks
 from tests.server.process import fake_server
 
 # What a schema cannot say of a field, by its name in the answer: whether a text tokenises to
-# something that fits, a choice exists, a grammar or schema can be matched, the queue has room.
+# something that fits, a token exists, a grammar or schema can be matched, the queue has room.
 INEXPRESSIBLE = {
     "prompt",
     "messages",
@@ -28,7 +28,7 @@ INEXPRESSIBLE = {
     "response_format",
     "text.format",
     "n",
-    "priority",
+    "logit_bias",
 }
 CHECKS = [
     checks.status_code_conformance,
