@@ -21,9 +21,11 @@ class ToolCall(NamedTuple):
     name: str
     arguments: str  # JSON
 
-    def message(self, digits: int = 24) -> dict[str, Any]:
+    def message(self, short_id: bool) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{uuid.uuid4().hex[:digits]}", "type": "function", "function": function}
+        own = uuid.uuid4().hex
+        name = own[:9] if short_id else f"call_{own[:24]}"
+        return {"id": name, "type": "function", "function": function}
 
 
 class ToolUse(NamedTuple):
@@ -146,8 +148,8 @@ _FORMATS = {
     "required": _Format(_required),
     "named": _Format(_named),
 }
-# Their calls have ids of nine letters.
-_DIGITS = {"mistral": 9}
+# Mistral's templates refuse ids of calls that have not nine letters.
+_SHORT_IDS = frozenset({"mistral"})
 
 
 def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -196,16 +198,24 @@ def forced(tools: Mapping[str, Mapping[str, Any]], choice: str) -> StructuredOut
     """
     if choice != "required":
         return StructuredOutputsParams(json=dict(tools[choice]))
+    # References begin at the root of a schema.
+    definitions: dict[str, Any] = {}
+    own = {name: dict(schema) for name, schema in tools.items()}
+    for schema in own.values():
+        for name, definition in schema.pop("$defs", {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise RequestError(f"two tools define {name!r:.80} differently", param="tools")
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": dict(schema)},
+            "properties": {"name": {"const": name}, "parameters": schema},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in tools.items()
+        for name, schema in own.items()
     ]
-    return StructuredOutputsParams(json={"type": "array", "minItems": 1, "items": {"anyOf": calls}})
+    array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return StructuredOutputsParams(json=array)
 
 
 class ToolParser:
@@ -213,7 +223,7 @@ class ToolParser:
 
     def __init__(self, use: ToolUse, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
-        self._digits = _DIGITS.get(use.format, 24)
+        self._short_ids = use.format in _SHORT_IDS
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
         self._calling: bool | None = None
@@ -251,4 +261,4 @@ class ToolParser:
         calls = self._form.parse(self._held, self._names) if self._held.strip() else []
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, []
-        return rest, [call.message(self._digits) for call in calls]
+        return rest, [call.message(self._short_ids) for call in calls]

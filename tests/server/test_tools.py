@@ -19,7 +19,7 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.formats import ChatFormat
 from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
-from razor_dist.server.tools import ToolParser, ToolUse, tool_use
+from razor_dist.server.tools import ToolParser, ToolUse, forced, tool_use
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]
@@ -102,7 +102,7 @@ def test_a_marker_that_is_a_special_token_is_seen() -> None:
         parser.push(piece)
     text, [found] = parser.end()
     assert (text, found["function"]) == ("", {"name": "get_weather", "arguments": PARIS})
-    assert len(found["id"]) == len("call_") + 9
+    assert len(found["id"]) == 9 and found["id"].isalnum()
 
 
 def encoder(template: str | None) -> PromptEncoder:
@@ -174,6 +174,17 @@ def test_a_forced_choice_is_a_grammar() -> None:
     assert structured is not None and isinstance(structured.json, dict)
     kinds = structured.json["items"]["anyOf"]
     assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
+
+
+def test_definitions_of_several_tools_are_found_from_the_root() -> None:
+    where = {"type": "object", "properties": {"place": {"$ref": "#/$defs/Place"}}}
+    place = {"$defs": {"Place": {"enum": ["here", "there"]}}}
+    structured = forced({"a": where | place, "b": where | place}, "required")
+    structured.check()
+    assert isinstance(structured.json, dict) and structured.json["$defs"] == place["$defs"]
+    other = {"$defs": {"Place": {"enum": ["nowhere"]}}}
+    with pytest.raises(RequestError, match="two tools define 'Place' differently"):
+        forced({"a": where | place, "b": where | other}, "required")
 
 
 @pytest.mark.parametrize("form", ["hermes", "named"])
