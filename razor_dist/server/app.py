@@ -19,7 +19,6 @@ from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import docs_page
 from razor_dist.server.errors import Failure
-from razor_dist.server.request_id import RequestId
 from razor_dist.server.request_log import RequestLog
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
@@ -104,7 +103,6 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
     # The last that is added hears first.
     app.add_middleware(Access, config=service.config, holders=dict(keys or {}))
-    app.add_middleware(RequestId)
     count = service.metrics.http_requests
     app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
     if service.config.allowed_origins:  # the outermost, so that errors can be read as well

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import subprocess
 import threading
@@ -25,6 +26,14 @@ TEXT = {"model": "smollm2", "prompt": "Hello"}
 ROUTES = {
     ("POST", "/v1/chat/completions"): 400,
     ("POST", "/v1/completions"): 400,
+    ("POST", "/v1/responses"): 400,
+    ("POST", "/tokenize"): 400,
+    ("POST", "/detokenize"): 400,
+    ("GET", "/openapi.json"): 200,
+    ("GET", "/docs"): 200,
+    ("GET", "/version"): 200,
+    ("GET", "/ping"): 200,
+    ("GET", "/metrics"): 200,
     ("GET", "/v1/models"): 200,
     ("GET", "/v1/models/smollm2"): 200,
     ("GET", "/stats"): 200,
@@ -61,6 +70,9 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
 
 def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
     url = guarded.url()
+    documented = httpx.get(f"{url}/openapi.json", headers=with_key(ADA)).json()["paths"]
+    asked = {path.replace("smollm2", "{model}") for _, path in ROUTES}
+    assert {re.sub(r"{.*}", "{model}", path) for path in documented} - {"/health"} <= asked
     wrong = (
         {},
         with_key("sk-ada-0123456780"),
