@@ -19,7 +19,7 @@ from razor_dist.server.errors import Failure
 log = logging.getLogger(__name__)
 
 # Asked every few seconds by machines.
-_QUIET = frozenset({"/health", "/metrics"})
+_QUIET = frozenset({"/health", "/ping", "/metrics"})
 _ID = re.compile(r"[A-Za-z0-9._:=/+-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
