@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the command line imports this, and loads in a second withou
     from transformers import PreTrainedTokenizerBase
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# Characters of a description, which rank 0 compiles beside its steps.
+_LONGEST = 1 << 18
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
 
@@ -87,7 +89,10 @@ class StructuredOutputsParams:
 
     def check(self) -> None:
         """Raise `RequestError` if it is not one that can be matched, or llguidance is missing."""
-        problem = _problem(self.llguidance())
+        description = self.llguidance()
+        if len(description) > _LONGEST:
+            raise _refusal(f"{self._kind} is longer than {_LONGEST} characters")
+        problem = _problem(description)
         if problem:
             raise _refusal(f"{self._kind} cannot be used: {_short(problem)}")
 

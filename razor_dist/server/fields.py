@@ -57,7 +57,7 @@ class CalledTool(Strict):
     def for_template(self) -> dict[str, Any]:
         try:
             arguments = json.loads(self.function.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = self.function.arguments
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}

@@ -146,6 +146,7 @@ def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> No
         ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys: ..uniqueItems"),
         ({"json": {"$ref": "http://127.0.0.1/x"}}, "retrieving it failed"),
         ({"grammar": "root ::= ((("}, "grammar cannot be used: .*Expected"),
+        ({"choice": ["x" * 300_000]}, "choice is longer than 262144 characters"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
     ],
 )

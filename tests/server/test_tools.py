@@ -159,6 +159,9 @@ def test_tools_and_their_results_reach_the_template() -> None:
     ]
     text = prompt_of(parse_chat(HERMES, messages=history))
     assert "assistant: <tool_call>Paris</tool_call>tool: rain" in text
+    deep = {**call, "function": {"name": NAMES[0], "arguments": "[" * 100_000}}
+    broken = parse_chat(HERMES, messages=[{"role": "assistant", "tool_calls": [deep]}])
+    assert "assistant: <tool_call></tool_call>" in prompt_of(broken)
     none = parse_chat(HERMES, tool_choice="none")
     assert none.tools is None and "get_weather" not in prompt_of(none)
 
