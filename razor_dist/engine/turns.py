@@ -28,8 +28,8 @@ _CHUNK = 2.0
 _JOINING = 512
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
 # meanwhile. It takes longer if else what each step costs would be more than this part of it, but no
-# more than this part of what is left of the prompt.
-_LONGER, _IDLE, _PART = 8, 0.05, 1 / 16
+# more than this part of the time since somebody last came: who comes often waits less.
+_LONGER, _IDLE, _ALONE = 4, 0.05, 0.25
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -135,6 +135,7 @@ class Turns:
         self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
+        self._alone = 0.0  # seconds of chunks since somebody else was served
 
     def is_short(self, prompt: Request) -> bool:
         """Tell if all ranks may as well compute all of a prompt as shard it.
@@ -202,8 +203,10 @@ class Turns:
         """
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
-        if not answering and all(self._left(other) > longer for other in others):
-            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _PART * self._left(prompt)))
+        if answering or any(self._left(other) <= longer for other in others):
+            self._alone = 0.0
+        else:
+            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * self._alone))
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
         return min(most, self.cost.tokens(step, prompt.prefilled_to))
@@ -212,6 +215,7 @@ class Turns:
         """Note that ``served`` was read from for so long, while ``prompts`` take turns."""
         if not prompts:
             return
+        self._alone += seconds
         if self._oldest_of(self.first_class(prompts)) is served:
             # What it gets alone or in its turn does not count against it later.
             self._debt = max(0.0, self._debt - seconds)
