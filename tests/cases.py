@@ -43,6 +43,8 @@ class Case:
         Of stored keys and values.
     windows : tuple of tuple of (int or None), optional
         Per layer and KV head, a streaming head's own window.
+    tail : int
+        Dropped tokens that streaming caches keep.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Case:
     device: str = "cpu"
     kv_dtype: torch.dtype = torch.float32
     windows: tuple[tuple[int | None, ...], ...] | None = None
+    tail: int = 0
 
 
 @functools.cache
@@ -76,7 +79,7 @@ def make_runner(
     layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device), case.windows)
     policies = [case.policy.with_window(window) for window in layout.windows]
     cache = CacheConfig(
-        tuple(Arena.of(policy, model.dtype, total, sequences) for policy in policies),
+        tuple(Arena.of(policy, model.dtype, total, sequences, case.tail) for policy in policies),
         sequences,
         total,
         pages,

@@ -173,6 +173,7 @@ class FakeEngine:
                 processed=len(prompt) * step // steps,
                 total=len(prompt),
                 cached=0,
+                prefix=0,
                 seconds=0.3 * step,
             )
 

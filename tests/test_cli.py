@@ -30,7 +30,8 @@ SERVE_OPTIONS = """
     --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --model --no-compensation
-    --no-cuda-graphs --no-shared-memory --no-trust-remote-code --page-size --port --prefill
+    --no-cuda-graphs --no-prefix-cache --no-shared-memory --no-trust-remote-code --page-size --port
+    --prefill --prefix-cache --prefix-tail-tokens --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
     --shutdown-timeout --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code
     --weights --window-max --window-min --window-ratio --world-size
@@ -70,6 +71,7 @@ def test_the_units_give_options_that_exist(unit: str) -> None:
 PLAN_OPTIONS = """
     --attention --block --compensation --config --context --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
+    --no-prefix-cache --prefix-cache --prefix-tail-tokens
     --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
     --chunked-prefill-size --window-max --window-min --window-ratio --world-size
 """
@@ -104,6 +106,7 @@ NEEDLE_OPTIONS = """
     --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
     --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
+    --prefix-cache --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
     --shared-memory --sink-tokens --threads --trust-remote-code --weights --window-max --window-min
     --window-ratio --world-size

@@ -198,6 +198,7 @@ def forked_logits(comm: Communicator, case: Case, ends: tuple[int, ...]) -> torc
         opened = StepPlan(
             Op.FORK if key else Op.OPEN,
             key,
+            begin=begin,
             end=end,
             total=total,
             source=key - 1,

@@ -85,6 +85,7 @@ def start(model: Path) -> Callable[[int], LLM]:
             window_min=24,
             window_ratio=8,
             block=8,
+            prefix_cache=False,  # so that what is read again is seen
         )
 
     return start

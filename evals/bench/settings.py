@@ -118,6 +118,7 @@ class EngineBenchSettings(FileBenchSettings):
             attention=attention,
             world_size=world_size,
             threads=max(1, self.threads // world_size),
+            prefix_cache=False,  # what is measured is read
         )
 
 
@@ -157,6 +158,7 @@ class ShapeBenchSettings(FileBenchSettings):
             window_min=min(4000, window_max),
             window_ratio=5,
             window_max=window_max,
+            prefix_cache=False,
         )
 
 

@@ -146,6 +146,7 @@ class ReplayModel:
         own = {name: value for name, value in method.settings.items() if name != "head_map"}
         shared = self.config.model_dump(include=set(EngineConfig.model_fields))
         shared |= {"max_num_seqs": 2, "cuda_graphs": False, "attention": "razor"}
+        shared |= {"prefix_cache": False}  # of another method's, or a replay's, keys
         config = EngineConfig(**(shared | own | {"max_model_len": tokens}))
         retrieval, windows = method.retrieval, method.windows
         if retrieval is None:

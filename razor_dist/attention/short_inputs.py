@@ -108,8 +108,7 @@ def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:
         for cache, slot in zip(caches.streaming, sequence.streaming, strict=True):
             start = max(cache.policy.sinks, cache.policy.start(sequence.length))
             if start > slot.start:
-                cache.drop(cache.rows, slot, slot.start, start)
-                slot.start = start
+                cache.drop(slot, start)
 
 
 def advance_lengths(comm: Communicator, sequences: Seq[Sequence]) -> None:

@@ -52,28 +52,38 @@ class StreamingChunk:
         self._earlier, self._chunk, self._last = earlier, chunk, last
         # A prompt that continues a finished one finds the window replicated in the streaming cache.
         prompt_begin = sequence.done[0].begin if sequence.done else chunk.begin
-        base = max(cache.policy.sinks, slot.start)
-        self._replicated = Interval(base, max(base, 0 if exact else prompt_begin))
+        sinks = cache.policy.sinks
+        base = max(sinks, slot.start)
         self.plan = self._make_plan(sequence, exact, base)
         self._next: dict[int, list[KVPiece]] = {}
+        # Of the cache: what is seen, and what is to leave the ring for the tail.
+        first = base
+        if self.plan is not None and self.plan.window is not None:
+            in_ring = max(sinks, slot.ring_begin)
+            first = min(base, max(in_ring, self.plan.window.begin))
+        self._replicated = Interval(first, max(first, 0 if exact else prompt_begin))
         if self.plan is not None:
             new_sinks, window = self.plan.new_sinks, self.plan.window
             self._new_sinks_at = cache.indices(slot, new_sinks.begin, new_sinks.end)
             if window is not None:
                 # The ring has what was replicated already.
-                begin = max(window.begin, self._replicated.end)
+                begin = max(self.plan.keep, self._replicated.end)
                 self._new = Interval(begin, max(begin, window.end))
                 self._new_at = cache.indices(slot, self._new.begin, self._new.end)
+                begin = max(in_ring, window.begin)
+                self._tail = Interval(begin, max(begin, self.plan.keep))
 
     def _make_plan(self, sequence: Sequence, exact: bool, base: int) -> WindowPlan | None:
         policy, comm, chunk = self._cache.policy, self._comm, self._chunk
+        tail = self._slot.tail_capacity
         if exact:
             if not self._last:
                 return None
-            return plan_compression(policy, [*sequence.done, chunk], comm.rank)
-        retained = Interval(base, chunk.begin)
-        held = holdings(sequence.done, retained)
-        return plan_window(policy, chunk, comm.rank, base=base, held=held, last=self._last)
+            return plan_compression(policy, [*sequence.done, chunk], comm.rank, tail)
+        held = holdings(sequence.done, Interval(base - tail, chunk.begin))
+        return plan_window(
+            policy, chunk, comm.rank, base=base, held=held, last=self._last, tail=tail
+        )
 
     def start(
         self, layer: int, rows: slice, stored: list[KVPiece], k: Tensor, v: Tensor
@@ -131,11 +141,14 @@ class StreamingChunk:
         if plan.window is not None:
             if len(self._new):
                 cache.write(rows, slot, self._new_at, *assemble(pieces, self._new))
+            if len(self._tail):
+                tail = assemble(pieces, self._tail)
+                cache.put_tail(rows, slot, self._tail.begin, self._tail.end, *tail)
             dropped = plan.keep - cache.policy.sinks
             if dropped > 0 and cache.policy.compensation:
                 cache.refresh(rows, slot, dropped)
         else:
-            kept = Interval(plan.keep, self._chunk.end)
+            kept = Interval(plan.keep - slot.tail_capacity, self._chunk.end)
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
             # Clones: a view would keep the whole chunk's keys and values alive.
             self._next[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
@@ -159,6 +172,8 @@ class StreamingChunk:
 
     def close(self) -> dict[int, list[KVPiece]]:
         """Account for the chunk, once; return ``earlier`` for the next one."""
-        if self.plan is not None:
+        if self.plan is not None and self.plan.window is not None:
+            self._cache.advance(self._slot, self.plan.keep)
+        elif self.plan is not None:
             self._slot.start = self.plan.keep
         return self._next

@@ -53,7 +53,9 @@ class WindowPlan:
     halo: Exchange
     sinks: Exchange
     new_sinks: Interval  # sinks among the chunk's tokens
-    window: Interval | None  # positions to store in the replicated cache at the prompt's end
+    # Positions to store in the replicated cache at the prompt's end, those of its tail before
+    # those of the window.
+    window: Interval | None
     keep: int  # where the window of the next query begins; earlier tokens are in the sums
 
     @property
@@ -70,11 +72,13 @@ def plan_window(
     base: int,
     held: Sequence[tuple[Interval, int]],
     last: bool,
+    tail: int = 0,
 ) -> WindowPlan:
     """Plan one chunk with local prefill; ``last`` says that the prompt ends with it.
 
     The compensation sums cover ``[N0, base)`` when the chunk begins. ``held`` names the ranks that
-    hold parts of ``[base, chunk.begin)``; it is empty if every rank holds all of it.
+    hold parts of ``[base - tail, chunk.begin)``; it is empty if every rank holds all of it. At the
+    end every rank keeps ``tail`` tokens more than the window has.
     """
     sinks = policy.sinks
     # Sinks are kept for good: a window, and what is dropped, begin after them.
@@ -82,7 +86,7 @@ def plan_window(
     next_start = max(sinks, policy.start(chunk.end))
     edges = [max(sinks, base), *starts, next_start]
 
-    window = Interval(next_start, max(next_start, chunk.end)) if last else None
+    window = _stored(sinks, next_start, chunk.end, tail) if last else None
     # At a prompt's end every rank wants the window, which decode reads without traffic.
     wants: list[list[Interval]] = [[window] if window else [] for _ in range(chunk.world_size)]
     for owner in range(chunk.world_size):
@@ -113,11 +117,17 @@ def plan_window(
     )
 
 
-def plan_compression(policy: StreamingPolicy, done: Sequence[Chunk], rank: int) -> WindowPlan:
+def _stored(sinks: int, start: int, end: int, tail: int) -> Interval:
+    return Interval(max(sinks, start - tail), max(start, end))
+
+
+def plan_compression(
+    policy: StreamingPolicy, done: Sequence[Chunk], rank: int, tail: int = 0
+) -> WindowPlan:
     """Plan the end of an exact prefill: sinks, sums and window of all chunks of the prompt."""
     world_size, end = done[-1].world_size, done[-1].end
     next_start = max(policy.sinks, policy.start(end))
-    window = Interval(next_start, max(next_start, end))
+    window = _stored(policy.sinks, next_start, end, tail)
     whole = Chunk(done[0].begin, end, world_size)
     held = holdings(done, whole.span)
     return WindowPlan(

@@ -8,11 +8,13 @@ copied together, some thousand tokens at a time: a segment for every page would 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class PageTable:
 
     pages: list[int] = field(default_factory=list)  # in the order in which tokens fill them
     tokens: int = 0  # stored so far; their order does not matter: keys are stored rotated
+    cached: bool = False  # nobody uses it now: it may be evicted
     _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -60,6 +63,8 @@ class PageTable:
 
 class PagePool:
     """Keys and values of the retrieval heads, in pages with reference counts.
+
+    A page is free, cached (only tables that are not in use hold it) or in use.
 
     ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
     ``num_pages`` pages of ``page_size`` tokens.
@@ -93,8 +98,17 @@ class PagePool:
         self.positions: Tensor | None = None  # of each slot's token in its sequence, int64
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
-        self._references: dict[int, int] = {}  # of the pages that are held
-        self.free_pages = num_pages  # that no sequence holds
+
+    # Made when they are asked for: what a pool would take is asked of pools of any size.
+    @cached_property
+    def _references(self) -> npt.NDArray[np.int32]:
+        """How many tables hold each page."""
+        return np.zeros(self.num_pages, np.int32)
+
+    @cached_property
+    def _users(self) -> npt.NDArray[np.int32]:
+        """How many of them are in use."""
+        return np.zeros(self.num_pages, np.int32)
 
     @property
     def page_bytes(self) -> int:
@@ -106,8 +120,22 @@ class PagePool:
         return self.k.nbytes + self.v.nbytes + positions
 
     @property
+    def free_pages(self) -> int:
+        """Pages that no table holds."""
+        return self.num_pages - int(np.count_nonzero(self._references))
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free, or would be if all that is cached were evicted."""
+        return self.num_pages - int(np.count_nonzero(self._users))
+
+    @property
     def used_bytes(self) -> int:
-        return (self.num_pages - self.free_pages) * self.page_bytes
+        return (self.num_pages - self.available_pages) * self.page_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return (self.available_pages - self.free_pages) * self.page_bytes
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -120,55 +148,67 @@ class PagePool:
         return PageTable(self._take(self.pages_for(tokens)))
 
     def _take(self, need: int) -> list[int]:
-        if need > self.free_pages:
-            raise EngineError(f"{need} KV pages needed, {self.free_pages} free")
-        pages = self._first_run(need)
-        if pages is None:
-            free = (page for page in range(self.num_pages) if page not in self._references)
-            pages = list(itertools.islice(free, need))
-        for page in pages:
-            self._references[page] = 1
-        self.free_pages -= need
+        free = np.flatnonzero(self._references == 0)
+        if need > len(free):
+            raise EngineError(f"{need} KV pages needed, {len(free)} free")
+        # Where a run of consecutive free pages begins and ends, as indices of ``free``.
+        edges = np.flatnonzero(np.diff(free, prepend=-2, append=self.num_pages + 1) > 1)
+        long = np.flatnonzero(np.diff(edges) >= need)
+        begin = edges[long[0]] if len(long) else 0
+        pages = free[begin : begin + need]
+        self._references[pages] = self._users[pages] = 1
+        taken: list[int] = pages.tolist()
         if self.clear:
-            for a, b in self.extents(PageTable(pages), 0, need * self.page_size):
+            for a, b in self.extents(PageTable(taken), 0, need * self.page_size):
                 self.k[:, a:b] = 0
                 self.v[:, a:b] = 0
-        return pages
-
-    def _first_run(self, need: int) -> list[int] | None:
-        begin = 0
-        for page in [*sorted(self._references), self.num_pages]:
-            if page - begin >= need:
-                return list(range(begin, begin + need))
-            begin = page + 1
-        return None
+        return taken
 
     def release(self, table: PageTable) -> None:
         """Give a sequence's pages back; a page that a fork still holds stays."""
-        for page in table.pages:
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                del self._references[page]
-                self.free_pages += 1
-        table.pages, table.tokens = [], 0
+        self._drop(table, 0)
+        table.tokens = 0
 
-    def fork(self, table: PageTable, tokens: int) -> PageTable:
-        """Return a second table with the same content and room for ``tokens`` tokens in all.
+    def _drop(self, table: PageTable, kept: int) -> None:
+        """Give back all of a table's pages but the first ``kept``."""
+        pages = np.asarray(table.pages[kept:], np.int64)
+        self._references[pages] -= 1
+        if not table.cached:
+            self._users[pages] -= 1
+        table.pages = table.pages[:kept]
+
+    def cache(self, table: PageTable) -> None:
+        """Note that nobody uses a sequence any more; pages that it has not filled are free."""
+        self._drop(table, self.pages_for(table.tokens))
+        self._users[np.asarray(table.pages, np.int64)] -= 1
+        table.cached = True
+
+    def exclusive_pages(self, table: PageTable) -> int:
+        """The number of pages that only this table holds."""
+        return int(np.count_nonzero(self._references[np.asarray(table.pages, np.int64)] == 1))
+
+    def unused_pages(self, table: PageTable) -> int:
+        """The number of a table's pages that no table in use holds."""
+        return int(np.count_nonzero(self._users[np.asarray(table.pages, np.int64)] == 0))
+
+    def fork(self, table: PageTable, stored: int, tokens: int) -> PageTable:
+        """Return a table with the first ``stored`` tokens, and room for ``tokens`` in all.
 
         Full pages are shared; the partly filled one is copied, for both sequences write to it.
         """
-        shared = table.tokens // self.page_size
-        own = self._take(max(0, self.pages_for(max(tokens, table.tokens)) - shared))
-        for page in table.pages[:shared]:
-            self._references[page] += 1
-        rest = table.tokens - shared * self.page_size
+        shared = stored // self.page_size
+        own = self._take(max(0, self.pages_for(max(tokens, stored)) - shared))
+        pages = np.asarray(table.pages[:shared], np.int64)
+        self._references[pages] += 1
+        self._users[pages] += 1
+        rest = stored - shared * self.page_size
         if rest:
             source, target = table.pages[shared] * self.page_size, own[0] * self.page_size
             for store in (self.k, self.v):
                 store[:, target : target + rest] = store[:, source : source + rest]
             if self.positions is not None:
                 self.positions[target : target + rest] = self.positions[source : source + rest]
-        return PageTable(table.pages[:shared] + own, table.tokens)
+        return PageTable(table.pages[:shared] + own, stored)
 
     def extents(self, table: PageTable, begin: int, end: int) -> list[tuple[int, int]]:
         """Slots ``[a, b)`` of the pool for the table's tokens ``begin`` to ``end``."""

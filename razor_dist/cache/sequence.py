@@ -67,6 +67,22 @@ def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> l
     return [run for run in (*found, owned_tokens(Interval(begin, end), rank, world_size)) if run]
 
 
+def cut_chunks(chunks: Seq[Chunk], end: int) -> list[Chunk]:
+    """Return what a sequence of these chunks has of them once it is cut at ``end``."""
+    return [chunk.cut(end) if chunk.end > end else chunk for chunk in chunks if chunk.begin < end]
+
+
+def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:
+    """Tokens of every rank's shard of a sequence of these chunks that is cut at ``end``.
+
+    They are the first ones of the shard that it was cut from, for a shard is in order of position.
+    """
+    cut = cut_chunks(chunks, end)
+    return [
+        sum(map(len, shard_positions(cut, end, rank, world_size))) for rank in range(world_size)
+    ]
+
+
 def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 

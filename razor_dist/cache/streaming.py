@@ -3,7 +3,7 @@
 A sequence's slot holds, for each of these KV heads, of every layer, ``E + N0 + capacity`` keys and
 values, where ``capacity`` covers the longest window that the sequence can come to have::
 
-    [ compensation token, E times | sinks 0..N0-1 | ring of the window ]
+    [ compensation token, E times | sinks 0..N0-1 | ring of the window | tail ]
 
 Slots lie one after the other in an arena, each as wide as its sequence needs (`StreamingCache`).
 The window's token at position p lies at ring index ``p mod capacity``; with rotated keys order
@@ -18,6 +18,7 @@ times, with biases that bfloat16 holds exactly and whose weights add up to ``N_d
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,13 +42,19 @@ class Arena:
     policy: StreamingPolicy
     entries: int  # E, the places of the compensation token
     places: int
+    tail: int = 0  # dropped tokens that a slot keeps at most
 
     @classmethod
     def of(
-        cls, policy: StreamingPolicy, queries: torch.dtype, tokens: int, sequences: float
+        cls,
+        policy: StreamingPolicy,
+        queries: torch.dtype,
+        tokens: int,
+        sequences: float,
+        tail: int = 0,
     ) -> Arena:
         """Return room for ``sequences`` of up to ``tokens`` tokens, also for a part of one."""
-        arena = cls(policy, compensation_entries(policy, queries), 0)
+        arena = cls(policy, compensation_entries(policy, queries), 0, tail)
         return replace(arena, places=int(sequences * arena.width(tokens)))
 
     @property
@@ -57,7 +64,33 @@ class Arena:
 
     def width(self, total: int) -> int:
         """Places that the slot of a sequence of up to ``total`` tokens takes."""
-        return self.ring + self.policy.capacity(total)
+        return self.ring + self.policy.capacity(total) + self.tail_capacity(total)
+
+    def tail_capacity(self, total: int) -> int:
+        return min(self.tail, max(0, self.policy.start(total) - self.policy.sinks))
+
+    def kept_total(self, total: int, length: int) -> int:
+        """Tokens for which a slot of ``total``, that has seen ``length``, is kept when cached.
+
+        It shrinks where its tokens need not move, or where that is worth it.
+        """
+        if length <= self.policy.capacity(length) and not self.policy.start(length):
+            return length
+        return length if 2 * self.width(length) <= self.width(total) else total
+
+    def tail_begin(self, length: int, source: int = 0) -> int:
+        """The first token that the slot of a sequence of ``length`` tokens has in its tail.
+
+        ``source`` is that of the slot that it is a copy of.
+        """
+        return max(source, self.policy.sinks, self.policy.start(length) - self.tail)
+
+    def least_cut(self, length: int, tail_begin: int) -> int:
+        """The least n, at most ``length``, such that such a slot has all that is seen at n."""
+        if tail_begin <= self.policy.sinks:
+            return 0
+        # `start` never decreases.
+        return bisect.bisect_left(range(length), tail_begin, key=self.policy.start)
 
 
 @dataclass
@@ -67,8 +100,14 @@ class StreamingSlot:
     index: int  # in the compensation sums
     offset: int  # of its first place in the arena; changes when another slot is allocated
     capacity: int  # tokens that its ring holds
+    tail_capacity: int  # tokens that its tail holds
     start: int = 0  # s of the newest query seen: tokens in [N0, start) are in the compensation sums
+    # Where the window's tokens begin in the ring: ``start``, but for a prompt that is being read,
+    # whose window is not replicated. The tail has those from ``tail_begin`` to there.
+    ring_begin: int = 0
+    tail_begin: int = 0
     finite: int = 0  # places that have been cleared or written: no more are read
+    cached: bool = False  # nobody uses it now: it may be evicted
 
 
 class StreamingCache:
@@ -105,7 +144,7 @@ class StreamingCache:
 
     def _end(self, slot: StreamingSlot) -> int:
         """The place of the arena after a slot's last."""
-        return slot.offset + self._ring + slot.capacity
+        return slot.offset + self._ring + slot.capacity + slot.tail_capacity
 
     @property
     def _ring(self) -> int:
@@ -136,9 +175,16 @@ class StreamingCache:
 
     @property
     def used_bytes(self) -> int:
+        return self._bytes([slot for slot in self._held if not slot.cached])
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._bytes([slot for slot in self._held if slot.cached])
+
+    def _bytes(self, slots: Sequence[StreamingSlot]) -> int:
         rows, _, head_dim = self.k.shape
-        widths = sum(self._end(slot) - slot.offset for slot in self._held)
-        sums = 2 * len(self._held) * self.sums.itemsize
+        widths = sum(self._end(slot) - slot.offset for slot in slots)
+        sums = 2 * len(slots) * self.sums.itemsize
         return rows * head_dim * (widths * (self.k.itemsize + self.v.itemsize) + sums)
 
     def allocate(self, total: int) -> StreamingSlot:
@@ -154,10 +200,13 @@ class StreamingCache:
             if offset + need > self.arena.places:
                 free = self.arena.places - offset
                 raise EngineError(f"{need} places of a streaming cache needed, {free} free")
-        slot = StreamingSlot(self._free.pop(), offset, self.policy.capacity(total))
+        slot = StreamingSlot(self._free.pop(), offset, *self._capacities(total))
         self._held.insert(at, slot)
         self.sums[:, :, slot.index] = 0
         return slot
+
+    def _capacities(self, total: int) -> tuple[int, int]:
+        return self.policy.capacity(total), self.arena.tail_capacity(total)
 
     def _first_gap(self, need: int) -> tuple[int, int]:
         """Index in ``_held`` and offset for ``need`` places: in the first gap, or after all."""
@@ -174,21 +223,46 @@ class StreamingCache:
             old, slot.offset = slot.offset, end
             end = self._end(slot)
             if slot.offset < old:
-                to, source = (slice(o, o + slot.finite) for o in (slot.offset, old))
-                # Row by row: the two may overlap, and a copy of one row is small.
-                for row in (*self.k, *self.v):
-                    row[to] = row[source].clone()
+                # What has been written, of ring and tail, row by row: the two may overlap, and a
+                # copy of one row is small.
+                tail = self._ring + slot.capacity
+                for a, b in ((0, slot.finite), (tail, end - slot.offset)):
+                    for row in (*self.k, *self.v):
+                        row[slot.offset + a : slot.offset + b] = row[old + a : old + b].clone()
 
     def release(self, slot: StreamingSlot) -> None:
         self._held.remove(slot)
         self._free.append(slot.index)
 
+    def cache(self, slot: StreamingSlot, length: int, total: int) -> None:
+        """Note that nobody uses a slot of ``total`` tokens, which has seen ``length``, any more.
+
+        Places that it will not need are free then (`Arena.kept_total`).
+        """
+        slot.cached = True
+        if self.arena.kept_total(total, length) == total:
+            return
+        old, begin = replace(slot), slot.tail_begin
+        slot.capacity, slot.tail_capacity = self._capacities(length)
+        slot.finite = min(slot.finite, self._ring + slot.capacity)
+        if length <= slot.capacity and slot.start <= self.policy.sinks:
+            return  # each token has its place already
+        window = max(slot.ring_begin, self.policy.sinks)
+        slot.tail_begin = max(begin, window - slot.tail_capacity)
+        at = self.indices(slot, window, length)
+        for row in range(self.rows.stop):  # one by one: a copy of them is small
+            rows = slice(row, row + 1)
+            in_ring = self.read(rows, old, window, length)
+            in_tail = self.read(rows, old, slot.tail_begin, window)
+            self.write(rows, slot, at, *in_ring)
+            self.put_tail(rows, slot, slot.tail_begin, window, *in_tail)
+
     def fork(self, slot: StreamingSlot, length: int, total: int) -> StreamingSlot:
-        """Return a copy, with room for ``total`` tokens, of a slot that has seen ``length``."""
-        copy = self.allocate(total)
-        copy.start = slot.start
-        self.sums[:, :, copy.index] = self.sums[:, :, slot.index]
-        sinks = self.policy.sinks
+        """Return a slot with room for ``total`` tokens that has seen the first ``length``.
+
+        The tail has what left the window after them (`Arena.least_cut`).
+        """
+        copy, sinks = self.allocate(total), self.policy.sinks
         fixed = self.width(slot, 0)
         for target, source in zip(
             self.view(self.rows, copy, self.width(copy, 0)),
@@ -197,9 +271,24 @@ class StreamingCache:
         ):
             target.copy_(source)
         # The rings differ in length, so the window's tokens move.
-        begin, end = max(slot.start, sinks), max(length, sinks)
+        before = max(slot.start, sinks)
+        begin, end = min(before, max(sinks, self.policy.start(length))), max(length, sinks)
+        copy.start = copy.ring_begin = begin if slot.start else 0
         window = self.read(self.rows, slot, begin, end)
         self.write(self.rows, copy, self.indices(copy, begin, end), *window)
+        copy.tail_begin = max(slot.tail_begin, begin - copy.tail_capacity, sinks)
+        if copy.tail_begin < begin:
+            kept = self.read(self.rows, slot, copy.tail_begin, begin)
+            self.put_tail(self.rows, copy, copy.tail_begin, begin, *kept)
+        if self.policy.compensation:
+            self.sums[:, :, copy.index] = self.sums[:, :, slot.index]
+            if begin < before:
+                for total_sum, left in zip(
+                    self.sums, self.read(self.rows, slot, begin, before), strict=True
+                ):
+                    total_sum[:, copy.index] -= left.float().sum(1)
+                if begin > sinks:
+                    self.refresh(self.rows, copy, begin - sinks)
         return copy
 
     def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
@@ -230,22 +319,50 @@ class StreamingCache:
     def read(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""
         at = self.indices(slot, begin, end)
-        k, v = self.view(rows, slot, slot.finite)
+        if begin < slot.ring_begin:
+            position = torch.arange(begin, end, device=self.device)
+            of_tail = (position >= self.policy.sinks) & (position < slot.ring_begin)
+            at = torch.where(of_tail, self._tail_places(slot, position), at)
+        k, v = self.view(rows, slot, self._end(slot) - slot.offset)
         return k.index_select(1, at), v.index_select(1, at)
+
+    def _tail_places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
+        return self._ring + slot.capacity + position % max(1, slot.tail_capacity)
+
+    def put_tail(
+        self, rows: slice, slot: StreamingSlot, begin: int, end: int, k: Tensor, v: Tensor
+    ) -> None:
+        """Store ``k``, ``v`` ``[K, n, D]`` of positions ``[begin, end)``, that fit the tail."""
+        at = self._tail_places(slot, torch.arange(begin, end, device=self.device))
+        for store, new in zip(
+            self.view(rows, slot, self._end(slot) - slot.offset), (k, v), strict=True
+        ):
+            store.index_copy_(1, at, new)
 
     def sinks(self, rows: slice, slot: StreamingSlot) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N0, D]`` of the first tokens; views."""
         k, v = self.view(rows, slot, self.width(slot, 0))
         return k[:, self.entries :], v[:, self.entries :]
 
-    def drop(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> None:
-        """Move the window's positions ``[begin, end)`` into the compensation sums, if kept."""
-        begin = max(begin, self.policy.sinks)
-        if begin < end and self.policy.compensation:
+    def drop(self, slot: StreamingSlot, end: int) -> None:
+        """Move the window's tokens before position ``end`` to sums and tail, in all layers."""
+        sinks, rows = self.policy.sinks, self.rows
+        begin = max(slot.start, sinks)
+        if begin < end and (self.policy.compensation or slot.tail_capacity):
             k, v = self.read(rows, slot, begin, end)
-            self.sums[0, rows, slot.index] += k.float().sum(1)
-            self.sums[1, rows, slot.index] += v.float().sum(1)
-            self.refresh(rows, slot, end - self.policy.sinks)
+            if self.policy.compensation:
+                self.sums[0, rows, slot.index] += k.float().sum(1)
+                self.sums[1, rows, slot.index] += v.float().sum(1)
+                self.refresh(rows, slot, end - sinks)
+            kept = min(slot.tail_capacity, end - begin)
+            if kept:
+                self.put_tail(rows, slot, end - kept, end, k[:, -kept:], v[:, -kept:])
+        self.advance(slot, end)
+
+    def advance(self, slot: StreamingSlot, start: int) -> None:
+        """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
+        slot.start = slot.ring_begin = start
+        slot.tail_begin = max(slot.tail_begin, start - slot.tail_capacity)
 
     def refresh(self, rows: slice, slot: StreamingSlot, count: int) -> None:
         """Set the compensation tokens to the mean of the ``count`` dropped tokens."""

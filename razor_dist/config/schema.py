@@ -91,6 +91,12 @@ class EngineConfig(BaseModel):
         "max_model_len, or as many as memory holds.",
         ge=1,
     )
+    prefix_cache: bool = _memory(
+        True, "Keep what was read for prompts that begin alike, while there is room."
+    )
+    prefix_tail_tokens: Size = _memory(
+        1024, "Tokens before a window by which streaming heads' caches can be cut back.", ge=0
+    )
     page_size: Size = _memory(64, "Tokens per page of retrieval KV.", ge=1)
     chunked_prefill_size: Size | None = _memory(
         None,
@@ -161,6 +167,11 @@ class EngineConfig(BaseModel):
         """Threads of each of the ``local_ranks`` ranks on this host, at least 1."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """True if prompts may begin from others' caches; those of an exact prefill differ."""
+        return self.prefix_cache and self.prefill == "local"
+
     def engine_json(self) -> str:
         """The engine's settings alone, for a rank to read back with `from_json`."""
         return self.model_dump_json(include=set(EngineConfig.model_fields))
@@ -216,6 +227,9 @@ class ServerConfig(EngineConfig):
     )
     ssl_certfile: str | None = _access(None, "Certificate chain for TLS (PEM).", min_length=1)
     ssl_keyfile: str | None = _access(None, "Private key of the certificate (PEM).", min_length=1)
+    share_prefixes: bool = _access(
+        False, "Requests with different keys begin from each other's prefix cache."
+    )
     allowed_hosts: Names = _access(
         (), "Names by which clients may call a server on loopback, localhost excepted; * is any."
     )

@@ -196,8 +196,9 @@ def make_engine(
     recorder = cuda_recorder(config, comm, device)
     try:
         runner = ModelRunner(model, shape, layout, cache, comm, ring, recorder)
-    except RuntimeError as error:  # torch.OutOfMemoryError on cuda, an allocator's error on CPU
-        if "memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise ConfigError(
             f"the KV caches do not fit into memory with max_model_len {max_model_len} and "
@@ -211,6 +212,7 @@ def make_engine(
         max_step=config.max_step_ms / 1000,
         by_priority=config.scheduling_policy == "priority",
         load_tokenizer=partial(_tokenizer, config),
+        prefix_cache=config.caches_prefixes,
     )
     kept = sum(map(sum, retrieval))
     info = {

@@ -43,6 +43,8 @@ _WINDOWS_IN_CHUNK = 4
 _UNEVEN = 4
 # The caches of several sequences take up to this part of the memory that is free.
 _SHARE = 0.7
+# Sequences that are cached when nobody uses them, for each that may be used at once.
+_CACHED = 4
 # A chunk's activations take about so many times its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
 
@@ -56,6 +58,9 @@ class CacheConfig:
     page_size: int  # tokens
     scratch_pages: int  # for exact prefill; 0 with local prefill
     dtype: torch.dtype  # of keys and values, in the caches and between ranks
+    max_cached: int = 0  # sequences that are kept when nobody uses them
+    page_bytes: int = 1
+    place_bytes: tuple[int, ...] = ()  # of each arena
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -125,6 +130,8 @@ def cache_config(
     # How a sequence splits into prompt and answer moves a few tokens between ranks.
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
     policy = StreamingPolicy.of(config)
+    tail = cached_tail(config)
+    token = 2 * shape.head_dim * kv_dtype.itemsize  # a head's key and value
 
     def room_for(sequences: float) -> CacheConfig:
         num_pages = int(pages * sequences)
@@ -133,7 +140,7 @@ def cache_config(
             num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
         return CacheConfig(
             arenas=tuple(
-                Arena.of(policy.with_window(window), dtype, max_model_len, sequences)
+                Arena.of(policy.with_window(window), dtype, max_model_len, sequences, tail)
                 for window in layout.windows
             ),
             max_sequences=config.max_num_seqs,
@@ -142,6 +149,9 @@ def cache_config(
             page_size=config.page_size,
             scratch_pages=pages if config.prefill == "exact" else 0,
             dtype=kv_dtype,
+            max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
+            page_bytes=layout.retrieval_rows * config.page_size * token,
+            place_bytes=tuple(rows * token for rows in layout.rows),
         )
 
     if room == math.inf:
@@ -151,6 +161,11 @@ def cache_config(
     )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
+
+
+def cached_tail(config: EngineConfig) -> int:
+    """Tokens that streaming caches keep after their windows have left them."""
+    return config.prefix_tail_tokens if config.caches_prefixes else 0
 
 
 def new_caches(
@@ -172,7 +187,15 @@ def new_caches(
         layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
     )
     streaming = tuple(
-        StreamingCache(rows, cache.max_sequences, arena, dim, dtype=cache.dtype, device=device)
+        # One more than are held, for a copy is made before another one goes.
+        StreamingCache(
+            rows,
+            cache.max_sequences + cache.max_cached + 1,
+            arena,
+            dim,
+            dtype=cache.dtype,
+            device=device,
+        )
         for rows, arena in zip(layout.rows, cache.arenas, strict=True)
     )
     return Caches(layout, pages, streaming, scratch)

@@ -35,7 +35,9 @@ class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
     From ``seed`` come the seeds of requests that bring none. ``max_step`` and ``by_priority`` are
-    `Turns`' settings. ``load_tokenizer`` is called, in a thread, for the first structured output.
+    `Turns`' settings. With ``prefix_cache``, sequences stay in the caches when they end, for
+    prompts that begin alike, until others need the room. ``load_tokenizer`` is called, in a
+    thread, for the first structured output.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class EngineCore:
         seed: int = 0,
         max_step: float = math.inf,
         by_priority: bool = False,
+        prefix_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
@@ -56,7 +59,9 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         turns = Turns(max_step, runner.comm.size, by_priority=by_priority)
-        self.scheduler = Scheduler(runner.config, runner.comm.size, turns)
+        # What continues an exactly read prompt is not read exactly: its logits would be others.
+        share = prefix_cache and not runner.config.scratch_pages
+        self.scheduler = Scheduler(runner.config, runner.comm.size, turns, share=share)
         self._requests: dict[str, Request] = {}
         self._processors = LogitsProcessors(runner.shape.vocab_size, runner.device)
         self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
@@ -79,13 +84,15 @@ class EngineCore:
         *,
         prefix_id: str | None = None,
         pin: bool = False,
+        salt: str | None = None,
     ) -> None:
         """Queue a request.
 
         Its ``params.n`` answers are told of by the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its
         streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
-        requests that continue it, until it is aborted.
+        requests that continue it, until it is aborted. Those of another ``salt`` share no caches
+        with it, unless they name it as their prefix.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -116,6 +123,9 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
         max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
+        # Keys of other rotary frequencies, if there are any, are of no use.
+        most = self.max_model_len if pin else before + len(tokens) + max_tokens
+        space = (salt, self.runner.position_mark(most - 1)) if prefix is None else prefix.space
         first: Request | None = None
         structured = params.structured_outputs
         requests = []
@@ -135,6 +145,7 @@ class EngineCore:
                 grammar=self._grammars.compile(structured) if structured else None,
                 prefix=prefix if first is None else first,
                 short=first is not None,
+                space=space,
                 arrived=self._clock(),
             )
             first = first or request
@@ -174,7 +185,10 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
         self._processors.remove(request.key)
-        for plan in self.scheduler.remove(request):
+        self._run_all(self.scheduler.remove(request))
+
+    def _run_all(self, plans: Sequence[StepPlan]) -> None:
+        for plan in plans:
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
@@ -184,9 +198,9 @@ class EngineCore:
     def step(self) -> list[Message]:
         """Admit what fits, or run one chunk or decode step; report what came of it."""
         admitted: list[Message] = []
-        while (plan := self.scheduler.admit()) is not None:
-            self._run(plan)
-            request = self.scheduler.running[plan.sequence]
+        while plans := self.scheduler.admit():
+            self._run_all(plans)
+            request = self.scheduler.running[plans[-1].sequence]
             if not request.released:  # its id may be another's now
                 admitted.append(_progress_message(request, request.begin, self._clock()))
         if admitted:
@@ -201,6 +215,7 @@ class EngineCore:
         self.runner.synchronize()
         seconds = self._clock() - began
         step = self.scheduler.done(plan, seconds)
+        self._run_all(self.scheduler.copies([request for request, _ in step]))
         reads = any(read for _, read in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[Message] = []
@@ -269,6 +284,7 @@ class EngineCore:
         if sampled is None and error is None:
             error = EngineError("the model computed logits that are not finite")
         if sampled is None or error is not None:
+            request.sound = False
             self._end(request)
             assert error is not None
             return error_message(request.id, error)
@@ -325,11 +341,12 @@ class EngineCore:
         """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.messages`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
-        kv, peak, retrieval, rss, peak_rss, cpu, *sent = table.T.tolist()
+        kv, peak, retrieval, cached, rss, peak_rss, cpu, *sent = table.T.tolist()
         return {
             "kv_bytes_per_rank": kv,
             "retrieval_kv_bytes_per_rank": retrieval,
             "peak_kv_bytes_per_rank": peak,
+            "prefix_cache": self.scheduler.admission.prefix_stats | {"bytes_per_rank": cached},
             "rss_per_rank": rss,
             "peak_rss_per_rank": peak_rss,
             "cpu_us_per_rank": cpu,
@@ -351,6 +368,7 @@ def _progress_message(request: Request, processed: int, now: float) -> Message:
         "processed": processed,
         "total": request.end,
         "cached": request.begin,
+        "prefix": request.base,
         "seconds": now - request.began if processed > request.begin else 0.0,
     }
 

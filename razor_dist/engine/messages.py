@@ -19,7 +19,8 @@ Engine to frontend
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, retrieval_fraction (of KV heads), kv_reserved_bytes_per_rank
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
-                  ``cached`` (those of a ``prefix``), ``seconds`` since its first chunk began. The
+                  ``prefix`` (those of a ``prefix``), ``cached`` (those that were in the caches,
+                  of a ``prefix`` or not), ``seconds`` since its first chunk began. The
                   first, with ``processed`` = ``cached``, comes when the request is admitted; then
                   one comes after each chunk
     ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
@@ -31,6 +32,8 @@ Engine to frontend
                   about no request: the ranks cannot start and are not to be started again
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
+                  ``prefix_cache`` (``queries`` of prompts, ``hits``, their ``query_tokens`` and
+                  ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``),
                   ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
                   ``peak_rss_per_rank`` (highest since start), ``cpu_us_per_rank`` (microseconds
                   of CPU since start),

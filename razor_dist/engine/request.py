@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 
+from razor_dist.engine.ledger import Holding
 from razor_dist.engine.messages import Tokens
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.structured_outputs import Grammar
@@ -29,6 +33,12 @@ class Request:
     generator: torch.Generator  # of its random draws
     grammar: Future[Grammar] | None = None  # what the answer must match
     prefix: Request | None = None  # a pinned prefix that this one continues
+    sound: bool = True  # False if an error ended it: its caches may hold anything
+    space: Hashable = None  # prompts of different ones share no caches
+    cached: int = 0  # tokens that were found in the prefix cache when it was admitted
+    holding: Holding | None = None  # what it has of the caches; once admitted
+    # Ascending positions, where reading stops for the caches to be kept as of there.
+    stops: list[int] = field(default_factory=list)
     short: bool = False  # all ranks compute the whole prompt, in one step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
@@ -42,14 +52,36 @@ class Request:
     siblings: list[Request] = field(default_factory=list)  # that have not forked yet
 
     @property
-    def begin(self) -> int:
+    def base(self) -> int:
         """Position of the prompt's first token."""
         return 0 if self.prefix is None else self.prefix.end
 
     @property
+    def begin(self) -> int:
+        """Position of the first token that is read."""
+        return max(self.base, self.cached)
+
+    @property
     def end(self) -> int:
         """Position after the prompt's last token."""
-        return self.begin + len(self.prompt)
+        return self.base + len(self.prompt)
+
+    @property
+    def unread(self) -> Tokens:
+        """The prompt's tokens that are still to be read; meaningful once admitted."""
+        return self.prompt[self.prefilled_to - self.base :]
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The prompt's tokens and those before it."""
+        if self.prefix is None:
+            return self.prompt
+        return np.concatenate([self.prefix.tokens, self.prompt])
+
+    @property
+    def length(self) -> int:
+        """Tokens in the caches; an answer's last token is sampled and not read."""
+        return self.prefilled_to + max(0, len(self.generated) - 1)
 
     @property
     def chunks_end(self) -> int:
@@ -75,3 +107,8 @@ class Request:
     def pinned(self) -> bool:
         """True if the prompt is prefilled for others to continue."""
         return self.max_tokens == 0
+
+
+def prefixes(request: Request) -> list[Request]:
+    """The request that another continues, the one that this continues, and so on."""
+    return [] if request.prefix is None else [request.prefix, *prefixes(request.prefix)]

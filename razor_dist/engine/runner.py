@@ -21,7 +21,7 @@ from razor_dist.attention.short_inputs import (
     step_inputs,
 )
 from razor_dist.attention.step import StepContext
-from razor_dist.cache.sequence import Sequence, shard_sizes
+from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.graph import DecodeGraphs, Recorder
@@ -81,6 +81,8 @@ class ModelRunner:
                 self._fork(plan)
             case Op.CLOSE:
                 self._close(plan.sequence)
+            case Op.KEEP:
+                self._keep(plan.sequence)
             case Op.STEP:
                 return self._step(plan.pieces)
             case Op.STATS:
@@ -92,6 +94,10 @@ class ModelRunner:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def position_mark(self, max_read: int) -> int:
+        """The mark of a sequence's positions (`razor_dist.models.longrope`)."""
+        return position_mark(self.model.base_model, max_read)
 
     def close(self) -> None:
         """Let go of what the end of the process group would wait for (`DecodeGraphs.close`)."""
@@ -110,28 +116,36 @@ class ModelRunner:
             shard_tokens=[0] * self.comm.size,
             streaming=tuple(cache.allocate(plan.total) for cache in self.caches.streaming),
             scratch=scratch,
-            position_mark=position_mark(self.model.base_model, plan.max_read),
+            position_mark=self.position_mark(plan.max_read),
         )
         self._note_peak()
 
     def _fork(self, plan: StepPlan) -> None:
-        source = self.sequences[plan.source]
+        source, cut, size = self.sequences[plan.source], plan.begin, self.comm.size
         assert source.window is None and source.scratch is None, "fork finished prompts only"
-        new = shard_sizes(source.length, plan.end, plan.total, self.comm.size)[self.comm.rank]
-        table = self.caches.pages.fork(source.table, source.table.tokens + new)
+        stored = shard_lengths(source.chunks, cut, size)
+        mine = stored[self.comm.rank]
+        new = shard_sizes(cut, plan.end, plan.total, size)[self.comm.rank]
         self.sequences[plan.sequence] = Sequence(
             total=plan.total,
-            table=table,
-            shard_tokens=list(source.shard_tokens),
+            table=self.caches.pages.fork(source.table, mine, mine + new),
+            shard_tokens=stored,
             streaming=tuple(
-                cache.fork(slot, source.length, plan.total)
+                cache.fork(slot, cut, plan.total)
                 for cache, slot in zip(self.caches.streaming, source.streaming, strict=True)
             ),
-            length=source.length,
+            length=cut,
             position_mark=source.position_mark,
-            chunks=list(source.chunks),
+            chunks=cut_chunks(source.chunks, cut),
         )
         self._note_peak()
+
+    def _keep(self, key: int) -> None:
+        sequence = self.sequences[key]
+        assert sequence.window is None and sequence.scratch is None, "keep finished prompts only"
+        self.caches.pages.cache(sequence.table)
+        for cache, slot in zip(self.caches.streaming, sequence.streaming, strict=True):
+            cache.cache(slot, sequence.length, sequence.total)
 
     def _close(self, key: int) -> None:
         sequence = self.sequences.pop(key)
@@ -274,7 +288,7 @@ class ModelRunner:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that sequences hold on this rank now."""
+        """Bytes of keys and values that sequences in use hold on this rank now."""
         held = sum(store.used_bytes for store in self.caches.stores)
         for sequence in self.sequences.values():
             for by_layer in sequence.window or ():
@@ -282,17 +296,23 @@ class ModelRunner:
                     held += sum(p.k.nbytes + p.v.nbytes for p in pieces)
         return held
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of keys and values that may be evicted on this rank."""
+        return self.caches.pages.cached_bytes + sum(c.cached_bytes for c in self.caches.streaming)
+
     def _note_peak(self) -> None:
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
 
     def _stats(self) -> Tensor | None:
-        """``[P, 6 + purposes]`` int64.
+        """``[P, 7 + purposes]`` int64.
 
-        KV bytes, their peak, those of retrieval heads; RSS, its peak; CPU; bytes by purpose.
+        KV bytes in use, their peak, those of retrieval heads; bytes that are cached; RSS, its peak;
+        CPU; bytes by purpose.
         """
         sent = [self.comm.bytes_sent[p] for p in PURPOSES]
         cpu_us = time.process_time_ns() // 1000
-        kv = [self.kv_bytes, self.peak_kv_bytes, self.caches.pages.used_bytes]
+        kv = [self.kv_bytes, self.peak_kv_bytes, self.caches.pages.used_bytes, self.cached_bytes]
         numbers = [*kv, *resident_bytes(), cpu_us, *sent]
         row = torch.tensor(numbers, device=self.device)
         gathered = self.comm.all_gather(row, "control")

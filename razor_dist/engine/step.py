@@ -30,6 +30,7 @@ class Op(IntEnum):
     FORK = 4
     STATS = 5
     STOP = 6
+    KEEP = 7  # nobody uses a sequence now: it is cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,8 @@ class Piece:
     sequence: int
     tokens: Tensor  # int64 [n], made of any integers
     sharded: bool = False
-    last: bool = True  # the prompt ends with them
+    # The prompt ends with them, or is cached up to here: every rank needs the whole window.
+    last: bool = True
     # Of a chunk: -1, or how many likeliest tokens to report for each of its tokens.
     prompt_logprobs: int = -1
     # The prompt's token after them, if log-probabilities are asked for and there is one.
@@ -73,7 +75,8 @@ class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0  # OPEN, CLOSE, FORK: its key
+    sequence: int = 0  # OPEN, CLOSE, FORK, KEEP: its key
+    begin: int = 0  # FORK: how many of its source's tokens it copies
     # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
     # what FORK copies.
     end: int = 0

@@ -143,7 +143,7 @@ class Turns:
         That repeats its work on all ranks but one. It must save more: what a chunk adds to a step
         whatever its length, transfers above all.
         """
-        most, n = min(_JOINING, prompt.chunked_prefill_size), len(prompt.prompt)
+        most, n = min(_JOINING, prompt.chunked_prefill_size), prompt.end - prompt.begin
         if n > most or prompt.params.prompt_logprobs is not None:
             return False
         repeated = (self._ranks - 1) * self.cost.work(n, 0)
@@ -152,7 +152,7 @@ class Turns:
 
     def joins(self, prompt: Request) -> bool:
         """Tell if a prompt is read whole in the next step that has room for it."""
-        n = len(prompt.prompt)
+        n = prompt.end - prompt.begin
         if prompt.short or prompt.prefilled_to > prompt.begin:
             return prompt.short
         most = min(_JOINING * self._ranks, prompt.chunked_prefill_size)
@@ -172,7 +172,7 @@ class Turns:
         chosen: list[Request] = []
         work = tokens = 0.0
         for prompt in self.first_class(prompts):
-            n = len(prompt.prompt)
+            n = prompt.end - prompt.begin
             work += self.work(prompt, n)
             tokens += n if prompt.short else n / self._ranks
             if chosen and (work > self._max_step or tokens > _JOINING):

@@ -171,6 +171,7 @@ def _handle(engine: RankEngine, message: Message) -> list[Message]:
                     params,
                     prefix_id=message.get("prefix"),
                     pin=message.get("pin", False),
+                    salt=message.get("salt"),
                 )
             except RequestError as error:
                 return [error_message(id_, error) for id_ in answer_ids(message["id"], params.n)]

@@ -32,6 +32,7 @@ class Choice:
     prompt: Tokens
     answer: int = 0  # which of the prompt's
     pieces: list[TextPiece] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, that were not read for it
     # The entries of the engine's ``prompt`` messages, the same list for all answers to a prompt.
     prompt_entries: list[Any] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class LiveChoices:
 
     There are as many for each prompt as its parameters ask for, one prompt's after the other's.
     With ``report_progress``, `events` yields ``progress`` messages too, one prompt's for the first
-    of its choices. A ``prefix`` is continued by every prompt (`EngineClient.submit`). Raises
+    of its choices. ``prefix`` and ``cache_salt`` are as in `EngineClient.submit`. Raises
     `RequestError` (``queue_full``), with nothing submitted, and `EngineError` if the engine is not
     ready.
     """
@@ -58,6 +59,7 @@ class LiveChoices:
         *,
         report_progress: bool = False,
         prefix: RequestStream | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         client.check_room(sum(prompt.params.n for prompt in prompts))
         self.choices: list[Choice] = []
@@ -67,7 +69,9 @@ class LiveChoices:
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         for tokens, params in prompts:
-            streams = client.submit(uuid.uuid4().hex, tokens, params, prefix=prefix)
+            streams = client.submit(
+                uuid.uuid4().hex, tokens, params, prefix=prefix, cache_salt=cache_salt
+            )
             entries: list[Any] = []
             for answer, stream in enumerate(streams):
                 choice = Choice(tokens, answer, prompt_entries=entries)
@@ -118,8 +122,10 @@ class LiveChoices:
         try:
             with stream:
                 async for message in stream:
-                    if message["t"] == "progress" and self._report_progress:
-                        self._events.put_nowait(ChoiceEvent(index, message))
+                    if message["t"] == "progress":
+                        choice.cached_tokens = message["cached"]
+                        if self._report_progress:
+                            self._events.put_nowait(ChoiceEvent(index, message))
                     elif message["t"] == "prompt":
                         choice.prompt_entries += message["logprobs"]  # a message per chunk
                     elif message["t"] == "token":

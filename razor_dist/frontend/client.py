@@ -211,6 +211,7 @@ class EngineClient:
         *,
         pin: bool = False,
         prefix: RequestStream | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
@@ -218,7 +219,8 @@ class EngineClient:
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
         ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
         for each of the ``params.n`` answers, with ``token`` messages, the first with ``progress``
-        and ``prompt`` messages as well (`engine.messages`).
+        and ``prompt`` messages as well (`engine.messages`). Requests of another ``cache_salt``
+        share no caches with it.
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
@@ -238,6 +240,8 @@ class EngineClient:
             message["pin"] = True
         if prefix is not None:
             message["prefix"] = prefix.request_id
+        if cache_salt is not None:
+            message["salt"] = cache_salt
         self._send(message)
         self._streams |= streams
         self.observer.submitted(list(streams), len(prompt_ids), params)

@@ -66,4 +66,5 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)  # `SamplingParams.n` answers
     finished: bool = False  # False while `LLM.stream` yields it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    num_cached_tokens: int = 0  # before the prompt and not read for it: those of its prefix
+    # Not read for it, for they were in the caches; those of a prefix included.
+    num_cached_tokens: int = 0

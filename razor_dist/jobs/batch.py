@@ -152,7 +152,8 @@ def _answer(
         p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number * p.n))
         for number, (_, p) in enumerate(parsed.prompts)
     ]
-    prompts = [{"prompt_token_ids": tokens.tolist()} for tokens, _ in parsed.prompts]
+    salt = {} if parsed.cache_salt is None else {"cache_salt": parsed.cache_salt}
+    prompts = [{"prompt_token_ids": tokens.tolist(), **salt} for tokens, _ in parsed.prompts]
     outputs = llm.generate(prompts, params)
     choices = [
         _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
@@ -172,6 +173,7 @@ def _served(
         TextPiece(token, "", entry, offset=offset)
         for token, entry, offset in zip(ids, logprobs, offsets, strict=True)
     ]
+    cached = 0 if answer.index else output.num_cached_tokens  # told once for a prompt
     pieces[-1] = replace(
         pieces[-1],
         text=answer.text,
@@ -179,7 +181,7 @@ def _served(
         stop_reason=answer.stop_reason,
     )
     prompt = np.array(output.prompt_token_ids, np.int32)
-    return Choice(prompt, answer.index, pieces, _entries(output))
+    return Choice(prompt, answer.index, pieces, cached, _entries(output))
 
 
 def _entries(output: RequestOutput) -> list[Any]:

@@ -27,6 +27,7 @@ Conversation = Sequence[Mapping[str, Any]]
 class Encoded(NamedTuple):
     text: str | None
     ids: list[int]
+    cache_salt: str | None = None
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -63,25 +64,33 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
 
     Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer.
     """
+    salt: Any = None
     if isinstance(prompt, Mapping):
-        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        if set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
             raise RequestError(
                 "a prompt given as a mapping has one key, prompt (a text) or "
-                f"prompt_token_ids, not {set(prompt)}",
+                f"prompt_token_ids, not {set(prompt)}; a cache_salt may stand beside it",
                 param="prompt",
             )
-        [(key, prompt)] = prompt.items()
+        given = dict(prompt)
+        salt = given.pop("cache_salt", None)
+        if salt == "" or not isinstance(salt, str | None):
+            raise RequestError(
+                f"cache_salt must be a string that is not empty, got {salt!r:.80}",
+                param="cache_salt",
+            )
+        [(key, prompt)] = given.items()
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)
     if isinstance(prompt, str):
         if prefix is None:
-            return Encoded(prompt, encoder.text(prompt))
-        return Encoded(prompt, encoder.continuation(prefix.border, prompt))
+            return Encoded(prompt, encoder.text(prompt), salt)
+        return Encoded(prompt, encoder.continuation(prefix.border, prompt), salt)
     if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
         )
-    return Encoded(None, [int(token) for token in prompt])
+    return Encoded(None, [int(token) for token in prompt], salt)
 
 
 def encode_chat(
@@ -136,7 +145,7 @@ class GenerationCall:
         self, prompt: CheckedPrompt, bar: PromptBar | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the output, which grows, with each token; its last state is ``finished``."""
-        (text, ids), checked = prompt
+        (text, ids, salt), checked = prompt
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
         result.outputs = [_unfinished(index, params) for index in range(params.n)]
@@ -146,12 +155,18 @@ class GenerationCall:
             pinned = self.prefix.stream_for(self.client)  # another thread may have released it
         begin = time.perf_counter()
         live = LiveChoices(
-            self.client, self.tokenizer, [checked], report_progress=True, prefix=pinned
+            self.client,
+            self.tokenizer,
+            [checked],
+            report_progress=True,
+            prefix=pinned,
+            cache_salt=salt,
         )
         try:
             async for event in live.events():
                 assert event is not None
                 if not isinstance(event.what, TextPiece):
+                    result.num_cached_tokens = event.what["cached"]
                     result.metrics.prefill_seconds = event.what["seconds"]
                     if bar is not None:
                         bar.progress(event.what)

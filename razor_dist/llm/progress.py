@@ -37,7 +37,7 @@ class PromptBar:
         return f"{self._answered}/{self._prompts} prompts answered"
 
     def progress(self, message: Message) -> None:
-        read = message["processed"] - message["cached"]
+        read = message["processed"] - message["prefix"]
         before = self._read.get(message["id"], 0)
         self._read[message["id"]] = read
         self._bar.update(read - before)

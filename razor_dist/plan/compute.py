@@ -171,11 +171,11 @@ def _plan(
     d: Deployment, policy: StreamingPolicy, chunks: Sequence[Chunk], index: int, rank: int
 ) -> WindowPlan:
     if d.exact:
-        return plan_compression(policy, chunks, rank)
+        return plan_compression(policy, chunks, rank, d.tail)
     chunk, last = chunks[index], index + 1 == len(chunks)
     base = max(policy.sinks, policy.start(chunk.begin) if index else 0)
-    held = holdings(chunks[:index], Interval(base, chunk.begin))
-    return plan_window(policy, chunk, rank, base=base, held=held, last=last)
+    held = holdings(chunks[:index], Interval(base - d.tail, chunk.begin))
+    return plan_window(policy, chunk, rank, base=base, held=held, last=last, tail=d.tail)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.capacity import CacheConfig, cache_config, cache_room, chunk_length
+from razor_dist.engine.capacity import (
+    CacheConfig,
+    cache_config,
+    cache_room,
+    cached_tail,
+    chunk_length,
+)
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
@@ -187,6 +193,11 @@ class Deployment:
     ) -> CacheConfig:
         dtypes = self.dtype, self.kv_dtype
         return cache_config(config, self.shape, layout, tokens, self.world_size, *dtypes, room)
+
+    @property
+    def tail(self) -> int:
+        """Tokens that streaming caches keep after their windows have left them."""
+        return cached_tail(self.config)
 
     @property
     def exact(self) -> bool:

@@ -194,7 +194,8 @@ class DryRun:
         slots = zip(runner.caches.streaming, sequence.streaming, strict=True)
         for index, (cache, slot) in enumerate(slots):
             slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
-            held = holdings(done, Interval(slot.start, sequence.length))
+            kept = Interval(slot.start - slot.tail_capacity, sequence.length)
+            held = holdings(done, kept)
             own = [at for at, holder in held if holder == rank]
             sequence.window.append(
                 {
@@ -239,7 +240,7 @@ def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt:
     for index in range(max(0, len(chunks) - _LAST_CHUNKS), len(chunks)):
         chunk, after = chunks[index], [0] * d.world_size
         if index + 1 < len(chunks):
-            keep = max(policy.sinks, policy.start(chunk.end))
+            keep = max(0, max(policy.sinks, policy.start(chunk.end)) - d.tail)
             for held, rank in holdings(chunks[: index + 1], Interval(keep, chunk.end)):
                 after[rank] += len(held)
         most = max(most, *(a + b for a, b in zip(before, after, strict=True)))

@@ -100,11 +100,13 @@ class Format(ABC):
     def _usage(self) -> Json:
         # One prompt's choices read it once.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
+        cached = sum(choice.cached_tokens for choice in self._choices)
         completion = sum(len(choice.pieces) for choice in self._choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 

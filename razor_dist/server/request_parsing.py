@@ -44,6 +44,7 @@ class ParsedRequest:
     tools: ToolUse | None = None  # that the answers may call
     described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
     answer: dict[str, Any] | None = None  # the whole one, if nothing is to be generated
+    cache_salt: str | None = None  # requests of different ones share no caches
 
 
 def parse_request(
@@ -109,6 +110,7 @@ def _parsed(
         echo,
         prompt_only=echo and body.max_tokens == 0,
         tools=tools,
+        cache_salt=body.cache_salt,
     )
 
 

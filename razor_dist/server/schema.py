@@ -138,6 +138,7 @@ class GenerateBody(Strict):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

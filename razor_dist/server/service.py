@@ -25,6 +25,7 @@ from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.openapi import openapi
 from razor_dist.server.parsing_process import ParsingProcess
+from razor_dist.server.request_log import current_record
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 from razor_dist.server.responses import ResponsesFormat
 from razor_dist.server.sse import EventStream, stream
@@ -129,7 +130,11 @@ class Service:
         charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p in parsed.prompts))
         tokenizer = reader.encoder.tokenizer
         choices = LiveChoices(
-            self.client, tokenizer, parsed.prompts, report_progress=parsed.return_progress
+            self.client,
+            tokenizer,
+            parsed.prompts,
+            report_progress=parsed.return_progress,
+            cache_salt=self._salt(parsed.cache_salt),
         )
         seconds = min(seconds, parsed.timeout or math.inf)
         choices.fail_at(arrived + seconds, _late(seconds))
@@ -159,6 +164,11 @@ class Service:
             if len(raw) >= _LONG:
                 return await reader.process.parse_request(endpoint, raw, limits)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
+
+    def _salt(self, given: str | None) -> str | None:
+        """What a request's caches are apart by: nobody learns by timing what others have read."""
+        key = None if self.config.share_prefixes else current_record().key
+        return given if key is None else f"{key}:{given or ''}"
 
     def _limits(self, info: EngineInfo, reader: RequestReader) -> Limits:
         config, defaults = self.config, reader.defaults

@@ -57,8 +57,7 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
     for position in range(length):
         start = max(policy.sinks, policy.start(position))
         if start > slot.start:
-            cache.drop(ALL, slot, slot.start, start)
-            slot.start = start
+            cache.drop(slot, start)
         # The key of position p is p itself: what is visible can be read off the keys.
         value = torch.full((1, 1, 2), float(position))
         cache.write(ALL, slot, cache.indices(slot, position, position + 1), value, -value)
@@ -89,7 +88,7 @@ def test_a_fork_holds_the_same_in_a_ring_of_another_length(
 ) -> None:
     cache = make_cache(policy, length + more + spare)
     slot = cache.allocate(length + spare)
-    slot.start = max(policy.sinks, policy.start(length - 1))
+    slot.start = slot.ring_begin = max(policy.sinks, policy.start(length - 1))
     for begin, end in ((0, min(policy.sinks, length)), (slot.start, length)):
         value = torch.arange(begin, max(begin, end), dtype=torch.float32).view(1, -1, 1)
         at = cache.indices(slot, begin, max(begin, end))
@@ -148,8 +147,7 @@ def test_a_slot_for_queries_in_bfloat16_weighs_the_same(
         for position in range(length):
             start = max(policy.sinks, policy.start(position))
             if start > slot.start:
-                cache.drop(ALL, slot, slot.start, start)
-                slot.start = start
+                cache.drop(slot, start)
             k, v = torch.randn(2, 1, 1, 8, generator=generator)
             cache.write(ALL, slot, cache.indices(slot, position, position + 1), k, v)
         slot = cache.fork(slot, length, length)

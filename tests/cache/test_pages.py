@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
         table, content = data.draw(st.sampled_from(self.live))
         total = table.tokens + extra
         if self.pool.pages_for(total) - table.tokens // SIZE <= self.pool.free_pages:
-            self.live.append((self.pool.fork(table, total), list(content)))
+            self.live.append((self.pool.fork(table, table.tokens, total), list(content)))
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -112,7 +112,7 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
     pool.v.normal_()
     first = pool.allocate(2 * SIZE)
     first.tokens = SIZE + 1
-    other = pool.fork(first, 3 * SIZE)
+    other = pool.fork(first, first.tokens, 3 * SIZE)
     assert other.pages[0] == first.pages[0] and other.pages[1] != first.pages[1]
     [(a, _)], [(b, _)] = (pool.extents(table, SIZE, SIZE + 1) for table in (first, other))
     for store in (pool.k, pool.v):
@@ -128,7 +128,7 @@ def test_pages_are_cleared_when_they_are_taken_if_that_is_asked_for() -> None:
     first = pool.allocate(6)
     assert pool.extents(first, 0, 8) == [(0, 8)]
     first.tokens = 6
-    other = pool.fork(first, 9)
+    other = pool.fork(first, 6, 9)
     for store in (pool.k, pool.v):
         assert (store[:, :16] == 0).all()
         assert store[:, 16:].isnan().all()
@@ -158,7 +158,7 @@ def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:
     table = track_positions.allocate(6)
     track_positions.place(track_positions.extents(table, 0, 6), torch.arange(10, 16))
     table.tokens = 6
-    copy = track_positions.fork(table, 8)
+    copy = track_positions.fork(table, 6, 8)
     held = [track_positions.positions[a:b].tolist() for a, b in track_positions.extents(copy, 0, 6)]
     assert [p for extent in held for p in extent] == list(range(10, 16))
     assert track_positions.used_bytes == 3 * track_positions.page_bytes

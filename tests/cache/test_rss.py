@@ -69,6 +69,7 @@ def measure(model: str, attention: str) -> Growth:
         window_min=64,
         window_ratio=None,
         block=64,
+        prefix_cache=False,
     )
     core = build_engine(config, Communicator(None), torch.device("cpu")).core
     process = psutil.Process()

@@ -32,7 +32,8 @@ def make_core(path: Path, **settings: Any) -> EngineCore:
         "block": 8,
         "chunked_prefill_size": 40,
     }
-    values |= {"max_model_len": 400, "page_size": 8, **settings}
+    # What prompts find in the cache is in test_prefix_cache.py.
+    values |= {"max_model_len": 400, "page_size": 8, "prefix_cache": False, **settings}
     config = EngineConfig(model=str(path), **values)
     return build_engine(config, Communicator(None), torch.device("cpu")).core
 
@@ -71,7 +72,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
     together = run(core)
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
-    assert core.scheduler._free[0] == [core.runner.config.num_pages]
+    assert core.scheduler.admission.ledger.free[0].tolist() == [core.runner.config.num_pages]
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
@@ -177,7 +178,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     told = {name for name, found in messages.items() if any(m["t"] == "progress" for m in found)}
     assert told == {"a", "other"}
     assert core.runner.kv_bytes == 0
-    assert (core.scheduler._free[:-1] == core.scheduler._sizes).all()
+    assert (core.scheduler.admission.ledger.free == core.scheduler.admission.ledger.sizes).all()
 
 
 def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
@@ -196,7 +197,8 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
                 left = {"a", "a/1", "a/2"} - set(gone)
                 assert {name for name in found if name != "busy" and tokens(found[name])} == left
             assert core.runner.kv_bytes == 0
-            assert (core.scheduler._free[:-1] == core.scheduler._sizes).all()
+            ledger = core.scheduler.admission.ledger
+            assert (ledger.free == ledger.sizes).all()
 
 
 def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
@@ -226,7 +228,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler._free[-1] == [core.runner.config.scratch_pages]
+    assert core.scheduler.admission.ledger.free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(

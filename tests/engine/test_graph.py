@@ -154,7 +154,7 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
         both.decode(1, 0, 2) if both.eager.sequences[0].length < 100 else both.decode(1, 2)
         both.choose(0, 1, 2)
     length = both.eager.sequences[2].length
-    both.execute(StepPlan(Op.FORK, 3, end=length, total=length + 30, source=2))
+    both.execute(StepPlan(Op.FORK, 3, begin=length, end=length, total=length + 30, source=2))
     both.execute(StepPlan(Op.CLOSE, 0))
     for step in range(20):
         # Now with its source, now alone: each has a recording.

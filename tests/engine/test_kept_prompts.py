@@ -1,4 +1,4 @@
-"""Pinned prefixes in the engine's core: what is refused, and that whatever is taken in ends.
+"""Room in the engine's core: what pinned prefixes make it refuse, and that what is taken in ends.
 
 The model is left out: a stand-in for the runner does what the ranks do with pages and slots, for
 several ranks at once, so that the scheduler's arithmetic is checked against real page pools.
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.sequence import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
@@ -27,24 +27,30 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.zigzag import Chunk
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
 POLICY = StreamingPolicy(window_min=4, window_ratio=2, window_max=None, sinks=1, block=1)
 POLICIES = (POLICY.with_window(3), POLICY)
-WIDEST = Arena.of(POLICY, torch.float32, MAX_LEN, 1).places
+TAIL, CACHED = 4, 5
+WIDEST = Arena.of(POLICY, torch.float32, MAX_LEN, 1, TAIL).places
 
 
 class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
-    def __init__(self, ranks: int, pages: int, slots: int, scratch: int, places: int) -> None:
+    def __init__(
+        self, ranks: int, pages: int, slots: int, scratch: int, places: int, tail: int
+    ) -> None:
         # Streaming heads of two windows; one rank's slots, for all have the same.
-        arenas = tuple(Arena(policy, 1, places) for policy in POLICIES)
-        self.config = CacheConfig(arenas, slots, MAX_LEN, pages, PAGE, scratch, torch.float32)
+        arenas = tuple(Arena(policy, 1, places, tail) for policy in POLICIES)
+        self.config = CacheConfig(
+            arenas, slots, MAX_LEN, pages, PAGE, scratch, torch.float32, max_cached=CACHED
+        )
+        cpu, most = torch.device("cpu"), slots + CACHED + 1
         self.streaming = [
-            StreamingCache(1, slots, arena, 1, dtype=torch.float32, device=torch.device("cpu"))
-            for arena in arenas
+            StreamingCache(1, most, arena, 1, dtype=torch.float32, device=cpu) for arena in arenas
         ]
         self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
@@ -56,7 +62,13 @@ class PagesOnly:
         self.tables: dict[int, list[PageTable]] = {}
         self.scratch_tables: dict[int, list[PageTable]] = {}
         self.lengths: dict[int, int] = {}
+        self.totals: dict[int, int] = {}
+        self.chunks: dict[int, list[Chunk]] = {}
+        self.cached: set[int] = set()
         self.executed = 0
+
+    def position_mark(self, max_read: int) -> int:
+        return 0
 
     def synchronize(self) -> None: ...
 
@@ -65,7 +77,7 @@ class PagesOnly:
         rows = 1
         match plan.op:
             case Op.OPEN:
-                self._take(plan, 0, [PageTable() for _ in self.pools])
+                self._take(plan, [PageTable() for _ in self.pools], [])
                 if self.scratch and plan.end:
                     prompt = shard_sizes(0, plan.end, plan.end, self.comm.size)
                     self.scratch_tables[plan.sequence] = [
@@ -73,9 +85,19 @@ class PagesOnly:
                         for pool, count in zip(self.scratch, prompt, strict=True)
                     ]
             case Op.FORK:
-                self._take(plan, self.lengths[plan.source], self.tables[plan.source])
+                assert 0 < plan.begin <= self.lengths[plan.source]
+                self._take(plan, self.tables[plan.source], self.chunks[plan.source])
+            case Op.KEEP:
+                assert plan.sequence not in self.scratch_tables
+                self.cached.add(plan.sequence)
+                length, total = self.lengths[plan.sequence], self.totals[plan.sequence]
+                for cache, slot in zip(self.streaming, self.slots[plan.sequence], strict=True):
+                    cache.cache(slot, length, total)
+                for pool, table in zip(self.pools, self.tables[plan.sequence], strict=True):
+                    pool.cache(table)
             case Op.CLOSE:
                 del self.lengths[plan.sequence]
+                self.cached.discard(plan.sequence)
                 for cache, slot in zip(self.streaming, self.slots.pop(plan.sequence), strict=True):
                     cache.release(slot)
                 for pool, table in zip(self.pools, self.tables.pop(plan.sequence), strict=True):
@@ -85,7 +107,9 @@ class PagesOnly:
                 rows = sum(piece.samples for piece in plan.pieces)
                 for piece in plan.pieces:
                     self._read(piece)
-        assert len(self.tables) <= self.config.max_sequences
+        requests = [key for key in self.tables if key >= 0 and key not in self.cached]
+        assert len(requests) <= self.config.max_sequences
+        assert len(self.cached) <= CACHED + 1
         for tables in self.tables.values():
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
         return torch.zeros(rows, VOCABULARY)
@@ -97,6 +121,7 @@ class PagesOnly:
         for table, new in zip(self.tables[piece.sequence], sizes, strict=True):
             table.tokens += new
         if piece.sharded:
+            self.chunks[piece.sequence].append(Chunk(begin, end, ranks))
             scratch = self.scratch_tables.get(piece.sequence, [])
             for table, new in zip(scratch, sizes, strict=False):
                 table.tokens += new
@@ -104,14 +129,16 @@ class PagesOnly:
             if piece.last:
                 self._release_scratch(piece.sequence)
 
-    def _take(self, plan: StepPlan, begin: int, source: list[PageTable]) -> None:
-        new = shard_sizes(begin, plan.end, plan.total, self.comm.size)
+    def _take(self, plan: StepPlan, source: list[PageTable], chunks: list[Chunk]) -> None:
+        stored = shard_lengths(chunks, plan.begin, self.comm.size)
+        new = shard_sizes(plan.begin, plan.end, plan.total, self.comm.size)
         self.tables[plan.sequence] = [
-            pool.fork(table, table.tokens + count)
-            for pool, table, count in zip(self.pools, source, new, strict=True)
+            pool.fork(table, held, held + count)
+            for pool, table, held, count in zip(self.pools, source, stored, new, strict=True)
         ]
         self.slots[plan.sequence] = [cache.allocate(plan.total) for cache in self.streaming]
-        self.lengths[plan.sequence] = begin
+        self.lengths[plan.sequence], self.totals[plan.sequence] = plan.begin, plan.total
+        self.chunks[plan.sequence] = cut_chunks(chunks, plan.begin)
 
     def _release_scratch(self, key: int) -> None:
         for pool, table in zip(self.scratch, self.scratch_tables.pop(key, ()), strict=False):
@@ -123,7 +150,7 @@ def _pool(pages: int) -> PagePool:
 
 
 def free_places(cache: StreamingCache) -> int:
-    return cache.arena.places - sum(cache.arena.ring + slot.capacity for slot in cache._held)
+    return cache.arena.places - sum(cache._end(slot) - slot.offset for slot in cache._held)
 
 
 def make_core(
@@ -134,13 +161,16 @@ def make_core(
     scratch: int = 0,
     places: int = 4 * WIDEST,
     by_priority: bool = False,
+    share: bool = False,
+    tail: int = 0,
 ) -> tuple[EngineCore, PagesOnly]:
-    runner = PagesOnly(ranks, pages, slots, scratch, places)
+    runner = PagesOnly(ranks, pages, slots, scratch, places, tail)
     core = EngineCore(
         cast("ModelRunner", runner),
         chunked_prefill_size=CHUNK,
         eos_token_ids=(),
         by_priority=by_priority,
+        prefix_cache=share,
         clock=itertools.count().__next__,  # repeatable: the order of prompts depends on times
     )
     return core, runner
@@ -155,9 +185,14 @@ def add(
     pin: bool = False,
     prefix: str | None = None,
     priority: int = 0,
+    salt: str | None = None,
+    text: int = 1,
+    n: int = 1,
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=answer, priority=priority)
-    core.add(name, [1] * prompt, params, pin=pin, prefix_id=prefix)
+    params = SamplingParams(temperature=0, max_tokens=answer, priority=priority, n=n)
+    # Two texts that part after 11 tokens; what a stand-in generates is token 0.
+    ids = ([1] * 11 + [text] * prompt)[:prompt]
+    core.add(name, ids, params, pin=pin, prefix_id=prefix, salt=salt)
 
 
 def step(core: EngineCore) -> list[dict[str, Any]]:
@@ -233,7 +268,7 @@ def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
 
 def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() -> None:
     """A continuation shares the pages of its prefix, but has a window of its own."""
-    core, runner = make_core(pages=60, places=WIDEST + 8)
+    core, runner = make_core(pages=60, places=WIDEST - TAIL + 8)
     add(core, "doc", 30, pin=True)
     with pytest.raises(RequestError, match=r"needs 37 tokens of the str.*has 30; .* window_max"):
         add(core, "question", 2, 4, prefix="doc")
@@ -285,8 +320,18 @@ def test_exact_prefill_needs_scratch_pages_for_the_prompt_alone() -> None:
     assert runner.scratch[0].free_pages == 4
 
 
+def evict_all(core: EngineCore) -> list[StepPlan]:
+    admission, plans = core.scheduler.admission, []
+    while admission.prefix_cache is not None and admission.prefix_cache.evictable:
+        plans += admission._evict(admission.ledger.free < admission.ledger.sizes)
+    return plans
+
+
 class Engine(RuleBasedStateMachine):
-    """Random requests, pinned prefixes, continuations and aborts: nothing gets stuck or is lost."""
+    """Random requests, pinned prefixes, continuations and aborts: nothing gets stuck or is lost.
+
+    Prompts begin alike, so that with a prefix cache they begin from each other's caches.
+    """
 
     @initialize(
         ranks=st.integers(1, 3),
@@ -295,6 +340,8 @@ class Engine(RuleBasedStateMachine):
         scratch=st.just(0) | st.integers(10, 24),
         places=st.integers(WIDEST, 3 * WIDEST),
         by_priority=st.booleans(),
+        share=st.booleans(),
+        tail=st.sampled_from([0, TAIL]),
     )
     def start(self, by_priority: bool, **sizes: int) -> None:
         self.core, self.runner = make_core(**sizes, by_priority=by_priority)
@@ -308,18 +355,33 @@ class Engine(RuleBasedStateMachine):
         pin=st.booleans(),
         which=st.none() | st.integers(0, 9),
         priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "mine"]),
+        text=st.integers(1, 2),
+        n=st.sampled_from([1, 1, 2]),
     )
-    def add(self, prompt: int, answer: int, pin: bool, which: int | None, priority: int) -> None:
+    def add(
+        self,
+        prompt: int,
+        answer: int,
+        pin: bool,
+        which: int | None,
+        priority: int,
+        salt: str | None,
+        text: int,
+        n: int,
+    ) -> None:
         priority *= self.by_priority
+        n = 1 if pin else n
         prefix = None
         if which is not None and self.pinned:
             prefix = self.pinned[which % len(self.pinned)]
         name = f"r{self.names}"
         self.names += 1
         try:
-            add(self.core, name, prompt, answer, pin=pin, prefix=prefix, priority=priority)
+            more: Any = {"prefix": prefix, "priority": priority, "salt": salt, "text": text, "n": n}
+            add(self.core, name, prompt, answer, pin=pin, **more)
         except RequestError as error:
-            if error.code != "context_length_exceeded":
+            if error.code != "context_length_exceeded" and n == 1:
                 self.was_right_to_refuse(prompt, 0 if pin else answer, prefix)
             return
         if pin:
@@ -329,6 +391,8 @@ class Engine(RuleBasedStateMachine):
         """Once all that ends by itself has ended, there is still no room."""
         run(self.core)
         runner = self.runner
+        if self.core.scheduler.admission.prefix_cache is not None:
+            return  # pinned prefixes may share more than could be foreseen
         begin, held = 0, [0] * len(runner.pools)
         if prefix is not None:
             key = self.core._requests[prefix].key
@@ -337,6 +401,7 @@ class Engine(RuleBasedStateMachine):
         request = SimpleNamespace(
             prompt=range(prompt),
             begin=begin,
+            end=end,
             params=SamplingParams(),
             chunked_prefill_size=CHUNK,
         )
@@ -376,11 +441,19 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def the_scheduler_knows_what_is_free(self) -> None:
-        if hasattr(self, "core"):
+        # Siblings have their room before any rank knows of them.
+        if hasattr(self, "core") and not any(
+            request.unforked for request in self.core.scheduler.running.values()
+        ):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
             places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
-            assert self.core.scheduler._free.tolist() == [free, *places, scratch]
+            ledger = self.core.scheduler.admission.ledger
+            assert ledger.free.tolist() == [free, *places, scratch]
+            available = [pool.available_pages for pool in self.runner.pools]
+            assert ledger.available()[0].tolist() == available
+            running = {request.key for request in self.core.scheduler.running.values()}
+            assert set(self.runner.tables) == running | self.runner.cached
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -391,6 +464,10 @@ class Engine(RuleBasedStateMachine):
         assert not self.core._requests
         assert not self.core.scheduler.running
         assert not self.core.scheduler.waiting
+        assert set(self.runner.tables) == self.runner.cached
+        assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
+        for plan in evict_all(self.core):
+            self.runner.execute(plan)
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )

@@ -185,7 +185,7 @@ def continued(comm: Communicator, case: Case) -> torch.Tensor | None:
     for token in case.prompt[60:63]:
         runner.execute(answer((0, token)))
     end, logits = len(case.prompt), None
-    runner.execute(StepPlan(Op.FORK, 1, end=end, total=end, source=0))
+    runner.execute(StepPlan(Op.FORK, 1, begin=63, end=end, total=end, source=0))
     for chunk in chunks(63, end, 20, comm.size):
         tokens = case.prompt[chunk.begin : chunk.end]
         logits = runner.execute(one_chunk(1, tokens, last=chunk.end == end))
@@ -316,7 +316,7 @@ def test_an_engine_has_the_maps_windows_at_any_length(
     head_map.save(tmp_path / "map.json")
     settings = {"model": str(path), "head_map": str(tmp_path / "map.json"), "block": 8}
     engine = build_engine(
-        EngineConfig(**settings, max_model_len=5000, max_num_seqs=1),
+        EngineConfig(**settings, max_model_len=5000, max_num_seqs=1, prefix_cache=False),
         Communicator(None),
         torch.device("cpu"),
     )

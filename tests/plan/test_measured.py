@@ -34,7 +34,7 @@ STEPS = 5
 SETTINGS = {
     "chunked_prefill_size": 512, "window_min": 96, "window_ratio": None, "block": 32,
     "max_num_seqs": 2,
-    "page_size": 16,
+    "page_size": 16, "prefix_tail_tokens": 48,
 }  # fmt: skip
 PROMPT = 1900
 

@@ -60,6 +60,35 @@ def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
 
 
+def test_what_was_read_before_is_told_and_answers_are_the_same(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    document = "The door of the house is red. " * 40
+
+    def ask(question: str, **extra: str) -> tuple[str | None, int]:
+        answer = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": f"{document}\n\n{question}"}],
+            temperature=0,
+            max_tokens=8,
+            extra_body=extra,
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert cached is not None and cached < answer.usage.prompt_tokens
+        return answer.choices[0].message.content, cached
+
+    fresh, cached = ask("What colour is the door?")
+    assert cached < 64  # the template's beginning, at most
+    _, other = ask("What is red?")
+    assert other > 300
+    again, cached = ask("What colour is the door?")
+    assert again == fresh and cached > 300
+    assert ask("What colour is the door?", cache_salt="mine") == (fresh, 0)
+    assert ask("What colour is the door?", cache_salt="mine")[0] == fresh
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        ask("What colour is the door?", cache_salt="")
+
+
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=12)
     country: Literal["France", "Spain"]

@@ -1,0 +1,319 @@
+"""Room in the caches: who gets it, whose caches a prompt begins from, what stays at its end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from razor_dist.cache.radix import common_tokens
+from razor_dist.cache.sequence import shard_lengths, shard_sizes
+from razor_dist.config.errors import RequestError
+from razor_dist.engine.capacity import CacheConfig
+from razor_dist.engine.ledger import Bools, Holding, Ints, Ledger
+from razor_dist.engine.prefix_cache import Hit, PrefixCache
+from razor_dist.engine.request import Request, prefixes
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.turns import Turns
+
+# Pages of tokens that a prompt must have in common with another to wait for it, or for the caches
+# to be kept where they part.
+_WORTH_PAGES = 4
+
+
+class Admission:
+    """The caches of all ranks, and the plans that open, keep and close sequences in them.
+
+    Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
+    """
+
+    def __init__(self, cache: CacheConfig, world_size: int, turns: Turns, *, share: bool) -> None:
+        self.cache, self.world_size, self._turns = cache, world_size, turns
+        self.ledger = Ledger(cache, world_size)
+        self.prefix_cache = PrefixCache(self.ledger, turns.cost) if share else None
+        self._sizes = self.ledger.sizes[:-1]
+        self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
+
+    @property
+    def prefix_stats(self) -> dict[str, int]:
+        """Counters of the prefix cache since the start, and its entries now."""
+        cache, names = self.prefix_cache, ("queries", "hits", "query_tokens", "hit_tokens")
+        counts = {} if cache is None else cache.counts
+        found = {name: counts.get(name, 0) for name in (*names, "evictions")}
+        return found | {"entries": 0 if cache is None else cache.evictable}
+
+    def check(self, request: Request, pinned: Seq[Request]) -> None:
+        """Refuse a request that is too large even for empty caches, or would wait for ever.
+
+        Pinned prefixes end by abort only; ``pinned`` are those that only an abort frees.
+        """
+        together = [request, *request.siblings]
+        if len(together) > self.cache.max_sequences:
+            raise RequestError(
+                f"n is {len(together)}, and the engine has {self.cache.max_sequences} sequences; "
+                "ask for fewer answers or start it with a larger max_num_seqs",
+                param="n",
+            )
+        need = self._lasting([*together, *prefixes(request)])
+        over = self._exceeded(need)
+        if over is not None:
+            unit, what, setting = self._resource(over[0])
+            answers = f" for {len(together)} answers" if request.siblings else ""
+            raise RequestError(
+                f"the request needs {need[over] * unit} {what}{answers} ({request.total} in all), "
+                f"which has {self._sizes[over] * unit}; shorten it or start the engine with "
+                f"{setting}",
+                code="kv_capacity_exceeded",
+            )
+        need, held = self._lasting(together), self._lasting(pinned)
+        over = self._exceeded(held + need)
+        if len(pinned) + len(together) > self.cache.max_sequences:
+            held_text = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
+            setting = "a larger max_num_seqs"
+        elif over is not None:
+            unit, what, setting = self._resource(over[0])
+            held_text = (
+                f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
+                f"needs {need[over] * unit}"
+            )
+        else:
+            return
+        raise RequestError(
+            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {held_text}; release one "
+            f"that is not needed or start the engine with {setting}",
+            code="pinned_prefixes_hold_cache",
+        )
+
+    def _exceeded(self, need: Ints) -> tuple[int, int] | None:
+        """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
+        over = need - self._sizes
+        row, rank = map(int, np.unravel_index(over.argmax(), over.shape))
+        return (row, rank) if over[row, rank] > 0 else None
+
+    def _resource(self, row: int) -> tuple[int, str, str]:
+        """Tokens in a unit of a row of ``_sizes``, what they are, and what makes it larger."""
+        if row == 0:
+            return self.cache.page_size, "tokens of KV cache on a rank", "a larger kv_tokens"
+        setting = "a larger max_num_seqs, a smaller window_max or more free memory"
+        return 1, "tokens of the streaming heads' cache", setting
+
+    def _lasting(self, requests: Seq[Request]) -> Ints:
+        """Return what requests take together until they end, like ``_sizes``."""
+        held = [r.holding for r in requests if r.holding is not None]
+        waiting = [self._need(r)[:-1] for r in requests if r.holding is None]
+        return sum(waiting, start=self.ledger.together(held)[:-1])
+
+    def _need(self, request: Request) -> Ints:
+        """Return what a request takes that finds nothing in the cache but its pinned prefix."""
+        stored = self._stored(request.prefix)
+        return self.ledger.need(stored, request.base, request.chunks_end, request.total)
+
+    def _stored(self, prefix: Request | None) -> Ints:
+        """Tokens of a pinned prefix on every rank."""
+        if prefix is None:
+            return np.zeros(self.world_size, np.int64)
+        if prefix.holding is not None:
+            return self._read(prefix, prefix.holding)
+        own = shard_sizes(prefix.base, prefix.chunks_end, prefix.end, self.world_size)
+        return self._stored(prefix.prefix) + own
+
+    def _begun(self, holding: Holding | None, begin: int) -> Ints:
+        """Tokens that a sequence has on every rank which begins from another's."""
+        chunks = [] if holding is None else holding.chunks
+        return np.array(shard_lengths(chunks, begin, self.world_size), np.int64)
+
+    def _read(self, request: Request, holding: Holding | None) -> Ints:
+        """Tokens of a prompt on every rank, once it has been read."""
+        new = shard_sizes(request.begin, request.chunks_end, request.end, self.world_size)
+        return self._begun(holding, request.begin) + new
+
+    def open(self, request: Request, running: Iterable[Request]) -> list[StepPlan] | None:
+        """Take room for a request, evicting what must go; None if it has to wait for room.
+
+        No plans at all say that it waits for a prompt that is being read, and has much in common
+        with it.
+        """
+        running = list(running)
+        hit = self._find(request, running)
+        if hit is not None and self._awaits(request, hit, running):
+            return []
+        short, request.cached = request.short, 0
+        for source, holding in self._sources(request, hit):
+            begin, end, total = request.begin, request.end, request.total
+            stored, read = self._begun(holding, begin), self._read(request, holding)
+            need = self.ledger.need(stored, begin, request.chunks_end, total)
+            each = self.ledger.need(read, end, end, total)  # fork when the prompt has been read
+            evicting = self._make_room(need + len(request.siblings) * each, holding)
+            if evicting is not None:
+                return [*evicting, self._open(request, hit, source, holding)]
+            request.short, request.cached = short, 0
+        return None
+
+    def _open(
+        self, request: Request, hit: Hit | None, source: int, holding: Holding | None
+    ) -> StepPlan:
+        begin, ledger = request.begin, self.ledger
+        stored, read = self._begun(holding, begin), self._read(request, holding)
+        request.prefilled_to = begin
+        request.holding = ledger.open(holding, stored, begin, request.chunks_end, request.total)
+        for one in request.siblings:
+            one.holding = ledger.open(request.holding, read, one.begin, one.begin, one.total)
+        if self.prefix_cache is not None:
+            self.prefix_cache.use(hit if request.cached else None, len(request.prompt))
+            request.stops = self._branch(request, hit)
+        return StepPlan(
+            Op.OPEN if holding is None else Op.FORK,
+            request.key,
+            begin=begin,
+            end=request.chunks_end,
+            total=request.total,
+            source=source,
+            # Another may continue a pinned one; an answer's last token is sampled and never read.
+            max_read=(self.cache.max_tokens if request.pinned else request.total) - 1,
+        )
+
+    def fork(self, sibling: Request) -> StepPlan:
+        """Begin another answer to a prompt that is read, in the room that it has got."""
+        first, end = sibling.prefix, sibling.end
+        assert first is not None and first.holding is not None and sibling.holding is not None
+        sibling.prefilled_to = end
+        sibling.holding.chunks = list(first.holding.chunks)
+        return StepPlan(Op.FORK, sibling.key, end, end, sibling.total, source=first.key)
+
+    def forgo(self, sibling: Request) -> None:
+        """Take back the room of a sibling that has not begun."""
+        assert sibling.holding is not None
+        self.ledger.close(sibling.holding)
+
+    def _find(self, request: Request, running: Seq[Request]) -> Hit | None:
+        if self.prefix_cache is None or request.params.prompt_logprobs is not None:
+            return None  # log-probabilities are of what is read
+        for other in running:
+            if other.prefilled:
+                self.prefix_cache.grown(other.key, other.length)
+        return self.prefix_cache.find(request.space, request.tokens, request.end - 1)
+
+    def _sources(self, request: Request, hit: Hit | None) -> Iterator[tuple[int, Holding | None]]:
+        """Stream what a request may continue, the best first; it is set to begin there."""
+        prefix = request.prefix
+        least = max(self.cache.page_size, request.base + 1)  # less is read as soon as copied
+        if hit is not None and hit.entry is not None and hit.tokens >= least:
+            request.cached = hit.tokens
+            request.short = self._turns.is_short(request)
+            if not request.pinned or self._is_even(request, hit.entry.holding):
+                yield hit.entry.key, hit.entry.holding
+        request.cached = 0
+        yield (0, None) if prefix is None else (prefix.key, prefix.holding)
+
+    def _is_even(self, request: Request, source: Holding) -> bool:
+        """Tell if a pinned prefix takes of all ranks what `check` has counted for it."""
+        if request.prefix is not None:
+            return False  # it is counted with the pages that it shares with that
+        size = self.world_size
+        fresh = shard_sizes(0, request.end, request.end, size)
+        short = shard_sizes(0, 0, request.end, size)
+        return self._read(request, source).tolist() in (fresh, short)
+
+    def _awaits(self, request: Request, hit: Hit, running: Seq[Request]) -> bool:
+        """Tell if a prompt that is being read will soon have more of this one than is cached.
+
+        Where they part it may leave no caches by itself: then it is to stop there.
+        """
+        worth = hit.tokens + _WORTH_PAGES * self.cache.page_size
+        for other in running:
+            if other.prefilled or other.key > request.key or other.space != request.space:
+                continue
+            if other.end < worth or other.tokens[0] != request.tokens[0]:
+                continue
+            common = min(common_tokens(other.tokens, request.tokens), request.end - 1)
+            if common < worth:
+                continue
+            if common >= self.ledger.first_cut(other.end, other.begin):
+                return True
+            stop = self._stop(other, common)
+            if other.prefilled_to < stop < other.end and stop >= worth and not other.short:
+                other.stops = sorted({*other.stops, stop})
+                return True
+        return False
+
+    def _stop(self, request: Request, position: int) -> int:
+        """Where the reading of a prompt can stop: all chunks but its last have whole shards."""
+        parts = 2 * self.world_size
+        return request.begin + (position - request.begin) // parts * parts
+
+    def _branch(self, request: Request, hit: Hit | None) -> list[int]:
+        """Where a prompt parts from what is cached, if that was no use so far."""
+        if hit is None or request.short or request.params.prompt_logprobs is not None:
+            return []
+        common = min(hit.common, request.end - 1)
+        stop = self._stop(request, common)
+        return [stop] if stop - request.begin >= _WORTH_PAGES * self.cache.page_size else []
+
+    def _make_room(self, need: Ints, but: Holding | None) -> list[StepPlan] | None:
+        if (need > self.ledger.available(but)).any():
+            return None
+        plans = []
+        while (short := need > self.ledger.free).any():
+            plans += self._evict(short, but)
+        return plans
+
+    def _evict(self, short: Bools, but: Holding | None = None) -> list[StepPlan]:
+        assert self.prefix_cache is not None
+        entry = self.prefix_cache.evict(short, but)
+        assert entry is not None, "what is available is cached"
+        self.ledger.close(entry.holding)
+        return [StepPlan(Op.CLOSE, entry.key)]
+
+    def prefilled(self, request: Request) -> None:
+        """Note that a prompt has been read: others may continue it."""
+        assert request.holding is not None
+        self.ledger.end_prompt(request.holding)
+        if self.prefix_cache is not None:
+            tokens = request.tokens
+            self.prefix_cache.add(request.space, tokens, request.key, request.holding)
+
+    def copy(self, request: Request) -> list[StepPlan]:
+        """Keep a copy of a sequence as it is now, if there is room for one."""
+        assert request.holding is not None and self.prefix_cache is not None
+        length, holding = request.length, request.holding
+        stored = self._begun(holding, length)
+        plans = self._make_room(self.ledger.need(stored, length, length, length), holding)
+        if plans is None:
+            return []
+        key = next(self._copies)
+        copied = self.ledger.open(holding, stored, length, length, length)
+        self.ledger.keep(copied, length)
+        self.prefix_cache.add(request.space, _tokens_read(request), key, copied)
+        plans += [
+            StepPlan(Op.FORK, key, length, length, length, source=request.key),
+            StepPlan(Op.KEEP, key),
+        ]
+        return plans + self._within_bounds()
+
+    def end(self, request: Request, *, keep: bool) -> list[StepPlan]:
+        """Keep a sequence that nobody uses any more for prompts that begin alike, or close it."""
+        holding, cache = request.holding, self.prefix_cache
+        assert holding is not None
+        if cache is None or not keep or request.length < self.cache.page_size:
+            if cache is not None:
+                cache.remove(request.key)
+            self.ledger.close(holding)
+            return [StepPlan(Op.CLOSE, request.key)]
+        self.ledger.keep(holding, request.length)
+        cache.add(request.space, _tokens_read(request), request.key, holding)
+        return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
+
+    def _within_bounds(self) -> list[StepPlan]:
+        assert self.prefix_cache is not None
+        plans = []
+        while self.prefix_cache.evictable > self.cache.max_cached:
+            plans += self._evict(np.ones_like(self.ledger.sizes, bool))
+        return plans
+
+
+def _tokens_read(request: Request) -> np.ndarray:
+    """Return the tokens of a request that are in the caches."""
+    generated = np.array(request.generated, np.int32)
+    return np.concatenate([request.tokens, generated])[: request.length]

@@ -1,0 +1,264 @@
+"""The engine with a prefix cache: whatever is found in it, answers are those of a fresh read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.build import make_engine
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.worker import follow
+from razor_dist.parallel.comm import Communicator
+from tests.cases import model_and_shape
+from tests.engine.test_core import prompt
+from tests.ranks import RankPool
+from tests.test_invariance import split_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+Answers = dict[str, list[tuple[int, float]]]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 400,
+    "page_size": 4,
+    "window_min": 12,
+    "window_ratio": 5,
+    "block": 4,
+    "chunked_prefill_size": 32,
+    "prefix_tail_tokens": 24,
+    "max_num_seqs": 4,
+    "max_step_ms": 1e6,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A request; those before ``wait`` are added together."""
+
+    name: str
+    ids: tuple[int, ...]
+    params: SamplingParams = GREEDY
+    steps: int | None = None  # it is aborted after so many
+    salt: str | None = None
+    pin: bool = False
+    prefix: str | None = None
+    release: str | None = None  # a pinned prefix, before
+    wait: bool = True  # all that is there ends before the next
+
+
+def serve(
+    comm: Communicator, path: str, changed: dict[str, Any], asks: tuple[Ask, ...]
+) -> tuple[Answers, dict[str, int], dict[str, Any]]:
+    """Rank 0's answers, the tokens that each found in the cache, and the counters at the end."""
+    config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
+    model, _ = model_and_shape(path)
+    engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=())
+    if comm.rank:
+        follow(engine)
+        return {}, {}, {}
+    core, answers, cached = engine.core, {}, {}
+
+    def step() -> None:
+        for message in core.step():
+            if message["t"] == "progress":
+                cached.setdefault(message["id"], message["cached"])
+            elif message["t"] == "token":
+                found = message["token"], message["logprob"]
+                answers.setdefault(message["id"], []).append(found)
+            else:
+                raise AssertionError(message)
+
+    for ask in asks:
+        if ask.release is not None:
+            core.abort(ask.release)
+        about: dict[str, Any] = {"salt": ask.salt, "pin": ask.pin, "prefix_id": ask.prefix}
+        core.add(ask.name, list(ask.ids), ask.params, **about)
+        if ask.steps is not None:
+            for _ in range(ask.steps):
+                if core.has_work:
+                    step()
+            core.abort(ask.name)
+            answers.pop(ask.name, None)
+        while ask.wait and core.has_work:
+            step()
+    while core.has_work:
+        step()
+    for request in list(core._requests):
+        core.abort(request)
+    stats = core.stats()
+    assert sum(stats["kv_bytes_per_rank"]) == 0
+    admission = core.scheduler.admission
+    if admission.prefix_cache is not None:
+        while admission.prefix_cache.evictable:
+            core._run_all(admission._evict(admission.ledger.free < admission.ledger.sizes))
+    assert (admission.ledger.free == admission.ledger.sizes).all()
+    pages = engine.runner.caches.pages
+    assert pages.free_pages == pages.num_pages and not engine.runner.sequences
+    core.stop()
+    return answers, cached, stats
+
+
+def alone(ranks: Ranks, path: Path, asks: tuple[Ask, ...], **changed: Any) -> Answers:
+    """The answers of an engine of one rank that has no cache."""
+    plain = tuple(a for a in asks if a.steps is None)
+    changed = {**changed, "prefix_cache": False}
+    return ranks(1).run(serve, str(path), changed, plain)[0][0]
+
+
+def assert_alike(found: Answers, want: Answers) -> None:
+    assert found.keys() == want.keys()
+    for name, answer in want.items():
+        assert [token for token, _ in found[name]] == [token for token, _ in answer], name
+        got = [logprob for _, logprob in found[name]]
+        assert got == pytest.approx([logprob for _, logprob in answer], abs=1e-4), name
+
+
+def ids(*parts: tuple[int, int]) -> tuple[int, ...]:
+    """Texts of (seed, tokens), one after the other."""
+    return tuple(token for seed, count in parts for token in prompt(count, seed))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_questions_turns_and_documents_that_share_a_half(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path, document = tiny("qwen2"), (1, 150)
+    asks = [Ask(f"q{n}", ids(document, (10 + n, 12))) for n in range(3)]
+    first = ranks(1).run(serve, str(path), {"prefix_cache": False}, tuple(asks))[0][0]["q2"]
+    turn = (*asks[-1].ids, *(token for token, _ in first))
+    asks.append(Ask("turn", (*turn, *ids((20, 9)))))
+    # The third that begins with this half finds it, for the second has left it there.
+    asks += [Ask(f"half{n}", ids((2, 90), (30 + n, 60))) for n in range(3)]
+    asks.append(Ask("again", asks[0].ids))
+    roomy = {"max_num_seqs": 12}
+    answers, cached, stats = ranks(world).run(serve, str(path), roomy, tuple(asks))[0]
+    assert_alike(answers, alone(ranks, path, tuple(asks)))
+    assert [cached[f"q{n}"] for n in range(3)] == [0, 150, 150]
+    assert cached["turn"] == len(turn) - 1  # an answer's last token is sampled and never read
+    assert cached["half0"] == cached["half1"] == 0
+    assert 90 - 2 * world < cached["half2"] <= 90
+    assert cached["again"] == 161
+    found = stats["prefix_cache"]
+    assert (found["queries"], found["hits"]) == (8, 5)
+    assert found["hit_tokens"] == sum(cached.values())
+    assert found["evictions"] == 0 and min(found["bytes_per_rank"]) > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_prompts_that_come_together_read_what_they_share_once(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    asks = (
+        *(Ask(f"q{n}", ids((1, 120), (10 + n, 12)), wait=False) for n in range(3)),
+        *(Ask(f"h{n}", ids((2, 70), (20 + n, 80)), wait=False) for n in range(3)),
+    )
+    answers, cached, _ = ranks(world).run(serve, str(path), {}, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    assert [cached[f"q{n}"] for n in range(3)] == [0, 120, 120]
+    assert cached["h0"] == 0
+    assert all(70 - 2 * world < cached[f"h{n}"] <= 70 for n in (1, 2))
+
+
+def test_salts_and_exact_prefill_share_nothing(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    salts = {"a": None, "b": "x", "c": "y", "d": "x"}
+    asks = tuple(Ask(name, ids((1, 100)), salt=salt) for name, salt in salts.items())
+    answers, cached, _ = ranks(1).run(serve, str(path), {}, asks)[0]
+    assert cached == {"a": 0, "b": 0, "c": 0, "d": 99}
+    assert_alike(answers, alone(ranks, path, asks))
+    exact = {"prefill": "exact"}
+    answers, cached, stats = ranks(1).run(serve, str(path), exact, asks)[0]
+    assert set(cached.values()) == {0} and stats["prefix_cache"]["entries"] == 0
+    assert_alike(answers, alone(ranks, path, asks, **exact))
+
+
+def test_a_long_answer_leaves_its_prompts_end(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    long = dataclasses.replace(GREEDY, max_tokens=60)
+    asks = (Ask("a", ids((1, 100)), params=long), Ask("b", ids((1, 100), (2, 9))))
+    answers, cached, _ = ranks(1).run(serve, str(path), {}, asks)[0]
+    assert cached["b"] == 100
+    assert_alike(answers, alone(ranks, path, asks))
+
+
+def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> None:
+    """phi3's keys differ by how long the sequence may become (LongRoPE; the limit is 64)."""
+    path = tiny("phi3")
+    short = dataclasses.replace(GREEDY, max_tokens=4)
+    asks = (
+        Ask("short", ids((1, 40)), params=short),
+        Ask("long", ids((1, 40), (2, 60))),
+        Ask("short again", ids((1, 40), (3, 5)), params=short),
+        Ask("long again", ids((1, 40), (2, 60), (3, 5))),
+    )
+    answers, cached, _ = ranks(1).run(serve, str(path), {}, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    assert (cached["long"], cached["short again"], cached["long again"]) == (0, 40, 100)
+
+
+def test_a_hit_above_a_thousand_tokens_is_logged(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    asks = (Ask("a", ids((1, 1100))), Ask("b", ids((1, 1100), (2, 3))))
+    with caplog.at_level(logging.INFO, "razor_dist.engine.prefix_cache"):
+        serve(Communicator(None), str(tiny("llama")), {"max_model_len": 1200}, asks)
+    assert [r.message for r in caplog.records] == ["1100 of 1103 prompt tokens are cached"]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Ask, ...]:
+    """Requests that begin like others, in caches that are too small for all of them."""
+    asks, pinned = [], []
+    for index in range(draw(st.integers(3, 9))):
+        seeds = st.integers(0, 1)
+        parts = [(draw(seeds), draw(st.sampled_from([30, 70])))]
+        parts += [(draw(seeds) + 2, draw(st.integers(1, 40))), (index + 9, draw(st.integers(0, 9)))]
+        pin = draw(st.integers(0, 9)) == 0 and not pinned
+        gone = bool(pinned) and draw(st.booleans())
+        prefix = pinned[0] if pinned and not gone and draw(st.booleans()) else None
+        steps = draw(st.none() | st.none() | st.integers(0, 8))
+        asks.append(
+            Ask(
+                f"r{index}",
+                ids(*parts),
+                params=dataclasses.replace(GREEDY, max_tokens=draw(st.sampled_from([1, 6, 30]))),
+                steps=None if pin else steps,
+                pin=pin,
+                prefix=prefix,
+                release=pinned.pop() if gone else None,
+                wait=pin or draw(st.booleans()),
+            )
+        )
+        if pin:
+            pinned.append(f"r{index}")
+    return tuple(asks)
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    asks=histories(),
+    kv_tokens=st.sampled_from([600, 900, 2000]),
+    tail=st.sampled_from([0, 8, 24]),
+    world=st.sampled_from([1, 2, 4]),
+)
+def test_any_history_is_answered_as_if_nothing_were_cached(
+    asks: tuple[Ask, ...], kv_tokens: int, tail: int, world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    changed = {"kv_tokens": kv_tokens, "prefix_tail_tokens": tail}
+    answers, _, _ = ranks(world).run(serve, str(path), changed, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))

@@ -1,0 +1,197 @@
+"""The prefix cache's claim: after any hit, logits are those of a fresh read.
+
+Texts branch off earlier ones wherever their caches can be cut. Everything is checked on the ranks
+here; what rank 0 looks up, admits and evicts is in tests/engine/test_prefix_cache.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from razor_dist.engine.step import Op, Piece, StepPlan
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.zigzag import chunks
+from tests.alibi_models import make_alibi
+from tests.cases import Case, logits_of, make_runner
+from tests.ranks import RankPool
+from tests.test_invariance import TOLERANCE, split_of, tokens_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+GROWING = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, block=4)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that branches off another, or the first one; its tokens are counted from there."""
+
+    source: int  # index of the text whose caches it is forked from; -1 for the first
+    place: float  # of the cut, from the least possible (0) to the source's end (1)
+    chunked: int  # tokens that are read in chunks of ``cut`` tokens
+    cut: int
+    piece: int  # tokens that are then read in one short step
+    decoded: int  # and one by one
+    reserved: int = 3  # tokens more than these
+
+    @property
+    def tokens(self) -> int:
+        return self.chunked + self.piece + self.decoded
+
+
+def branched(
+    comm: Communicator, case: Case, texts: tuple[Text, ...]
+) -> list[tuple[list[int], Tensor | None]]:
+    """Read all texts; each one's tokens, those of its source included, and its last logits."""
+    runner = make_runner(comm, dataclasses.replace(case, prompt=(0,) * 700), len(texts) + 1)
+    arenas = [cache.arena for cache in runner.caches.streaming]
+    read: list[list[int]] = []
+    tails: list[list[int]] = []
+    found = []
+    for key, text in enumerate(texts):
+        new = list(tokens_of(text.tokens, seed=key))
+        before: list[int] = []
+        begins = [0] * len(arenas)
+        if text.source >= 0:
+            before, begins = read[text.source], tails[text.source]
+            pairs = zip(arenas, begins, strict=True)
+            least = max([arena.least_cut(len(before), at) for arena, at in pairs], default=0)
+            before = before[: least + round(text.place * (len(before) - least))]
+        begin = len(before)
+        end, total = begin + text.chunked, begin + text.tokens + text.reserved
+        op = Op.FORK if text.source >= 0 else Op.OPEN
+        opened = StepPlan(
+            op, key, begin=begin, end=end, total=total, source=max(0, text.source), max_read=690
+        )
+        runner.execute(opened)
+        logits = None
+        for chunk in chunks(begin, end, text.cut, comm.size) if text.chunked else ():
+            ids = torch.tensor(new[chunk.begin - begin : chunk.end - begin])
+            piece = Piece(key, ids, sharded=True, last=chunk.end == end)
+            logits = runner.execute(StepPlan.step([piece]))
+        rest = new[text.chunked :]
+        for ids in (rest[: text.piece], *([token] for token in rest[text.piece :])):
+            if ids:
+                logits = runner.execute(StepPlan.step([Piece(key, torch.tensor(ids))]))
+        runner.execute(StepPlan(Op.KEEP, key))
+        read.append(before + new)
+        pairs = zip(arenas, begins, strict=True)
+        tails.append([arena.tail_begin(begin + text.tokens, at) for arena, at in pairs])
+        found.append((read[-1], None if logits is None else logits.clone()))
+    assert runner.kv_bytes == 0
+    assert runner.cached_bytes > 0
+    for key in range(len(texts)):
+        runner.execute(StepPlan(Op.CLOSE, key))
+    pages = runner.caches.pages
+    assert pages.free_pages == pages.num_pages and runner.cached_bytes == 0
+    return found
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Text, ...]:
+    texts: list[Text] = []
+    for index in range(draw(st.integers(2, 5))):
+        first = index == 0
+        texts.append(
+            Text(
+                source=-1 if first else draw(st.integers(0, index - 1)),
+                place=0.0 if first else draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+                chunked=draw(st.integers(40, 90) if first else st.integers(0, 60)),
+                cut=draw(st.sampled_from([400, 16, 33])),
+                piece=draw(st.sampled_from([0, 2, 5, 30])),
+                decoded=draw(st.integers(1, 14)),
+                reserved=draw(st.sampled_from([3, 150])),
+            )
+        )
+    return tuple(texts)
+
+
+def assert_as_fresh(
+    ranks: Ranks, world: int, case: Case, texts: tuple[Text, ...], tolerance: float = TOLERANCE
+) -> None:
+    for tokens, got in ranks(world).run(branched, case, texts)[0]:
+        fresh = dataclasses.replace(case, prompt=tuple(tokens), tail=0)
+        want = ranks(1).run(logits_of, fresh)[0]
+        error = (got[-1:] - want).abs().max() / want.abs().max()
+        assert error <= tolerance, f"relative error {error:.2e} at {len(tokens)} tokens"
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    texts=histories(),
+    tail=st.sampled_from([0, 3, 16, 50]),
+    ratio=st.sampled_from([None, 3, 6]),
+    block=st.sampled_from([1, 4, 16]),
+    sinks=st.integers(0, 4),
+    compensation=st.booleans(),
+    world=st.sampled_from([1, 2, 4]),
+)
+def test_a_branch_anywhere_is_a_fresh_read(
+    texts: tuple[Text, ...],
+    tail: int,
+    ratio: int | None,
+    block: int,
+    sinks: int,
+    compensation: bool,
+    world: int,
+    ranks: Ranks,
+    tiny: Tiny,
+) -> None:
+    policy = StreamingPolicy(
+        window_min=8,
+        window_ratio=ratio,
+        window_max=30,
+        sinks=sinks,
+        block=block,
+        compensation=compensation,
+    )
+    path = tiny("llama")
+    case = Case(str(path), split_of(path), policy, (), page_size=4, tail=tail)
+    assert_as_fresh(ranks, world, case, texts)
+
+
+# A document in chunks and its answer; a question cut into the answer, one cut before the document's
+# end, and one that goes on after that one's answer.
+TEXTS = (
+    Text(-1, 0.0, 90, 33, 5, 12),
+    Text(0, 0.9, 0, 1, 20, 6),
+    Text(0, 0.0, 40, 16, 0, 9),
+    Text(2, 0.5, 0, 1, 1, 5),
+)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16"])
+def test_branches_of_other_models_and_dtypes(
+    family: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    windows = None
+    if family == "bloom":
+        path = make_alibi(family, tmp_path / family)
+        split = split_of(path)
+        # Every other streaming head has a window of its own, without sinks.
+        windows = tuple(
+            tuple(None if kept or head % 2 else 11 for head, kept in enumerate(row))
+            for row in split
+        )
+    else:
+        path = tiny("phi3" if family == "phi3" else "qwen2")
+        split = split_of(path)
+    case = Case(str(path), split, GROWING, (), page_size=4, tail=20, windows=windows)
+    if family == "bf16":
+        case = dataclasses.replace(case, kv_dtype=torch.bfloat16)
+    assert_as_fresh(ranks, world, case, TEXTS, tolerance=1e-4)
