@@ -154,8 +154,8 @@ def _masked(logits: Tensor, grammars: Sequence[Grammar]) -> Tensor:
     for grammar, mask in zip(grammars, masks, strict=True):
         grammar.fill(mask)
     # Only the bits are copied to the device.
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = masks.to(logits.device).unsqueeze(-1) >> bits & 1
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = masks.view(torch.uint8).to(logits.device).unsqueeze(-1) >> bits & 1
     return logits.masked_fill(allowed.flatten(1)[:, :vocabulary] == 0, -torch.inf)
 
 
