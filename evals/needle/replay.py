@@ -104,7 +104,7 @@ class Replay:
         query = Query.grouped(q, 1.0, None, self._shape.kv_heads)
         for layer, (k, v) in enumerate(self._layers):
             inputs["attention_context"].attend(layer, query, k[:, positions], v[:, positions])
-        logits = zero.new_zeros(1, 1, self._shape.vocab_size)
+        logits = zero.new_zeros(1, len(inputs["logits_to_keep"]), self._shape.vocab_size)
         return CausalLMOutput(logits=cast("torch.FloatTensor", logits))
 
     def ring(self, comm: Communicator, chunk: Chunk, query: Query, *others: Any) -> Tensor:
