@@ -47,6 +47,14 @@ class ReadLimits:
     seconds: int = 120  # of the processor
     memory: int = 2 * 2**30  # bytes of the reader's address space; a file may take half of it
 
+    @property
+    def patience(self) -> int:
+        """Seconds that a reader's process may take: it may have to wait for a processor."""
+        return 10 * self.seconds
+
+    def too_slow(self) -> DocumentError:
+        return DocumentError(f"was not read within {self.patience} s")
+
     def check_pages(self, pages: int) -> None:
         if pages > self.pages:
             raise DocumentError(f"has {pages:,} pages, more than {self.pages:,}; split it")
@@ -98,44 +106,77 @@ def read_document(
     limits = limits or ReadLimits()
     if kind == "text" and not gz:
         return _read(data, kind, encoding, limits)
-    arguments = json.dumps([kind, gz, encoding, asdict(limits)])
+    arguments = reader_arguments(kind, gz=gz, encoding=encoding, limits=limits)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "razor_dist.documents.read", arguments],
             input=data,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            timeout=10 * limits.seconds,  # it may have to wait for a processor
+            env=reader_environment(),
+            timeout=limits.patience,
         )
     except subprocess.TimeoutExpired:
-        raise DocumentError(f"was not read within {10 * limits.seconds} s") from None
-    if done.returncode == -signal.SIGXCPU:
+        raise limits.too_slow() from None
+    return reader_output(done.returncode, done.stdout, limits).decode()
+
+
+def reader_arguments(
+    kind: str | None,
+    *,
+    limits: ReadLimits,
+    gz: bool = False,
+    encoding: str | None = None,
+    named: str | None = None,
+) -> str:
+    """Return the argument of a reader's process; without a ``kind`` it is found (`detect`).
+
+    The process gets the file on its standard input, and `reader_environment`.
+    """
+    given = {"kind": kind, "gz": gz, "encoding": encoding, "named": named}
+    return json.dumps({**given, "limits": asdict(limits)})
+
+
+def reader_environment() -> dict[str, str]:
+    """Return the environment of a reader's process, in which there are no settings and no keys."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAZOR_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def reader_output(code: int, output: bytes, limits: ReadLimits) -> bytes:
+    """Return the text, in UTF-8, that a reader's process wrote before it ended with ``code``.
+
+    Raises `DocumentError` if it failed.
+    """
+    if code == -signal.SIGXCPU:
         seconds = limits.seconds
         raise DocumentError(f"takes more than {seconds} s of the processor to read; split it")
-    if done.returncode not in (0, _REFUSED):
-        raise DocumentError(f"cannot be read as {kind}: its reader crashed ({done.returncode})")
-    text = done.stdout.decode()
-    if done.returncode:
-        raise DocumentError(text)
-    return text
+    if code == _REFUSED:
+        raise DocumentError(output.decode())
+    if code:
+        raise DocumentError(f"cannot be read: its reader crashed ({code})")
+    return output
 
 
 def main() -> None:
     """Read the document on standard input as the argument says; print its text or its problem."""
-    kind, gz, encoding, bounds = json.loads(sys.argv[1])
-    limits = ReadLimits(**bounds)
+    given = json.loads(sys.argv[1])
+    kind, limits = given["kind"], ReadLimits(**given["limits"])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, most))
     resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         data = sys.stdin.buffer.read()
-        if gz:
+        if given["gz"]:
             with gzip.open(io.BytesIO(data)) as file:
                 data = file.read(limits.memory // 2 + 1)
             limits.check_bytes(len(data))
-        answer, code = _read(data, kind, encoding, limits), 0
-    except DocumentError as error:
+        if kind is None:
+            detect = import_module("razor_dist.documents.detect")
+            kind = detect.detect_kind(data, given["named"])
+            require_readers([kind])
+        answer, code = _read(data, kind, given["encoding"], limits), 0
+    except (DocumentError, ConfigError) as error:
         answer, code = str(error), _REFUSED
     except Exception as error:  # the libraries raise whatever the broken file leads them to
         answer, code = f"cannot be read as {kind}: {error or type(error).__name__}", _REFUSED

@@ -24,8 +24,9 @@ from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)
 
-# What a load balancer asks, which has no key.
-OPEN_PATHS = frozenset({"/health"})
+# What a load balancer asks, which has no key, and the page, which asks for one.
+_OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_FOLDER = "/page/"
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Access:
 
     def _holder(self, path: str, headers: Headers) -> KeyHolder | None:
         """Return the holder of a request's key; ``None`` if no key is wanted."""
-        if not self._holders or path in OPEN_PATHS:
+        if not self._holders or path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()

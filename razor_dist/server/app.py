@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,7 +18,9 @@ from razor_dist.config.errors import RazorError
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import docs_page
+from razor_dist.server.documents import DocumentReader
 from razor_dist.server.errors import Failure
+from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
@@ -31,6 +33,8 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(service.config)
+    documents = DocumentReader(int(service.config.max_body_mb * 2**20))
+    page = PageFiles()
 
     async def answer(request: Request, endpoint: Endpoint) -> Response:
         arrived = asyncio.get_running_loop().time()
@@ -70,6 +74,13 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.post("/documents/text")
+    async def document_text(request: Request, name: str = "") -> Response:
+        service.require_open()
+        body = await bodies.read(request, "application/octet-stream", "a file")
+        read = asyncio.create_task(_as_text(documents.read(body, name)))
+        return await _unless_gone(request, read)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
@@ -94,6 +105,12 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def metrics() -> Response:
         return Response(await service.scrape(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def index(request: Request) -> Response:
+        return await page.index(request.scope)
+
+    app.mount("/page", page)
+
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return Failure.of(error).response(service.client.retry_after)
 
@@ -114,6 +131,11 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
             expose_headers=("Retry-After", "X-Request-Id"),
         )
     return app
+
+
+async def _as_text(text: Awaitable[bytes]) -> Response:
+    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+    return Response(await text, media_type="text/plain", headers=headers)
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:

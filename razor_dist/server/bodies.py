@@ -37,7 +37,11 @@ class BodyReader:
         self.used = 0
 
     async def read_json(self, request: Request) -> Body:
-        """Return the body of a request that says it is JSON.
+        """Return the body of a request that says it is JSON; raises as `read` does."""
+        return await self.read(request, "application/json", "JSON")
+
+    async def read(self, request: Request, wanted: str, what: str) -> Body:
+        """Return the body of a request whose media type is ``wanted``, which stands for ``what``.
 
         Raises `RequestError` if it says otherwise (``unsupported_media_type``), is larger than one
         body may be (``body_too_large``, at once if its length is declared), if all bodies together
@@ -45,9 +49,9 @@ class BodyReader:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A page may send anything else to any server without asking it first.
-        if kind != "application/json":
+        if kind != wanted:
             raise RequestError(
-                f"the body must be JSON with the header 'Content-Type: application/json', not "
+                f"the body must be {what} with the header 'Content-Type: {wanted}', not "
                 f"{kind or 'without one'!r:.80}",
                 code="unsupported_media_type",
             )

@@ -18,6 +18,7 @@ _STATUS_OF_CODE = {
     "body_timeout": 408,
     "body_too_large": 413,
     "unsupported_media_type": 415,
+    "unreadable_document": 422,
     "queue_full": 429,
     "bodies_full": 429,
     "rate_limit_exceeded": 429,

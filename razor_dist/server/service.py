@@ -94,6 +94,11 @@ class Service:
             return Status("loading", "the tokenizer is being loaded")
         return self.client.status
 
+    def require_open(self) -> None:
+        """Raise `NotReadyError` while the server is ending and takes nothing more."""
+        if self.draining:
+            raise NotReadyError(Status("draining", "the server is shutting down"))
+
     def _require_ready(self) -> tuple[EngineInfo, RequestReader]:
         if self.status.state != "ready" or self.client.info is None or self.reader is None:
             raise NotReadyError(self.status)

@@ -1,0 +1,60 @@
+"""The kind of a file by its content, whatever its name says."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+
+from razor_dist.config.errors import DocumentError
+from razor_dist.documents.read import BOMS_OF_UTF16
+
+# How many first bytes are looked at.
+_HEAD = 8192
+_COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
+_PARTS_OF_ZIP = {"word/document.xml": "docx", "META-INF/container.xml": "epub"}
+_HTML = re.compile(
+    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(!doctype html|html|head|body)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def detect_kind(data: bytes, named: str | None) -> str:
+    """Return "text", "html", "pdf", "epub" or "docx".
+
+    ``named`` is the kind that the file's name tells: it decides between text and a piece of HTML.
+    Raises `DocumentError` if the content is of no known kind, or text under another kind's name.
+    """
+    head = data[:_HEAD]
+    if head.lstrip().startswith(b"%PDF-"):
+        return "pdf"
+    if head.startswith(b"PK\x03\x04"):
+        return _kind_of_zip(data)
+    if head.startswith(_COMPOUND):
+        raise DocumentError("is encrypted, or of an old Office; save it as docx or PDF")
+    wide = head.startswith(BOMS_OF_UTF16)
+    if b"\0" in head and not wide:
+        raise DocumentError("is neither text nor HTML, PDF, EPUB or docx")
+    if data and named in ("pdf", "epub", "docx"):
+        raise DocumentError(f"is no {named} file, whatever its name says")
+    if named == "html" or _HTML.match(head):
+        return "html"
+    try:
+        data.decode("utf-16" if wide else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+    return "text"
+
+
+def _kind_of_zip(data: bytes) -> str:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = set(archive.namelist())
+    except zipfile.BadZipFile:
+        raise DocumentError("is a broken archive, neither EPUB nor docx") from None
+    for part, kind in _PARTS_OF_ZIP.items():
+        if part in names:
+            return kind
+    raise DocumentError("is an archive, but neither EPUB nor docx")

@@ -1,0 +1,130 @@
+// What the page asks the server for, and what can go wrong with it.
+
+const KEY = "razor_dist key";
+
+/** An answer that is no success; `status` 0 is a server that cannot be reached. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
+    super(message);
+    Object.assign(this, { status, code, retryAfter });
+  }
+
+  get isGone() {
+    return this.status === 0;
+  }
+
+  /** The server is loading, starting again or ending: worth waiting for. */
+  get isNotReady() {
+    return this.status === 503;
+  }
+
+  get isBusy() {
+    return this.status === 429;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+async function request(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached.");
+  }
+  if (response.ok) return response;
+  const { message, code } = (await response.json().catch(() => ({}))).error ?? {};
+  const retryAfter = Number(response.headers.get("Retry-After")) || null;
+  throw new ApiError(message ?? `The server answered ${response.status}.`, {
+    status: response.status,
+    code,
+    retryAfter,
+  });
+}
+
+/** {status, reason}: "ready", or what the server says instead; "gone" without an answer. */
+export async function health() {
+  try {
+    const response = await fetch("health", { cache: "no-store", credentials: "omit" });
+    return await response.json();
+  } catch {
+    return { status: "gone", reason: "" };
+  }
+}
+
+export async function model() {
+  return (await (await request("v1/models")).json()).data[0];
+}
+
+export async function stats() {
+  return (await request("stats")).json();
+}
+
+/** The text of a file, as the server reads it. */
+export async function textOf(file, signal) {
+  const name = encodeURIComponent(file.name);
+  const response = await request(`documents/text?name=${name}`, {
+    method: "POST",
+    headers: { "Content-Type": "application/octet-stream" },
+    body: file,
+    signal,
+  });
+  return response.text();
+}
+
+/**
+ * Asks for a chat completion; yields its chunks as they come.
+ * Throws ApiError, also for an error in mid-stream; an answer that breaks off has status 0.
+ */
+export async function* chat(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({
+      ...body,
+      stream: true,
+      stream_options: { include_usage: true },
+      return_progress: true,
+    }),
+    signal,
+  });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) {
+      const { message, code } = chunk.error;
+      throw new ApiError(message, { status: 500, code });
+    }
+    yield chunk;
+  }
+  throw new ApiError("The connection to the server broke.");
+}
+
+/** The data of server-sent events; comments are left out. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    while (true) {
+      let piece;
+      try {
+        piece = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError("The connection to the server broke.");
+      }
+      if (piece.done) return;
+      const lines = (rest + piece.value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,63 @@
+// Documents, questions and answers, and the messages that are made of them.
+//
+// What has been sent is sent again word for word before each new question, so that the server has
+// its beginning in the caches and reads only what is new. A document that is added later goes with
+// the next question for the same reason.
+
+export class Conversation {
+  constructor({ id = crypto.randomUUID?.() ?? String(Math.random()), turns = [], pending = [] } = {}) {
+    Object.assign(this, { id, turns, pending });
+  }
+
+  /** Begins a turn with a question and all documents that wait for one. */
+  ask(question) {
+    const turn = { question, documents: this.pending, answer: "", usage: null, note: "" };
+    this.pending = [];
+    this.turns.push(turn);
+    return turn;
+  }
+
+  /** Takes the last turn back, which got no answer; its documents wait again. */
+  takeBack() {
+    const turn = this.turns.pop();
+    this.pending = [...turn.documents, ...this.pending];
+    return turn.question;
+  }
+
+  /** The messages up to and with the last question. */
+  messages() {
+    return this.turns.flatMap((turn, i) => {
+      const user = { role: "user", content: documentsText(turn.documents) + turn.question };
+      const isLast = i === this.turns.length - 1;
+      return isLast ? [user] : [user, { role: "assistant", content: turn.answer }];
+    });
+  }
+
+  /** The messages whose beginning is that of the next question's. */
+  messagesAhead() {
+    const before = new Conversation({ turns: [...this.turns, { documents: this.pending, question: "" }] });
+    return before.messages();
+  }
+
+  get characters() {
+    const documents = [...this.turns.flatMap((turn) => turn.documents), ...this.pending];
+    return documents.reduce((sum, document) => sum + document.text.length, 0);
+  }
+
+  toMarkdown(model) {
+    const parts = [`# A conversation with ${model}`, new Date().toISOString().slice(0, 10)];
+    for (const turn of this.turns) {
+      parts.push(`## ${turn.question}`);
+      for (const { name, text } of turn.documents) {
+        parts.push(`- ${JSON.stringify(name)}, ${text.length} characters`);
+      }
+      parts.push(turn.answer);
+      if (turn.note) parts.push(`(${turn.note})`);
+    }
+    return parts.join("\n\n") + "\n";
+  }
+}
+
+function documentsText(documents) {
+  return documents.map(({ name, text }) => `Document ${JSON.stringify(name)}:\n\n${text}\n\n`).join("");
+}

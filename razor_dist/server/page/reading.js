@@ -1,0 +1,65 @@
+// How far a prompt has been read: a bar, the rate, the time left.
+
+import { count, duration } from "./format.js";
+
+// The rate is that of the last so many chunks: later ones look back at more, and take longer.
+const CHUNKS = 4;
+
+export class Reading {
+  /** `place` is an empty element; `announce` says a sentence to who cannot see it. */
+  constructor(place, announce) {
+    this.place = place;
+    this.announce = announce;
+    this.events = [];
+    this.told = 0;
+    this.bar = document.createElement("progress");
+    this.bar.setAttribute("aria-label", "Reading");
+    this.words = document.createElement("p");
+    place.replaceChildren(this.bar, this.words);
+    place.hidden = false;
+    this.say("Sent; waiting for the server.");
+    this.timer = setInterval(() => this.show(), 1000);
+  }
+
+  say(words) {
+    this.words.textContent = words;
+  }
+
+  /** Takes llama.cpp's `prompt_progress`. */
+  update({ total, cache, processed, time_ms }) {
+    this.events.push({ total, cache, processed, seconds: time_ms / 1000, at: performance.now() });
+    this.show();
+    const tenth = Math.floor((10 * processed) / total);
+    if (tenth > this.told && tenth < 10) this.announce(`${10 * tenth} percent read`);
+    this.told = Math.max(this.told, tenth);
+  }
+
+  get rate() {
+    const last = this.events.at(-1);
+    const first = this.events.at(-1 - CHUNKS) ?? this.events[0];
+    return (last.processed - first.processed) / (last.seconds - first.seconds);
+  }
+
+  show() {
+    const last = this.events.at(-1);
+    if (!last) return;
+    this.bar.max = last.total;
+    this.bar.value = last.processed;
+    const parts = [`${count(last.processed)} of ${count(last.total)} tokens`];
+    if (last.cache > 0) parts.push(`${count(last.cache)} were known`);
+    if (last.processed >= last.total) {
+      parts.push("read");
+    } else if (this.rate > 0 && Number.isFinite(this.rate)) {
+      const since = (performance.now() - last.at) / 1000;
+      parts.push(`${count(this.rate)} a second`);
+      parts.push(`about ${duration((last.total - last.processed) / this.rate - since)} left`);
+    }
+    this.say(parts.join(" · "));
+  }
+
+  end() {
+    clearInterval(this.timer);
+    this.place.hidden = true;
+    this.place.replaceChildren();
+  }
+}

@@ -1,0 +1,77 @@
+// One request at a time, asked again while the server is busy or not ready.
+
+import * as api from "./api.js";
+import { duration } from "./format.js";
+
+// Seconds between looks at a server that is not ready.
+const LOOK = 2;
+// Tries after which a server that cannot be reached is given up, if it never answered.
+const GONE = 30;
+
+const WORDS = {
+  loading: "The server is loading the model",
+  starting: "The server is loading the model",
+  restarting: "The server is starting its ranks again",
+  draining: "The server is shutting down",
+  gone: "The server cannot be reached",
+  failed: "The server's engine has failed",
+  ready: "Ready",
+};
+
+export function stateWords({ status, reason }) {
+  const words = WORDS[status] ?? `The server is ${status}`;
+  return status === "failed" && reason ? `${words}: ${reason}` : words;
+}
+
+function sleep(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(new DOMException("", "AbortError"));
+    });
+  });
+}
+
+/** Waits until the server is ready, and says meanwhile what it is; throws if it will not be. */
+async function untilReady(signal, say) {
+  for (let tries = 1; ; tries++) {
+    const state = await api.health();
+    if (state.status === "ready") return;
+    if (state.status === "failed" || (state.status === "gone" && tries > GONE)) {
+      throw new api.ApiError(stateWords(state));
+    }
+    say(`${stateWords(state)}. Your question is kept and asked when it is ready.`);
+    await sleep(LOOK, signal);
+  }
+}
+
+/**
+ * Yields the chunks of an answer. While nothing has come, a server that is busy, not ready or gone
+ * is asked again; `say` gets a sentence about each wait.
+ */
+export async function* ask(body, signal, say) {
+  let begun = false;
+  while (true) {
+    try {
+      for await (const chunk of api.chat(body, signal)) {
+        begun = true;
+        yield chunk;
+      }
+      return;
+    } catch (error) {
+      if (begun || !(error instanceof api.ApiError)) throw error;
+      if (error.isBusy) await countdown(error.retryAfter ?? 5, signal, say);
+      else if (error.isNotReady || error.isGone) await untilReady(signal, say);
+      else throw error;
+    }
+  }
+}
+
+async function countdown(seconds, signal, say) {
+  for (let left = seconds; left > 0; left--) {
+    say(`The server is busy. Asking again in ${duration(left)}.`);
+    await sleep(1, signal);
+  }
+  say("Asking again.");
+}
