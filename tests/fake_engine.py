@@ -48,6 +48,8 @@ def _fail_at_start(model: str, rank: int) -> str | None:
 class FakeEngine:
     """Rank 0's end of the socket."""
 
+    pause = 0.0  # seconds after each token of an answer
+
     def __init__(self, config: dict[str, Any], world_size: int) -> None:
         self.config, self.world_size = config, world_size
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -143,7 +145,7 @@ class FakeEngine:
             self.send(t="token", id=id, token=token, logprob=logprob, top=top, finish=finish)
             if finish:
                 return
-            await asyncio.sleep(0.02 if prompt[0] == ENDLESS else 0)
+            await asyncio.sleep(0.02 if prompt[0] == ENDLESS else self.pause)
 
     async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
         if prompt[0] == DIE:
@@ -181,7 +183,7 @@ class FakeEngine:
         self.writer.write(encode(message))
 
 
-def main() -> None:
+def main(engine: type[FakeEngine] = FakeEngine) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-json", type=Path, required=True)
     parser.add_argument("--socket")
@@ -191,7 +193,7 @@ def main() -> None:
     if rank == 0:
         if "connects-late" in config["model"]:
             time.sleep(2.0)
-        asyncio.run(FakeEngine(config, world_size).run(arguments.socket))
+        asyncio.run(engine(config, world_size).run(arguments.socket))
     else:
         problem = _fail_at_start(config["model"], rank)
         if problem:

@@ -42,9 +42,7 @@ def detect_kind(data: bytes, named: str | None) -> str:
     try:
         data.decode("utf-16" if wide else "utf-8")
     except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
+        raise DocumentError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     return "text"
 
 

@@ -106,10 +106,9 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         return Response(await service.scrape(), media_type=CONTENT_TYPE_LATEST)
 
     @app.api_route("/", methods=["GET", "HEAD"])
-    async def index(request: Request) -> Response:
-        return await page.index(request.scope)
-
-    app.mount("/page", page)
+    @app.api_route("/page/{name:path}", methods=["GET", "HEAD"])
+    async def page_file(request: Request, name: str = "index.html") -> Response:
+        return await page.get_response(name, request.scope)
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return Failure.of(error).response(service.client.retry_after)

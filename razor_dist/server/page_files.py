@@ -33,7 +33,7 @@ _HEADERS = {
 
 
 class PageFiles(StaticFiles):
-    """The folder ``page``; mounted under ``/page``."""
+    """The folder ``page``, of which ``index.html`` is the page itself."""
 
     def __init__(self) -> None:
         super().__init__(directory=_FOLDER)
@@ -48,7 +48,3 @@ class PageFiles(StaticFiles):
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(_HEADERS)
         return response
-
-    async def index(self, scope: Scope) -> Response:
-        """Return the page itself, which is served at ``/``."""
-        return await self.get_response("index.html", scope)

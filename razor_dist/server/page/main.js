@@ -65,6 +65,7 @@ async function addFile(file) {
 }
 
 function showPending() {
+  $("ahead-note").textContent = "";
   const list = $("pending");
   list.querySelectorAll("[data-ready]").forEach((item) => item.remove());
   const items = conversation.pending.map((document) => {
@@ -93,9 +94,10 @@ function tell(error) {
   return error.message;
 }
 
-function body(messages, maxTokens) {
+async function body(messages, maxTokens) {
+  await knowModel();
   const temperature = settings.temperature === "" ? {} : { temperature: Number(settings.temperature) };
-  return { model: model?.id, messages, max_tokens: maxTokens, ...temperature };
+  return { model: model.id, messages, max_tokens: maxTokens, ...temperature };
 }
 
 /** Runs a request; `use` gets its chunks. Returns the error it ended with, if any. */
@@ -108,8 +110,7 @@ async function run(request, reading, use) {
     announce(words);
   };
   try {
-    model ??= await api.model().catch((error) => (error.isNotReady || error.isGone ? null : Promise.reject(error)));
-    for await (const chunk of ask(request(), working.signal, say)) {
+    for await (const chunk of ask(request, working.signal, say)) {
       if (chunk.prompt_progress) reading.update(chunk.prompt_progress);
       use(chunk);
     }
@@ -183,7 +184,7 @@ async function readAhead() {
   if (!error && usage) {
     const { prompt_tokens, prompt_tokens_details } = usage;
     announce("The documents are read.");
-    $("room").textContent = `Read. ${usageWords({ prompt_tokens, prompt_tokens_details })}`;
+    $("ahead-note").textContent = `Read. ${usageWords({ prompt_tokens, prompt_tokens_details })}`;
   }
 }
 
@@ -197,6 +198,11 @@ function follow(change) {
 
 // The server's state
 
+async function knowModel() {
+  // Until it is loaded the server does not tell how much it holds.
+  if (!model?.max_model_len) model = await api.model();
+}
+
 async function look() {
   const state = await api.health();
   $("state").dataset.state = state.status;
@@ -204,7 +210,7 @@ async function look() {
   if ($("state").textContent !== words) $("state").textContent = words;
   if (state.status !== "ready") return;
   try {
-    model ??= await api.model();
+    await knowModel();
     const found = await api.stats();
     gauge.show(found);
     $("ahead").dataset.known = "prefix_cache" in found;

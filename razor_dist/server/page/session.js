@@ -10,9 +10,9 @@ const GONE = 30;
 
 const WORDS = {
   loading: "The server is loading the model",
-  starting: "The server is loading the model",
   restarting: "The server is starting its ranks again",
   draining: "The server is shutting down",
+  closed: "The server is shutting down",
   gone: "The server cannot be reached",
   failed: "The server's engine has failed",
   ready: "Ready",
@@ -47,14 +47,14 @@ async function untilReady(signal, say) {
 }
 
 /**
- * Yields the chunks of an answer. While nothing has come, a server that is busy, not ready or gone
- * is asked again; `say` gets a sentence about each wait.
+ * Yields the chunks of an answer to what `request` returns. While nothing has come, a server that is
+ * busy, not ready or gone is asked again; `say` gets a sentence about each wait.
  */
-export async function* ask(body, signal, say) {
+export async function* ask(request, signal, say) {
   let begun = false;
   while (true) {
     try {
-      for await (const chunk of api.chat(body, signal)) {
+      for await (const chunk of api.chat(await request(), signal)) {
         begun = true;
         yield chunk;
       }

@@ -1,0 +1,56 @@
+"""A fake engine at a pace that a page can be watched at, which knows what it has read before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import takewhile
+from typing import Any
+
+from tests.fake_engine import DIE, FakeEngine, main
+
+# New tokens from which on a prompt is read in steps, their number, and the seconds of each.
+LONG, STEPS, SECONDS = 256, 8, 0.25
+
+
+class PageEngine(FakeEngine):
+    pause = 0.01
+
+    def __init__(self, config: dict[str, Any], world_size: int) -> None:
+        super().__init__(config, world_size)
+        self.known: list[list[int]] = []
+
+    async def beat(self) -> None:
+        while True:
+            self.send(t="alive", pid=os.getpid(), seconds_left=1.0 * len(self.tasks))
+            await asyncio.sleep(0.2)
+
+    async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
+        if len(prompt) < 3:
+            assert prompt[0] < DIE + 1
+            await super().prefill(id, prompt, params)
+            return
+        cached = max((_common(prompt, other) for other in self.known), default=0)
+        new = len(prompt) - cached
+        steps = STEPS if new > LONG else 1
+        for step in range(steps + 1):
+            if step and steps > 1:
+                await asyncio.sleep(SECONDS)
+            self.send(
+                t="progress",
+                id=id,
+                processed=cached + new * step // steps,
+                total=len(prompt),
+                cached=cached,
+                seconds=SECONDS * step,
+            )
+        self.known.append(prompt)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)
+
+
+if __name__ == "__main__":
+    main(PageEngine)

@@ -1,0 +1,309 @@
+"""The page at ``/``, in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+from tests import fake_engine
+from tests.documents import files
+from tests.server.browser import chromium
+from tests.server.process import ServerProcess, server_on
+
+KEY = "sk-reader-0123456789"
+STORY = "The fox went over the hill. " * 100
+# Names and contents that would run, call out or change the page if anything took them for markup.
+NASTY = "<img src=x onerror=hacked()>\"'&amp;\u202e.html"
+NASTY_HTML = (
+    "<!doctype html><script>hacked()</script><body onload=hacked()><p>Fine "
+    "&lt;script&gt;hacked()&lt;/script&gt; &lt;img src=http://evil.example/x onerror=hacked()&gt;"
+    "<img src=http://evil.example/y onerror=hacked()><iframe src=javascript:hacked()></iframe></p>"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A server that wants a key, has room for two requests, and answers at a pace."""
+    limits = ("--max-queue", "2", "--max-model-len", "2M")
+    with server_on("tests.server.page_rank", *limits, "--api-key", KEY) as started:
+        started.url()
+        yield started
+
+
+class Reader:
+    """Somebody with the page open."""
+
+    def __init__(self, context: BrowserContext, url: str, *, max_tokens: int = 40) -> None:
+        self.context, self.url = context, url
+        self.problems: list[str] = []
+        self.foreign: list[str] = []
+        settings = json.dumps({"maxTokens": max_tokens})
+        context.add_init_script(
+            f"if (!sessionStorage['razor_dist key']) sessionStorage['razor_dist key'] = '{KEY}';"
+            f"sessionStorage['razor_dist settings'] = '{settings}';"
+            "window.hacked = () => { window.isHacked = true; };"
+            "addEventListener('securitypolicyviolation', (e) => console.error(e.violatedDirective))"
+        )
+        self.page = context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", lambda m: self.problems.append(m.text) if self._bad(m) else None)
+        self.page.on("request", self._note)
+        self.open()
+
+    def open(self) -> None:
+        self.page.goto(self.url)
+        expect(self.page.locator("html[data-loaded]")).to_be_attached()
+
+    def _bad(self, message: Any) -> bool:
+        return message.type == "error" and "Failed to load resource" not in message.text
+
+    def _note(self, request: Any) -> None:
+        if not request.url.startswith((self.url, "blob:" + self.url)):
+            self.foreign.append(request.url)
+
+    def __getattr__(self, id: str) -> Locator:
+        """The element of an id, with ``_`` for ``-``."""
+        if id.startswith("_"):
+            raise AttributeError(id)
+        return self.page.locator("#" + id.replace("_", "-"))
+
+    def add(self, *named: tuple[str, bytes]) -> None:
+        payloads = [{"name": n, "mimeType": "", "buffer": data} for n, data in named]
+        self.files.set_input_files(payloads)  # type: ignore[arg-type]
+
+    def ask(self, question: str) -> Locator:
+        """Type a question and Enter; the turn that it makes."""
+        self.question.fill(question)
+        expect(self.send).to_be_enabled()
+        self.question.press("Enter")
+        return self.page.locator("article").last
+
+    def answered(self, question: str) -> Locator:
+        turn = self.ask(question)
+        expect(turn.locator(".copy")).to_be_visible()
+        return turn
+
+
+@pytest.fixture
+def reader(browser: Browser, server: ServerProcess) -> Iterator[Reader]:
+    context = browser.new_context(accept_downloads=True)
+    found = Reader(context, server.url())
+    yield found
+    assert found.problems == [], "the page's own errors, or what its policy has forbidden"
+    assert found.foreign == []
+    context.close()
+
+
+@pytest.fixture
+def full(server: ServerProcess) -> Iterator[httpx.Response]:
+    """A request that fills the queue until it is closed."""
+    body = {"model": "smollm2", "prompt": [[fake_engine.HANG]] * 2, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    path = f"{server.url()}/v1/completions"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=30) as stream:
+        yield stream
+
+
+USAGE = re.compile(r"Prompt [\d,]+ tokens(, [\d,]+ of them new)? · answer \d+ tokens?")
+
+
+def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Path) -> None:
+    reader.add(("fox.txt", STORY.encode()), ("fox.pdf", files.pdf("The fox")))
+    expect(reader.pending.locator("li")).to_have_text(
+        [re.compile("fox.txt"), re.compile("fox.pdf")]
+    )
+    expect(reader.room).to_contain_text("of 2,097,152 tokens")
+    turn = reader.ask("Who went over the hill?")
+    words = turn.locator(".reading p")
+    expect(words).to_have_text(
+        re.compile(r"[\d,]+ of [\d,]+ tokens · [\d,]+ a second · about \d+ s")
+    )
+    expect(turn.get_by_role("progressbar", name="Reading")).to_be_visible()
+    expect(turn.locator(".answer")).to_contain_text("hill")
+    expect(turn.locator(".usage")).to_have_text(USAGE)
+    expect(turn.locator(".note")).to_contain_text("Cut off after 40 tokens")
+    assert reader.pending.locator("li").count() == 0
+    with reader.page.expect_request("**/v1/chat/completions") as sent:
+        second = reader.answered("And why?")
+    first_message, answer, question = sent.value.post_data_json["messages"]
+    assert first_message["content"].endswith("Who went over the hill?")
+    assert STORY in first_message["content"] and "The fox" in first_message["content"]
+    assert answer == {"role": "assistant", "content": turn.locator(".answer").inner_text()}
+    assert question == {"role": "user", "content": "And why?"}
+    expect(second.locator(".usage")).to_have_text(USAGE)
+
+    reader.page.reload()
+    expect(reader.page.locator("article")).to_have_count(2)
+    expect(reader.page.locator("article .answer").first).to_have_text(answer["content"])
+    with reader.page.expect_request("**/v1/chat/completions") as sent:
+        reader.answered("Anything else?")
+    assert sent.value.post_data_json["messages"][0] == first_message  # it begins alike
+    with reader.page.expect_download() as downloaded:
+        reader.export.click()
+    exported = tmp_path / "conversation.md"
+    downloaded.value.save_as(exported)
+    assert "## Who went over the hill?" in exported.read_text()
+    assert answer["content"].strip() in exported.read_text()
+    reader.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    second.get_by_role("button", name="Copy").click()
+    expect(second.locator(".copy")).to_have_text("Copied")
+    copied = reader.page.evaluate("navigator.clipboard.readText()")
+    assert copied == reader.page.locator("article .answer").nth(1).text_content()
+    reader.new.click()
+    expect(reader.page.locator("article")).to_have_count(0)
+
+
+def test_what_is_stopped_can_be_asked_again(browser: Browser, server: ServerProcess) -> None:
+    reader = Reader(browser.new_context(), server.url(), max_tokens=2000)
+    reader.add(("fox.txt", STORY.encode() * 2))
+    expect(reader.pending).to_contain_text("fox.txt")
+    turn = reader.ask("Who went?")
+    expect(turn.locator(".reading p")).to_contain_text("a second")
+    reader.page.keyboard.press("Escape")  # while it is read: nothing is lost
+    expect(reader.notice).to_have_text("Stopped before an answer came.")
+    expect(reader.question).to_have_value("Who went?")
+    expect(reader.pending).to_contain_text("fox.txt")
+    turn = reader.ask("Who went?")
+    expect(turn.locator(".answer")).to_contain_text("went")
+    reader.stop.click()  # while it is answered: what has come stays
+    expect(turn.locator(".note")).to_have_text("Stopped.")
+    expect(reader.send).to_be_visible()
+    turn = reader.ask("Go on")
+    expect(turn.locator(".answer")).to_contain_text("went")
+    # The ranks die in mid-answer; the next question waits until they are back.
+    body = {"model": "smollm2", "prompt": [fake_engine.DIE]}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert httpx.post(f"{server.url()}/v1/completions", json=body, headers=headers).is_error
+    expect(turn.locator(".note")).to_contain_text("rank")
+    again = reader.ask("Still there?")
+    expect(again.locator(".answer")).to_contain_text("there", timeout=60_000)
+    reader.context.close()
+
+
+def test_a_busy_server_is_asked_again(reader: Reader, full: httpx.Response) -> None:
+    turn = reader.ask("Is there room?")
+    words = turn.locator(".reading p")
+    expect(words).to_have_text(re.compile(r"The server is busy\. Asking again in \d+ s\."))
+    full.close()
+    expect(turn.locator(".answer")).to_contain_text("room")
+
+
+def test_a_server_that_is_gone_is_waited_for(reader: Reader) -> None:
+    reader.context.set_offline(True)
+    turn = reader.ask("Anybody?")
+    expect(turn.locator(".reading p")).to_contain_text("cannot be reached. Your question is kept")
+    expect(reader.state).to_have_text("The server cannot be reached")
+    reader.context.set_offline(False)
+    expect(turn.locator(".answer")).to_contain_text("Anybody")
+    expect(reader.state).to_have_text("Ready")
+
+
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(reader: Reader) -> None:
+    page = reader.page
+    page.evaluate("sessionStorage['razor_dist key'] = 'sk-wrong'")
+    reader.add(("a.txt", b"text"))
+    expect(reader.key_problem).to_contain_text("wants an API key")
+    expect(reader.key).to_be_focused()
+    reader.key.fill(KEY)
+    reader.key.press("Enter")
+    expect(reader.settings).to_be_hidden()
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    reader.answered("Hello?")
+
+
+def test_what_cannot_be_read_is_told(reader: Reader) -> None:
+    picture = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+    reader.add(
+        ("cat.png", picture), ("book.pdf", b"text"), ("empty.txt", b""), ("a.docx", b"PK\3\4")
+    )
+    told = ["neither text nor HTML", "is no pdf file", "holds no text", "is a broken archive"]
+    items = reader.pending.locator("li")
+    expect(items).to_have_text([re.compile(words) for words in told])
+    for _ in told:
+        items.first.get_by_role("button", name="Remove").click()
+    expect(items).to_have_count(0)
+
+
+def test_nothing_that_is_read_runs(reader: Reader) -> None:
+    page = reader.page
+    reader.add((NASTY, NASTY_HTML.encode()))
+    expect(reader.pending).to_contain_text("<img src=x onerror=hacked()>")
+    turn = reader.answered("<script>hacked()</script><b onclick=hacked()>Hello</b>")
+    expect(turn.locator("h3")).to_have_text(
+        "<script>hacked()</script><b onclick=hacked()>Hello</b>"
+    )
+    expect(turn.locator(".documents")).to_contain_text("onerror=hacked()")
+    expect(turn.locator(".answer")).to_contain_text("hacked")  # the fake answers with the prompt
+    assert page.locator("article :is(img, script, b, iframe)").count() == 0
+    # Even if it were put into the page, the policy would not let it.
+    html = "const p = document.createElement('p'); p.innerHTML = '<img src=x>';"
+    assert (
+        page.evaluate(f"() => {{ try {{ {html} }} catch (e) {{ return e.name }} }}") == "TypeError"
+    )
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {}))")
+    assert page.evaluate("window.isHacked") is None
+    reader.problems.clear()  # those of the line before
+    page.reload()
+    expect(page.locator("article")).to_have_count(1)
+    assert page.evaluate("window.isHacked") is None
+
+
+def test_five_megabytes(reader: Reader) -> None:
+    paragraph = "It was the best of times, it was the worst of times.\n"
+    reader.add(("long.txt", (paragraph * (5 * 2**20 // len(paragraph))).encode()))
+    expect(reader.pending).to_contain_text("about 1,310,7")
+    turn = reader.ask("How were the times?")
+    expect(turn.locator(".reading p")).to_contain_text("a second", timeout=60_000)
+    expect(turn.locator(".copy")).to_be_visible()
+    expect(turn.locator(".usage")).to_contain_text("Prompt 1,")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(browser: Browser, server: ServerProcess, scheme: Any) -> None:
+    """axe-core finds no fault, whole flows go by keyboard, and a phone need not scroll sideways."""
+    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    reader = Reader(context, server.url())
+    page = reader.page
+    reader.add(("fox.txt", STORY.encode()), ("cat.png", b"\0"))
+    expect(reader.pending).to_contain_text("neither text")
+    turn = reader.ask("Who?")
+    expect(turn.get_by_role("progressbar")).to_be_visible()
+    assert _faults(page) == []
+    expect(turn.locator(".copy")).to_be_visible()
+    assert _faults(page) == []
+    reader.open_settings.focus()
+    page.keyboard.press("Enter")
+    expect(reader.key).to_be_focused()
+    assert _faults(page) == []
+    page.keyboard.press("Escape")
+    expect(reader.settings).to_be_hidden()
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 360
+    assert _faults(page) == []
+    page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+    stops = []
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        stops.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"new", "export", "open-settings", "files", "copy", "question"} <= set(stops), stops
+    context.close()
+
+
+def _faults(page: Page) -> list[Any]:
+    found = Axe().run(page).response["violations"]
+    return [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found]
