@@ -125,8 +125,8 @@ class FakeEngine:
 
     async def answer(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
         await self.prefill(id, prompt, params)
-        tokens = list(reversed(prompt))
         limit = params["max_tokens"]
+        tokens = self.reply(prompt)
         if prompt[0] == ENDLESS:
             tokens = [prompt[-1]] * limit
         tokens = [*tokens, EOS][:limit]
@@ -146,6 +146,9 @@ class FakeEngine:
             if finish:
                 return
             await asyncio.sleep(0.02 if prompt[0] == ENDLESS else self.pause)
+
+    def reply(self, prompt: list[int]) -> list[int]:
+        return list(reversed(prompt))
 
     async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
         if prompt[0] == DIE:

@@ -34,8 +34,7 @@ def docs_page(document: dict[str, Any]) -> str:
             ]
             body = operation.get("requestBody")
             if body is not None:
-                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                parts.append(_link(name))
+                parts.append(f"<p>Body: {_content(body)}</p>")
             rows = [
                 f"<tr><th>{code}<td>{escape(response['description'])}<td>{_content(response)}"
                 for code, response in operation["responses"].items()
@@ -45,10 +44,6 @@ def docs_page(document: dict[str, Any]) -> str:
     for name, schema in document["components"]["schemas"].items():
         parts += [f"<h2 id={escape(name)}>{escape(name)}</h2>", _fields(schema)]
     return "\n".join(parts)
-
-
-def _link(name: str) -> str:
-    return f"<p>Body: <a href='#{escape(name)}'>{escape(name)}</a></p>"
 
 
 def _content(response: dict[str, Any]) -> str:

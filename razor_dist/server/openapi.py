@@ -46,6 +46,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
         "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
         "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
+        "/documents/text": _document_text(),
         "/v1/models": _get("The models that are served.", "ModelList"),
         "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
         "/health": _get("200 if requests are answered, else 503.", "Health", 503),
@@ -357,6 +358,25 @@ def _get(summary: str, answer: str, *more: int, name: str | None = None) -> Json
         responses["503"] = _answer(answer, "Not ready, and why.")
     operation = {"summary": summary, "parameters": parameters, "responses": responses}
     return {"get": operation}
+
+
+def _document_text() -> Json:
+    file = {"application/octet-stream": {"schema": TEXT | {"format": "binary"}}}
+    codes = ("413", "415", "429")
+    errors = {code: _post(TokenizeBody, "", "")["post"]["responses"][code] for code in codes}
+    operation = {
+        "summary": "Return the text of a file: text, HTML, PDF, EPUB or docx.",
+        "parameters": [_REQUEST_ID, {"name": "name", "in": "query", "schema": TEXT}],
+        "requestBody": {"required": True, "content": file},
+        "responses": {
+            "200": {"description": "The text.", "content": {"text/plain": {"schema": TEXT}}},
+            "408": _error("The file came too slowly."),
+            "422": _error("The file cannot be read; the message says why."),
+            **errors,
+            **_ERRORS,
+        },
+    }
+    return {"post": operation}
 
 
 def _metrics() -> Json:

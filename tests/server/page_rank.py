@@ -7,10 +7,12 @@ import os
 from itertools import takewhile
 from typing import Any
 
-from tests.fake_engine import DIE, FakeEngine, main
+from tests.fake_engine import EOS, FakeEngine, main
 
 # New tokens from which on a prompt is read in steps, their number, and the seconds of each.
 LONG, STEPS, SECONDS = 256, 8, 0.25
+# The token that begins a message, and tokens of a question that are its answer.
+START, TAIL = 1, 36
 
 
 class PageEngine(FakeEngine):
@@ -25,9 +27,16 @@ class PageEngine(FakeEngine):
             self.send(t="alive", pid=os.getpid(), seconds_left=1.0 * len(self.tasks))
             await asyncio.sleep(0.2)
 
+    def reply(self, prompt: list[int]) -> list[int]:
+        """The end of what the user has said last, over and over."""
+        if len(prompt) < 3:
+            return super().reply(prompt)
+        *_, start, _ = [at for at, token in enumerate(prompt) if token == START]
+        said = prompt[start + 3 : prompt.index(EOS, start)]
+        return said[-TAIL:] * 200
+
     async def prefill(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
         if len(prompt) < 3:
-            assert prompt[0] < DIE + 1
             await super().prefill(id, prompt, params)
             return
         cached = max((_common(prompt, other) for other in self.known), default=0)

@@ -29,6 +29,7 @@ ROUTES = {
     ("POST", "/v1/responses"): 400,
     ("POST", "/tokenize"): 400,
     ("POST", "/detokenize"): 400,
+    ("POST", "/documents/text"): 415,
     ("GET", "/openapi.json"): 200,
     ("GET", "/docs"): 200,
     ("GET", "/version"): 200,
@@ -90,6 +91,21 @@ def test_every_route_but_health_wants_a_key(guarded: ServerProcess) -> None:
             assert answer.status_code == status, path
     assert httpx.get(f"{url}/health").status_code == 200
     assert ADA not in guarded.log and BOB not in guarded.log
+
+
+def test_the_page_needs_no_key_to_ask_for_one(guarded: ServerProcess) -> None:
+    url = guarded.url()
+    page = httpx.get(f"{url}/")
+    policy = page.headers["content-security-policy"]
+    assert page.status_code == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+    found = {*re.findall(r'(?:href|src)="(page/[^"]+)"', page.text), "page/api.js"}
+    assert {"page/main.js", "page/style.css", "page/icon.svg"} < found
+    for path in found:
+        file = httpx.head(f"{url}/{path}")
+        assert file.status_code == 200 and file.headers["content-security-policy"] == policy
+        assert file.headers["x-content-type-options"] == "nosniff"
+    for path in ("page/", "page/../app.py", "page/%2e%2e/app.py", "page//etc/passwd", "page/x.js"):
+        assert httpx.get(f"{url}/{path}").status_code in (401, 404), path
 
 
 def test_the_official_client_brings_its_key(guarded: ServerProcess) -> None:

@@ -5,8 +5,8 @@
 // the next question for the same reason.
 
 export class Conversation {
-  constructor({ id = crypto.randomUUID?.() ?? String(Math.random()), turns = [], pending = [] } = {}) {
-    Object.assign(this, { id, turns, pending });
+  constructor({ turns = [], pending = [] } = {}) {
+    Object.assign(this, { turns, pending });
   }
 
   /** Begins a turn with a question and all documents that wait for one. */

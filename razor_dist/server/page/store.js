@@ -39,10 +39,10 @@ export async function load() {
   }
 }
 
-export async function save({ id, turns, pending }) {
+export async function save({ turns, pending }) {
   try {
     const tabs = await table("readwrite");
-    await done(tabs.put({ time: Date.now(), conversation: { id, turns, pending } }, tab()));
+    await done(tabs.put({ time: Date.now(), conversation: { turns, pending } }, tab()));
   } catch {
     // A reload will begin anew.
   }

@@ -1,0 +1,85 @@
+"""Files that are sent to be read to text."""
+
+from __future__ import annotations
+
+import gzip
+
+import httpx
+import psutil
+import pytest
+
+from tests.documents import files
+from tests.documents.files import FIRST, TITLE
+from tests.server.process import fake_server, wait_until
+
+OCTETS = {"Content-Type": "application/octet-stream"}
+
+
+def send(url: str, name: str, data: bytes) -> httpx.Response:
+    path = f"{url}/documents/text"
+    return httpx.post(path, params={"name": name}, content=data, headers=OCTETS, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("a.md", "# Été\r\nun".encode(), "# Été\nun"),
+        ("a.txt", files.html(), TITLE),
+        ("a.htm", b"<b>bold</b> piece", "bold piece"),
+        ("anything", files.pdf(FIRST), FIRST),
+        ("a.docx", files.epub(), FIRST),
+        ("a.epub", files.docx(), "left\tright"),
+    ],
+)
+def test_the_content_tells_the_kind(url: str, name: str, data: bytes, text: str) -> None:
+    answer = send(url, name, data)
+    assert answer.status_code == 200, answer.text
+    assert text in answer.text
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("a.pdf", b"text", "the file is no pdf file, whatever its name says"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 text (byte 3); save it as UTF-8"),
+        ("a.txt", b"\x7fELF\0\0", "is neither text nor HTML, PDF, EPUB or docx"),
+        ("a.doc", bytes.fromhex("d0cf11e0a1b11ae1"), "is encrypted, or of an old Office"),
+        ("a.epub", b"PK\x03\x04" + bytes(50), "is a broken archive"),
+        ("a.txt.gz", gzip.compress(b"text" * 99), "is n"),
+        ("a.pdf", files.pdf(FIRST, password="secret"), "is encrypted"),
+        ("empty.txt", b"", "holds no text"),
+        ("long.epub", files.epub(page="word " * 300_000), "more than 1,048,576 characters"),
+    ],
+)
+def test_what_cannot_be_read_is_told(url: str, name: str, data: bytes, problem: str) -> None:
+    answer = send(url, name, data)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["code"] == "unreadable_document"
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_a_file_has_bounds(url: str) -> None:
+    assert send(url, "a.txt", b"x" * (2**20 + 1)).status_code == 413
+    refused = httpx.post(
+        f"{url}/documents/text", content=b"x", headers={"Content-Type": "text/plain"}
+    )
+    assert refused.status_code == 415
+    assert "must be a file" in refused.json()["error"]["message"]
+
+
+def test_who_hangs_up_ends_the_reader() -> None:
+    with fake_server() as server:
+        url = server.url()
+        before = len(server.family())
+
+        def readers() -> list[psutil.Process]:
+            return [p for p in server.family() if "razor_dist.documents.read" in p.cmdline()]
+
+        with pytest.raises(httpx.ReadTimeout):
+            path = f"{url}/documents/text"
+            slow = files.pdf_of_references(100_000)
+            httpx.post(path, content=slow, headers=OCTETS, timeout=httpx.Timeout(30, read=1.0))
+        assert wait_until(lambda: not readers(), 10)
+        assert wait_until(lambda: len(server.family()) == before, 10)
