@@ -105,9 +105,12 @@ async function run(request, reading, use) {
   working = new AbortController();
   notice("");
   showState();
+  let told = "";
   const say = (words) => {
     reading.say(words);
-    announce(words);
+    const sentence = words.replace(/\d+/g, "");
+    if (sentence !== told) announce(words); // not each second of a countdown
+    told = sentence;
   };
   try {
     for await (const chunk of ask(request, working.signal, say)) {
@@ -125,7 +128,6 @@ async function run(request, reading, use) {
 }
 
 async function send(question) {
-  const mine = conversation;
   const turn = conversation.ask(question);
   const view = new TurnView(turn);
   $("turns").append(view.element);
@@ -150,7 +152,6 @@ async function send(question) {
       store.save(conversation);
     }
   });
-  if (mine !== conversation) return;
   const stopped = error?.name === "AbortError";
   turn.note = stopped ? "Stopped." : error ? tell(error) : "";
   if (finish === "length") turn.note = `Cut off after ${count(settings.maxTokens)} tokens (Settings).`;
@@ -203,27 +204,28 @@ async function knowModel() {
   if (!model?.max_model_len) model = await api.model();
 }
 
-async function look() {
+/** Shows the server's state and, if it is asked for its counters as well, what they tell. */
+async function look(counters = true) {
   const state = await api.health();
   $("state").dataset.state = state.status;
   const words = stateWords(state);
   if ($("state").textContent !== words) $("state").textContent = words;
-  if (state.status !== "ready") return;
+  if (state.status !== "ready" || !counters) return;
   try {
     await knowModel();
     const found = await api.stats();
     gauge.show(found);
     $("ahead").dataset.known = "prefix_cache" in found;
   } catch (error) {
-    if (error.status === 401 && !$("settings").open && !key.asked) {
-      key.asked = true;
+    if (error.status === 401 && !keyAsked) {
+      keyAsked = true;
       tell(error);
     }
   }
   showState();
 }
 
-const key = { asked: false }; // once: who has closed the settings has seen them
+let keyAsked = false; // once: who has closed the settings has seen them
 
 function showState() {
   const busy = working !== null;
@@ -270,7 +272,7 @@ function saveSettings() {
   settings.maxTokens = Math.max(1, Math.round(Number($("max-tokens").value)) || 512);
   settings.temperature = $("temperature").value;
   sessionStorage.setItem(SETTINGS, JSON.stringify(settings));
-  key.asked = false;
+  keyAsked = false;
   $("settings").close();
   look();
 }
@@ -347,8 +349,9 @@ async function begin() {
   $("turns").replaceChildren(...conversation.turns.map((turn) => new TurnView(turn).element));
   showPending();
   document.documentElement.dataset.loaded = "";
-  while (true) {
-    if (!document.hidden) await look();
+  for (let looks = 0; ; looks++) {
+    // The counters cost all ranks a moment.
+    if (!document.hidden) await look(working !== null || looks % 5 === 0);
     await new Promise((resolve) => setTimeout(resolve, LOOK));
   }
 }
