@@ -263,6 +263,24 @@ def test_nothing_that_is_read_runs(reader: Reader) -> None:
     assert page.evaluate("window.isHacked") is None
 
 
+def test_figures_are_what_the_server_tells(reader: Reader) -> None:
+    def call(module: str, function: str, value: dict[str, Any]) -> Any:
+        found = f"import('/page/{module}.js').then((m) => m.{function}({json.dumps(value)}))"
+        return reader.page.evaluate(found)
+
+    usage = {"prompt_tokens": 1200, "completion_tokens": 1}
+    assert call("views", "usageWords", usage) == "Prompt 1,200 tokens · answer 1 token"
+    known = usage | {"prompt_tokens_details": {"cached_tokens": 1180}}
+    words = "Prompt 1,200 tokens, 20 of them new · answer 1 token"
+    assert call("views", "usageWords", known) == words
+    stats = {"retrieval_fraction": 0.25, "kv_bytes_per_rank": [150, 170]}
+    stats["retrieval_kv_bytes_per_rank"] = [100, 120]
+    assert call("gauge", "kept", stats) == {"now": 320, "full": 880}
+    assert call("gauge", "kept", stats | {"retrieval_kv_bytes_per_rank": [0, 0]}) is None
+    reader.answered("What is sent?")
+    expect(reader.gauge).to_contain_text("Sent between 2 ranks")
+
+
 @pytest.mark.slow
 def test_five_megabytes(reader: Reader) -> None:
     paragraph = "It was the best of times, it was the worst of times.\n"

@@ -14,10 +14,12 @@ import httpx
 import openai
 import pydantic
 import pytest
+from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from razor_dist import LLM, SamplingParams
 from tests.preloaded import executed
+from tests.server.browser import chromium
 from tests.server.process import ROOT, ServerProcess, health, wait_until
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -139,6 +141,29 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     sent = {purpose: n for purpose, n in stats["bytes_sent"].items() if purpose != "control"}
     assert sent == {purpose: found[f"bytes_sent_total {purpose}"] for purpose in sent}
     assert found["resident_memory_bytes 1"] > 2**27
+
+
+def test_the_page_reads_and_asks_the_real_model(server: ServerProcess) -> None:
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(server.url())
+        page.evaluate(
+            "sessionStorage['razor_dist settings'] = '{\"maxTokens\": 24, \"temperature\": 0}'"
+        )
+        page.reload()
+        city = b"<title>x</title><p>The capital of Ruritania is the town of Strelsau."
+        file: Any = {"name": "atlas.html", "mimeType": "", "buffer": city}
+        page.set_input_files("#files", file)
+        for question in (
+            "What is the capital of Ruritania?",
+            "Which town is it? Answer in a word.",
+        ):
+            page.fill("#question", question)
+            page.press("#question", "Enter")
+            turn = page.locator("article").last
+            expect(turn.locator(".usage")).to_contain_text("Prompt ", timeout=30_000)
+            expect(turn.locator(".answer")).to_contain_text("Strelsau")
+        expect(page.locator("#gauge")).to_contain_text("Sent between 2 ranks", timeout=10_000)
 
 
 def test_a_client_that_vanishes_in_mid_prefill_frees_its_cache(server: ServerProcess) -> None:
