@@ -22,6 +22,11 @@ class PageEngine(FakeEngine):
         super().__init__(config, world_size)
         self.known: list[list[int]] = []
 
+    def send(self, **message: Any) -> None:
+        if message["t"] == "stats":
+            message["prefix_cache"] = {"queries": 0, "hits": 0}
+        super().send(**message)
+
     async def beat(self) -> None:
         while True:
             self.send(t="alive", pid=os.getpid(), seconds_left=1.0 * len(self.tasks))

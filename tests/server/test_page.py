@@ -119,7 +119,7 @@ def full(server: ServerProcess) -> Iterator[httpx.Response]:
         yield stream
 
 
-USAGE = re.compile(r"Prompt [\d,]+ tokens(, [\d,]+ of them new)? · answer \d+ tokens?")
+USAGE = re.compile(r"Prompt [\d,]+ tokens, ([\d,]+) of them new · answer \d+ tokens?")
 
 
 def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
     assert STORY in first_message["content"] and "The fox" in first_message["content"]
     assert answer == {"role": "assistant", "content": turn.locator(".answer").inner_text()}
     assert question == {"role": "user", "content": "And why?"}
-    expect(second.locator(".usage")).to_have_text(USAGE)
+    assert _new_tokens(second) < 60 < 500 < _new_tokens(turn)
 
     reader.page.reload()
     expect(reader.page.locator("article")).to_have_count(2)
@@ -166,6 +166,21 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
     assert copied == reader.page.locator("article .answer").nth(1).text_content()
     reader.new.click()
     expect(reader.page.locator("article")).to_have_count(0)
+
+
+def _new_tokens(turn: Locator) -> int:
+    found = USAGE.fullmatch(turn.locator(".usage").inner_text())
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+def test_what_waits_is_read_ahead(reader: Reader) -> None:
+    reader.add(("ahead.txt", b"Ahead of all: " + STORY.encode()))
+    reader.read_ahead.click()
+    expect(reader.ahead.locator(".reading p")).to_contain_text("a second")
+    expect(reader.ahead_note).to_contain_text("Read. Prompt")
+    turn = reader.answered("Who went over the hill?")
+    assert _new_tokens(turn) < 60
 
 
 def test_what_is_stopped_can_be_asked_again(browser: Browser, server: ServerProcess) -> None:

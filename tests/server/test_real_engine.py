@@ -161,8 +161,11 @@ def test_the_page_reads_and_asks_the_real_model(server: ServerProcess) -> None:
             page.fill("#question", question)
             page.press("#question", "Enter")
             turn = page.locator("article").last
-            expect(turn.locator(".usage")).to_contain_text("Prompt ", timeout=30_000)
+            expect(turn.locator(".usage")).to_contain_text("of them new", timeout=30_000)
             expect(turn.locator(".answer")).to_contain_text("Strelsau")
+        words = turn.locator(".usage").inner_text().replace(",", "")
+        prompt, new, _ = map(int, re.findall(r"\d+", words))
+        assert new < prompt / 2  # the document is not read again
         expect(page.locator("#gauge")).to_contain_text("Sent between 2 ranks", timeout=10_000)
 
 
