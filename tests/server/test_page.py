@@ -91,7 +91,7 @@ class Reader:
         turns = self.page.locator("article")
         turn = turns.nth(turns.count())  # not the last: that is another one later
         self.question.fill(question)
-        expect(self.send).to_be_enabled()
+        expect(self.send).to_be_visible()
         self.question.press("Enter")
         return turn
 

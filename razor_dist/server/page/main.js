@@ -18,6 +18,7 @@ let conversation = new Conversation();
 let model = null;
 let working = null; // the AbortController of the request at hand
 let uploads = 0;
+let asksLater = false; // the question waits for a document that is being added
 const gauge = new Gauge($("gauge"));
 const settings = { maxTokens: 512, temperature: "", ...JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}") };
 
@@ -41,6 +42,7 @@ async function addFile(file) {
   const mine = conversation;
   const item = documentItem(file.name, "being read…", () => {
     abort.abort();
+    asksLater = false;
     item.remove();
   });
   $("pending").append(item);
@@ -58,9 +60,11 @@ async function addFile(file) {
     const words = tell(error);
     item.replaceWith(documentItem(file.name, words, (event) => event.target.closest("li").remove(), true));
     announce(`${file.name}: ${words}`);
+    asksLater = false; // without it the question may not be meant
   } finally {
     uploads--;
     showPending();
+    if (asksLater && uploads === 0) $("ask").requestSubmit();
   }
 }
 
@@ -229,7 +233,6 @@ let keyAsked = false; // once: who has closed the settings has seen them
 
 function showState() {
   const busy = working !== null;
-  $("send").disabled = busy || uploads > 0;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   $("new").disabled = $("files").disabled = busy;
@@ -291,7 +294,9 @@ listen("files", "change", async (event) => {
 listen("ask", "submit", (event) => {
   event.preventDefault();
   const question = $("question").value.trim();
-  if (!question || $("send").disabled) return;
+  if (!question || working) return;
+  asksLater = uploads > 0;
+  if (asksLater) return notice("Your question is asked when the document is there.");
   $("question").value = "";
   send(question);
 });
