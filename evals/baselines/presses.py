@@ -103,7 +103,8 @@ class ComparingConfig(JobConfig):
     def _engine(self, own: Mapping[str, Any], longest: int) -> EngineConfig:
         """Return the settings of an engine with a method's own, for prompts of so many tokens."""
         shared = self.model_dump(include=set(EngineConfig.model_fields))
-        shared |= {"max_model_len": longest, **own}
+        # Every prompt is read, and memory is what a method takes.
+        shared |= {"max_model_len": longest, "prefix_cache": False, **own}
         press = shared.pop("press", None)
         if press is None:
             return EngineConfig(**shared)
