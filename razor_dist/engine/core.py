@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from razor_dist.parallel.comm import PURPOSES
 _LOGPROB_CHUNK_TOKENS = 512
 # Tokens of an answer, before any has ended.
 _ANSWER_TOKENS = 256
+# Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
+_GRAMMAR_SECONDS = 0.02
 
 
 class EngineCore:
@@ -36,8 +39,8 @@ class EngineCore:
 
     From ``seed`` come the seeds of requests that bring none. ``max_step`` and ``by_priority`` are
     `Turns`' settings. With ``prefix_cache``, sequences stay in the caches when they end, for
-    prompts that begin alike, until others need the room. ``load_tokenizer`` is called, in a
-    thread, for the first structured output.
+    prompts that begin alike, until others need the room. ``load_tokenizer`` is called in a thread,
+    for structured outputs.
     """
 
     def __init__(
@@ -127,7 +130,6 @@ class EngineCore:
         most = self.max_model_len if pin else before + len(tokens) + max_tokens
         space = (salt, self.runner.position_mark(most - 1)) if prefix is None else prefix.space
         first: Request | None = None
-        structured = params.structured_outputs
         requests = []
         for index, name in enumerate(ids):
             own = params.for_answer(index)
@@ -142,7 +144,6 @@ class EngineCore:
                 max_tokens=max_tokens,
                 chunked_prefill_size=chunked_prefill_size,
                 generator=torch.Generator().manual_seed(seed),
-                grammar=self._grammars.compile(structured) if structured else None,
                 prefix=prefix if first is None else first,
                 short=first is not None,
                 space=space,
@@ -153,6 +154,10 @@ class EngineCore:
         assert first is not None
         first.siblings = requests[1:]
         self.scheduler.add(first)
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
+            for request in requests:
+                request.grammar = grammar
         self._next_key += len(requests)
         self._requests |= zip(ids, requests, strict=True)
 
@@ -185,6 +190,9 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
         self._processors.remove(request.key)
+        grammar = request.grammar
+        if grammar and all(r.grammar is not grammar for r in self._requests.values()):
+            grammar.cancel()
         self._run_all(self.scheduler.remove(request))
 
     def _run_all(self, plans: Sequence[StepPlan]) -> None:
@@ -208,7 +216,10 @@ class EngineCore:
         plan = self.scheduler.next()
         if plan is None:
             # A request that waits while nothing runs would have rank 0 spin for ever.
-            assert not self.scheduler.waiting, "the scheduler took in what it cannot admit"
+            pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
+            assert pending or not self.scheduler.waiting, "the scheduler cannot admit what it took"
+            if pending and not futures.wait(pending, _GRAMMAR_SECONDS, "FIRST_COMPLETED").done:
+                self.idle()
             return []
         began = self._clock()
         logits = self._run(plan)
@@ -333,6 +344,10 @@ class EngineCore:
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
         self._run(StepPlan(Op.STATS))  # a broadcast alone succeeds while the other end is stopped
+
+    def prepare(self) -> None:
+        """Begin to load, beside the first steps, what structured outputs need."""
+        self._grammars.prepare()
 
     def stop(self) -> None:
         self._run(StepPlan(Op.STOP))

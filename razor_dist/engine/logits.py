@@ -69,11 +69,14 @@ class LogitsProcessors:
             row,
             torch.tensor(list(bias), dtype=torch.int64, device=device),
             torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
-            grammar,
+            grammar and grammar.fresh(),
         )
 
     def begin(self, requests: Iterable[Request]) -> dict[int, RequestError]:
-        """Add those that ask for something and are not here; return what failed, by sequence."""
+        """Add those that ask for something and are not here; return what failed, by sequence.
+
+        Their grammars are compiled, or failed, by now.
+        """
         failed = {}
         for request in requests:
             if request.params.adjusts_logits and request.key not in self:

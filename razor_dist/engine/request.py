@@ -31,7 +31,8 @@ class Request:
     max_tokens: int  # to generate at most; 0 if the prompt is only pinned
     chunked_prefill_size: int  # the most tokens of the prompt that are prefilled together
     generator: torch.Generator  # of its random draws
-    grammar: Future[Grammar] | None = None  # what the answer must match
+    # What the answer must match; the siblings' is the same.
+    grammar: Future[Grammar] | None = None
     prefix: Request | None = None  # a pinned prefix that this one continues
     sound: bool = True  # False if an error ended it: its caches may hold anything
     space: Hashable = None  # prompts of different ones share no caches
@@ -50,6 +51,11 @@ class Request:
     # The frontend needs it no longer, but those that continue it do.
     released: bool = False
     siblings: list[Request] = field(default_factory=list)  # that have not forked yet
+
+    @property
+    def ready(self) -> bool:
+        """True unless its grammar is still to be compiled."""
+        return self.grammar is None or self.grammar.done()
 
     @property
     def base(self) -> int:

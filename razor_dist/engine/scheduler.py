@@ -84,9 +84,11 @@ class Scheduler:
         """Open the oldest waiting request whose prefix is ready, if all it needs is free.
 
         The last of the plans opens it; those before evict. One that waits for a prompt which has
-        much in common with it, and is being read, lets others pass.
+        much in common with it, and is being read, or for its grammar, lets others pass.
         """
         for index, request in enumerate(self.waiting):
+            if not request.ready:
+                continue
             prefix, together = request.prefix, [request, *request.siblings]
             if len(self.running) + len(together) > self.cache.max_sequences:
                 break

@@ -1,8 +1,8 @@
 """Answers that match a JSON schema, a regular expression, a choice or a grammar, by llguidance.
 
 The frontend checks what a request asks for (`StructuredOutputsParams.check`). Rank 0 compiles it
-with the model's vocabulary (`GrammarCompiler`) while the prompt is read, and masks the tokens that
-cannot follow (`Grammar.fill`) before each is chosen.
+with the model's vocabulary (`GrammarCompiler`) before the request is admitted, and masks the tokens
+that cannot follow (`Grammar.fill`) before each is chosen.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the command line imports this, and loads in a second withou
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Characters of a description, which rank 0 compiles beside its steps.
 _LONGEST = 1 << 18
+# Compiled grammars that are kept.
+_KEPT = 16
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
 
@@ -135,6 +137,10 @@ class Grammar:
         self._matcher, self._ends = matcher, frozenset(ends)
         self.ended = False  # the answer is complete, by an end-of-sequence token
 
+    def fresh(self) -> Grammar:
+        """Return a copy, for another answer; this one must not have begun."""
+        return Grammar(self._matcher.deep_copy(), list(self._ends))
+
     def fill(self, mask: Tensor) -> None:
         """Write a bit for each token into ``mask``, int32 ``[V / 32]``: 1 if it may come next."""
         from llguidance.torch import fill_next_token_bitmask
@@ -154,7 +160,10 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles requests' grammars in a thread; loads the tokenizer when first asked."""
+    """Compiles requests' grammars in a thread, those that it knows at once.
+
+    The tokenizer is loaded in that thread, by `prepare` or when first asked.
+    """
 
     def __init__(
         self,
@@ -165,24 +174,29 @@ class GrammarCompiler:
         self._load, self._vocab_size, self._ends = load_tokenizer, vocab_size, eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def prepare(self) -> None:
+        """Begin to load the vocabulary, if structured outputs can be had at all."""
+        self._thread.submit(self._vocabulary)
 
     def compile(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """Return a future grammar; its exception is a `RequestError`."""
-        return self._thread.submit(self._compile, params)
+        """Return a future grammar, to be copied; its exception is a `RequestError`."""
+        return self._thread.submit(lambda: self._compiled(params.llguidance()))
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
-        description = params.llguidance()
+    def _compile(self, description: str) -> Grammar:
         from llguidance import LLMatcher
 
-        if self._tokenizer is None:
-            self._tokenizer = self._vocabulary()
-        matcher = LLMatcher(self._tokenizer, description, log_level=0)
-        grammar = Grammar(matcher, self._tokenizer.eos_tokens)
+        tokenizer = self._vocabulary()
+        matcher = LLMatcher(tokenizer, description, log_level=0)
+        grammar = Grammar(matcher, tokenizer.eos_tokens)
         if grammar.error is not None:
             raise grammar.error
         return grammar
 
     def _vocabulary(self) -> LLTokenizer:
+        if self._tokenizer is not None:
+            return self._tokenizer
         from llguidance.hf import from_tokenizer
 
         tokenizer = self._load()
@@ -190,9 +204,10 @@ class GrammarCompiler:
             raise _refusal("the model has no tokenizer, which structured outputs need")
         try:
             fast: Any = tokenizer
-            return from_tokenizer(fast, self._vocab_size, list(self._ends) or None)
+            self._tokenizer = from_tokenizer(fast, self._vocab_size, list(self._ends) or None)
         except ValueError as error:  # not one of the tokenizers library
             raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
+        return self._tokenizer
 
 
 def _library() -> tuple[Any, Any]:

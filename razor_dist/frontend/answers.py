@@ -133,6 +133,7 @@ class LiveChoices:
                         choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:
+                            stream.close(piece.finish_reason)
                             break
         except Exception as error:
             self._events.put_nowait(error)

@@ -69,7 +69,7 @@ class RequestStream(AsyncIterator[Message]):
     Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str, str], None]) -> None:
         self.request_id = request_id
         self._abort = abort
         self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
@@ -91,11 +91,14 @@ class RequestStream(AsyncIterator[Message]):
             raise item
         return item
 
-    def close(self) -> None:
-        """Abort the request, unless it has ended. Never waits."""
+    def close(self, reason: str = "abort") -> None:
+        """Abort the request, unless it has ended. Never waits.
+
+        ``reason`` is for the metrics: "stop" if all that was wanted of the answer is there.
+        """
         if not self.ended:
             self.ended = self.closed = True
-            self._abort(self.request_id)
+            self._abort(self.request_id, reason)
 
     def __enter__(self) -> RequestStream:
         return self
@@ -266,11 +269,11 @@ class EngineClient:
         finally:
             self._being_read -= 1
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: str = "abort") -> None:
         """Abandon a request and free its cache; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
             self._send({"t": "abort", "id": request_id})
-            self.observer.ended(request_id, "abort")
+            self.observer.ended(request_id, reason)
 
     async def stats(self, timeout: float = 30.0) -> Message:
         """Return the engine's counters; `EngineBusyError` if not within ``timeout`` seconds."""

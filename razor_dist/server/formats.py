@@ -144,9 +144,8 @@ class ChatFormat(Format):
         if parser := self._parsers.get(index):
             text = parser.push(piece)
             if finish:
-                rest, calls = parser.end()
+                rest, calls, finish = parser.end(finish)
                 text += rest
-                finish = parser.finish_reason if calls else finish
         if text or logprobs:
             news.append({"delta": {"content": text}, "logprobs": logprobs})
         if calls:
@@ -159,13 +158,12 @@ class ChatFormat(Format):
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
         message: Json = {"role": "assistant", "content": text}
         finish = pieces[-1].finish_reason
-        if self._tools is not None:
+        if self._tools is not None and finish:
             parser = self._parser()
             said = "".join(map(parser.push, pieces))
-            rest, calls = parser.end()
+            rest, calls, finish = parser.end(finish)
             if calls:
                 message |= {"content": said + rest or None, "tool_calls": calls}
-                finish = parser.finish_reason
         return {
             "index": index,
             "message": message,

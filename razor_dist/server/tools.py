@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,71 +36,130 @@ class ToolUse(NamedTuple):
     names: list[str]
 
 
+# Calls, and what behind the marker belongs to none.
+Found = tuple[list[ToolCall], str]
+
+
 @dataclass(frozen=True)
 class _Format:
     """A way to write calls.
 
     ``marker`` is what begins them; without one, ``may_begin`` tells of the text so far whether it
-    is one, ``None`` while that is open. ``parse`` returns the calls in the text behind the marker,
-    none if it holds anything else. ``known_by`` are parts of the templates of models that write so.
+    is one, ``None`` while that is open. ``parse`` reads the text
+    behind the marker. ``known_by`` are parts of the templates of models that write so.
     """
 
-    parse: Callable[[str, Sequence[str]], list[ToolCall]]
+    parse: Callable[[str, Sequence[str]], Found]
     marker: str = ""
     may_begin: Callable[[str, Sequence[str]], bool | None] = lambda text, names: True
     known_by: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_BLANKS = re.compile(r"\s*")
+_HERMES, _HERMES_END = "<tool_call>", re.compile(r"\s*</tool_call>")
+# Since version 11 of its tokenizer, Mistral's calls are a name and the arguments.
+_MISTRAL_NAME = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]")
+
+
+def _value(text: str, at: int) -> tuple[Any, int] | None:
+    """Return the JSON value that comes next in a text, and where it ends."""
+    blanks = _BLANKS.match(text, at)
+    assert blanks is not None
+    try:
+        return _DECODER.raw_decode(text, blanks.end())
+    except (ValueError, RecursionError):
+        return None
+
+
 def _values(text: str, separators: str) -> list[Any]:
     """Return the JSON values of a text, [] if it holds more than them and ``separators``."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    found, at = [], 0
     while at < len(text):
         if text[at] in separators:
             at += 1
             continue
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+        value = _value(text, at)
+        if value is None:
             return []
-        found.append(value)
+        found.append(value[0])
+        at = value[1]
     return found
 
 
-def _calls(values: Sequence[Any], key: str) -> list[ToolCall]:
+def _call(name: object, arguments: object) -> ToolCall | None:
+    """Return the call, if the arguments are an object, or a string that holds one."""
+    # Some models write a string.
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    values = _values(text, " \n")
+    if not isinstance(name, str) or len(values) != 1 or not isinstance(values[0], Mapping):
+        return None
+    return ToolCall(name, text)
+
+
+def _calls(values: Sequence[Any], *keys: str) -> list[ToolCall]:
+    """Return the calls that all of the values are, with the arguments by one of these keys."""
     found = []
     for value in values:
-        if not (isinstance(value, Mapping) and isinstance(value.get("name"), str)):
+        if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+            value = value["function"]
+        given = [value[key] for key in keys if key in value] if isinstance(value, Mapping) else []
+        call = _call(value.get("name"), given[0]) if given else None
+        if call is None:
             return []
-        arguments = value.get(key, {})
-        # Some models write the arguments as a string that holds JSON.
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        found.append(ToolCall(value["name"], text))
+        found.append(call)
     return found
 
 
-def _hermes(text: str, names: Sequence[str]) -> list[ToolCall]:
-    parts = text.replace("</tool_call>", "").split("<tool_call>")
-    return _calls([value for part in parts for value in _values(part, " \n")], "arguments")
+def _hermes(text: str, names: Sequence[str]) -> Found:
+    calls: list[ToolCall] = []
+    unread, text, at = "", _HERMES + text, 0
+    while (begin := text.find(_HERMES, at)) >= 0:
+        unread += text[at:begin].lstrip() if calls else text[at:begin]
+        at = begin + len(_HERMES)
+        before = len(calls)
+        while (value := _value(text, at)) and (found := _calls([value[0]], "arguments")):
+            calls += found
+            at = value[1]
+        if len(calls) == before:
+            unread += _HERMES
+        elif end := _HERMES_END.match(text, at):
+            at = end.end()
+    return calls, unread + (text[at:].lstrip() if calls and not unread else text[at:])
 
 
-def _mistral(text: str, names: Sequence[str]) -> list[ToolCall]:
-    values = _values(text, " \n")
-    flat = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    return _calls(flat, "arguments")
+def _mistral(text: str, names: Sequence[str]) -> Found:
+    if not _MISTRAL_NAME.match(text):
+        values = _values(text, " \n")
+        flat = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+        return _calls(flat, "arguments"), ""
+    calls: list[ToolCall] = []
+    at = 0
+    while name := _MISTRAL_NAME.match(text, at):
+        value = _value(text, name.end())
+        call = None if value is None else _call(name[1], value[0])
+        if value is None or call is None:
+            break
+        calls.append(call)
+        at = value[1]
+    return calls, text[at:].lstrip()
 
 
-def _llama(text: str, names: Sequence[str]) -> list[ToolCall]:
-    calls = _calls(_values(text.removeprefix("<|python_tag|>"), " \n;"), "parameters")
-    return calls if all(call.name in names for call in calls) else []
+def _llama(text: str, names: Sequence[str]) -> Found:
+    values = _values(text.strip().removeprefix("<|python_tag|>"), " \n;")
+    calls = _calls(values, "parameters", "arguments")
+    return (calls if all(call.name in names for call in calls) else []), ""
 
 
-def _glm(text: str, names: Sequence[str]) -> list[ToolCall]:
+def _glm(text: str, names: Sequence[str]) -> Found:
     name, _, arguments = text.strip().partition("\n")
-    values = _values(arguments, " \n")
-    if name.strip() not in names or len(values) != 1 or not isinstance(values[0], Mapping):
-        return []
-    return [ToolCall(name.strip(), json.dumps(values[0]))]
+    call = _call(name.strip(), arguments)
+    return ([call] if call and call.name in names else []), ""
 
 
 def _begins_line(text: str, names: Sequence[str]) -> bool | None:
@@ -110,26 +170,26 @@ def _begins_line(text: str, names: Sequence[str]) -> bool | None:
 
 
 def _begins_with(starts: Sequence[str], text: str, names: Sequence[str]) -> bool | None:
-    text = text.lstrip()
+    text = "".join(text.split())
     if any(text.startswith(start) for start in starts):
         return True
     return None if any(start.startswith(text) for start in starts) else False
 
 
-def _required(text: str, names: Sequence[str]) -> list[ToolCall]:
+def _required(text: str, names: Sequence[str]) -> Found:
     values = _values(text, " \n")
-    return _calls(values[0], "parameters") if len(values) == 1 else []
+    return (_calls(values[0], "parameters") if len(values) == 1 else []), ""
 
 
-def _named(text: str, names: Sequence[str]) -> list[ToolCall]:
-    return [ToolCall(names[0], text)]
+def _named(text: str, names: Sequence[str]) -> Found:
+    return [ToolCall(names[0], text)], ""
 
 
 _FORMATS = {
     # Qwen 2.5 and 3, Hermes, SmolLM 3.
     "hermes": _Format(
         _hermes,
-        "<tool_call>",
+        _HERMES,
         known_by=("<tool_call>", "arguments"),
         unless=("<function=", "<arg_key>"),
     ),
@@ -137,7 +197,7 @@ _FORMATS = {
     # Llama 3.1 to 3.3.
     "llama": _Format(
         _llama,
-        may_begin=partial(_begins_with, ("<|python_tag|>", '{"name"')),
+        may_begin=partial(_begins_with, ("<|python_tag|>", '{"name"', '{"type":"function"')),
         known_by=("<|eot_id|>", "parameters"),
     ),
     # GLM 4.
@@ -198,24 +258,35 @@ def forced(tools: Mapping[str, Mapping[str, Any]], choice: str) -> StructuredOut
     """
     if choice != "required":
         return StructuredOutputsParams(json=dict(tools[choice]))
-    # References begin at the root of a schema.
-    definitions: dict[str, Any] = {}
-    own = {name: dict(schema) for name, schema in tools.items()}
-    for schema in own.values():
-        for name, definition in schema.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise RequestError(f"two tools define {name!r:.80} differently", param="tools")
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": _place(name)}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in own.items()
+        for name in tools
     ]
-    array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    own = {name: _moved(schema, _place(name)) for name, schema in tools.items()}
+    array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": own}
     return StructuredOutputsParams(json=array)
+
+
+def _place(name: str) -> str:
+    return f"#/$defs/{name}"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema for another ``place``: references begin at the root of all."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _moved(part, place) for key, part in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved
 
 
 class ToolParser:
@@ -229,11 +300,11 @@ class ToolParser:
         self._calling: bool | None = None
         # Tokens that the text leaves out, since they are special.
         self._markers: dict[int, str] = {}
-        for marker in (self._form.marker, "<|python_tag|>"):
+        for marker in (self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"):
             token = None if tokenizer is None else tokenizer.get_vocab().get(marker)
             if token is not None and marker:
                 self._markers[token] = marker
-        self.finish_reason = "stop" if use.format == "named" else "tool_calls"
+        self._finish_reason = "stop" if use.format == "named" else "tool_calls"
 
     def push(self, piece: TextPiece) -> str:
         """Add a piece; return the text that is certainly no call."""
@@ -255,10 +326,17 @@ class ToolParser:
             text, self._held = self._held, ""
         return text
 
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, and the calls; what cannot be read as calls is text."""
+    def end(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return the rest of the text, the calls, and why the answer ended, if for ``finish``.
+
+        What cannot be read as calls is text.
+        """
         rest = self._matcher.flush()
-        calls = self._form.parse(self._held, self._names) if self._held.strip() else []
+        calls, unread = (
+            self._form.parse(self._held, self._names) if self._held.strip() else ([], "")
+        )
         if not calls:
-            return rest + (self._form.marker if self._calling else "") + self._held, []
-        return rest, [call.message(self._short_ids) for call in calls]
+            return rest + (self._form.marker if self._calling else "") + self._held, [], finish
+        cut = unread and finish == "length"
+        reason = finish if cut else self._finish_reason
+        return rest + unread, [call.message(self._short_ids) for call in calls], reason

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import Grammar, StructuredOutputsParams
+from razor_dist.engine.structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
 from tests.tokenizer import write_letters
@@ -118,6 +119,33 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert (last["t"], last["param"]) == ("error", "structured_outputs")
     assert "the answer cannot go on" in last["message"]
     assert core.runner.kv_bytes == 0
+
+
+def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_, asked, may = GrammarCompiler._compile, [], threading.Event()
+
+    def slow(self: GrammarCompiler, description: str) -> Grammar:
+        asked.append(description)
+        assert may.wait(60)
+        return compile_(self, description)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    grammars = GrammarCompiler(core._grammars._load, core.runner.shape.vocab_size, [2])
+    monkeypatch.setattr(core, "_grammars", grammars)
+    params = SamplingParams(n=3, max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
+    with pytest.raises(RequestError):  # nothing is compiled for who is refused
+        core.add("long", [5] * (core.max_model_len - 8), params)
+    core.add("a", [50], params)
+    core.add("gone", [50], SamplingParams(structured_outputs={"regex": "[0-9]"}))
+    core.abort("gone")
+    core.add("free", [50], SamplingParams(max_tokens=3, ignore_eos=True))
+    free = [m for _ in range(9) for m in core.step() if m["t"] == "token"]
+    assert [m["id"] for m in free] == ["free"] * 3
+    may.set()
+    assert all(len(tokens(found)) == 5 for found in run(core).values())
+    core.add("again", [50], params)
+    run(core)
+    assert len(asked) == 1
 
 
 def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,6 +32,7 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": PARAMETERS}} for n in NAMES]
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome; {1}"}'
+TAGGED = '{"city": "a <tool_call> b"}'
 
 # Format, answer, its text and its calls.
 ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -57,6 +59,37 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("get_time", ROME), ("get_weather", PARIS)],
     ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call> Done.',
+        "Done.",
+        [("get_time", PARIS)],
+    ),
+    (
+        "hermes",
+        f'Use <tool_call>: <tool_call>{{"name": "get_time", "arguments": {TAGGED}}}</tool_call>',
+        "Use <tool_call>: ",
+        [("get_time", TAGGED)],
+    ),
+    (
+        "mistral",
+        f"[TOOL_CALLS]get_time[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]a1b2[ARGS]{ROME}",
+        "",
+        [("get_time", PARIS), ("get_weather", ROME)],
+    ),
+    ("llama", f'{{ "name": "get_time", "arguments": {PARIS}}}', "", [("get_time", PARIS)]),
+    (
+        "llama",
+        f'{{"type": "function", "function": {{"name": "get_time", "parameters": {PARIS}}}}}',
+        "",
+        [("get_time", PARIS)],
+    ),
+    ("llama", '{"name": "get_time"}', '{"name": "get_time"}', []),
+    *(
+        ("hermes", answer, answer, [])
+        for value in ("null", '{"city": NaN}')
+        for answer in [f'<tool_call>{{"name": "get_time", "arguments": {value}}}']
+    ),
     ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
     ("llama", '{"age": 7}', '{"age": 7}', []),
     ("glm", f"get_weather\n{PARIS}", "", [("get_weather", PARIS)]),
@@ -78,7 +111,7 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolParser(ToolUse(form, NAMES), None)
     text = "".join(map(parser.push, pieces))
-    rest, calls = parser.end()
+    rest, calls, _ = parser.end("stop")
     assert len({call["id"] for call in calls}) == len(calls)
     return text + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
@@ -100,7 +133,7 @@ def test_a_marker_that_is_a_special_token_is_seen() -> None:
     call = f'[{{"name": "get_weather", "arguments": {PARIS}}}]'
     for piece in (TextPiece(5, "So: "), TextPiece(marker, ""), TextPiece(6, call)):
         parser.push(piece)
-    text, [found] = parser.end()
+    text, [found], _ = parser.end("stop")
     assert (text, found["function"]) == ("", {"name": "get_weather", "arguments": PARIS})
     assert len(found["id"]) == 9 and found["id"].isalnum()
 
@@ -179,15 +212,28 @@ def test_a_forced_choice_is_a_grammar() -> None:
     assert [kind["properties"]["name"]["const"] for kind in kinds] == NAMES
 
 
-def test_definitions_of_several_tools_are_found_from_the_root() -> None:
-    where = {"type": "object", "properties": {"place": {"$ref": "#/$defs/Place"}}}
-    place = {"$defs": {"Place": {"enum": ["here", "there"]}}}
-    structured = forced({"a": where | place, "b": where | place}, "required")
+def test_a_second_call_that_is_cut_stays_text() -> None:
+    parser = ToolParser(ToolUse("hermes", NAMES), None)
+    call = f'<tool_call>{{"name": "get_time", "arguments": {PARIS}}}</tool_call>'
+    said = parser.push(TextPiece(5, call + '\n<tool_call>{"name": "get_'))
+    rest, [found], finish = parser.end("length")
+    assert (said + rest, finish) == ('<tool_call>{"name": "get_', "length")
+    assert found["function"] == {"name": "get_time", "arguments": PARIS}
+
+
+def test_each_tools_references_begin_at_its_own_schema() -> None:
+    def tool(*places: str) -> dict[str, Any]:
+        properties = {"place": {"$ref": "#/$defs/Place"}, "inner": {"$ref": "#"}}
+        defs = {"Place": {"enum": list(places)}}
+        return {"type": "object", "properties": properties, "$defs": defs}
+
+    structured = forced({"a": tool("here"), "b": tool("there")}, "required")
     structured.check()
-    assert isinstance(structured.json, dict) and structured.json["$defs"] == place["$defs"]
-    other = {"$defs": {"Place": {"enum": ["nowhere"]}}}
-    with pytest.raises(RequestError, match="two tools define 'Place' differently"):
-        forced({"a": where | place, "b": where | other}, "required")
+    call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
+    jsonschema.validate([call], structured.json)
+    call["parameters"] = {"inner": {"place": "there"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([call], structured.json)
 
 
 @pytest.mark.parametrize("form", ["hermes", "named"])
