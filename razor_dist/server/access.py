@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,8 +53,20 @@ class KeyHolder:
             )
 
     def check_tokens(self, tokens: int) -> None:
-        """Raise `RequestError` (``rate_limit_exceeded``) unless so many more may be in flight."""
-        if self.max_tokens is not None and self.tokens + tokens > self.max_tokens:
+        """Raise `RequestError` unless so many more may be in flight.
+
+        Its code is ``rate_limit_exceeded`` if they may be later.
+        """
+        if self.max_tokens is None:
+            return
+        if tokens > self.max_tokens:
+            raise RequestError(
+                f"this request asks for {tokens} tokens, prompt and max_tokens together; one key "
+                f"may have {self.max_tokens} (--max-tokens-per-key): lower max_tokens or shorten "
+                "the prompt",
+                param="max_tokens",
+            )
+        if self.tokens + tokens > self.max_tokens:
             raise RequestError(
                 f"this key has {self.tokens} tokens in flight and asks for {tokens} more, prompt "
                 f"and max_tokens together; one key may have {self.max_tokens}",
@@ -75,7 +88,8 @@ _account: ContextVar[_Account | None] = ContextVar("account", default=None)
 def charge(tokens: int) -> None:
     """Count tokens of the request at hand for its key until its response has ended.
 
-    Raises `RequestError` (``rate_limit_exceeded``) if the key has too many in flight.
+    Raises `RequestError` if the key may not have as many, ever or beside those in flight
+    (``rate_limit_exceeded``).
     """
     account = _account.get()
     if account is not None:
@@ -113,7 +127,7 @@ class Access:
         self.app = app
         self._holders = holders
         self._origins = {origin.lower() for origin in config.allowed_origins}
-        hosts = {host.lower() for host in config.allowed_hosts}
+        hosts = {host.lower().removesuffix(".") for host in config.allowed_hosts}
         bound = config.host.lower()
         self._any_host = "*" in hosts or not (hosts or is_loopback(bound))
         self._hosts = hosts | {bound, "localhost"}
@@ -137,7 +151,8 @@ class Access:
         # Without one it is HTTP/1.0, which no browser speaks.
         if host is not None and not self._any_host:
             name = _host_name(host)
-            if name not in self._hosts and not is_loopback(name):
+            # What leads to an address cannot be made to lead elsewhere: rebinding needs a name.
+            if name not in self._hosts and not _is_address(name):
                 raise RequestError(
                     f"this server is not known as {name!r:.80}; name it with --allowed-hosts",
                     code="host_not_allowed",
@@ -180,7 +195,7 @@ def load_keys(config: ServerConfig) -> dict[bytes, KeyHolder]:
     if config.api_key_file is not None:
         path = Path(config.api_key_file).expanduser()
         lines = read_text(path, "api_key_file").splitlines()
-        found = [line.partition("#")[0].strip() for line in lines]
+        found = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
         found = [key for key in found if key]
         if not found or not all(map(is_key, found)):
             raise ConfigError(
@@ -213,10 +228,18 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _host_name(header: str) -> str:
-    """Return the host of a ``Host`` header, without its port and an IPv6 address's brackets."""
+    """Return the host of a ``Host`` header: no port, no brackets of IPv6, no final dot."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
+    return header.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

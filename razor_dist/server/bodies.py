@@ -9,12 +9,20 @@ from starlette.requests import Request
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 
-# Bytes of a body for which it gets a second more.
-_BYTES_PER_SECOND = 64 * 1024
+# Bytes of a body for which it gets a second more, and by which its progress is measured.
+_STEP = 64 * 1024
+# Seconds in which a body must have come a step further, once it is not small; and while another
+# lacks the room that it takes.
+STALL_TIMEOUT, PATIENCE = 10.0, 3.0
+# Bytes of a small body, and bytes that only small ones may take beyond the bound.
+_SMALL, _RESERVE = 256 * 1024, 8 * 2**20
 
 
 class Body(bytearray):
     """A body that counts for its reader's bound for as long as it is in memory."""
+
+    progress_at = 0.0  # when it last came a step further, on the loop's clock
+    dropped = False
 
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader
@@ -22,6 +30,12 @@ class Body(bytearray):
     def grow(self, chunk: bytes) -> None:
         self._reader.used += len(chunk)
         self += chunk
+
+    def drop(self) -> None:
+        """Give up what has come, for others."""
+        self._reader.used -= len(self)
+        self.clear()
+        self.dropped = True
 
     def __del__(self) -> None:
         self._reader.used -= len(self)
@@ -34,6 +48,8 @@ class BodyReader:
         self._max_bytes = int(config.max_body_mb * 2**20)
         self._max_total = max(self._max_bytes, int(config.max_total_body_mb * 2**20))
         self._seconds = config.body_timeout
+        # Bodies of a step and more that are being read; the first has stalled for the longest.
+        self._reading: dict[asyncio.Timeout, Body] = {}
         self.used = 0
 
     async def read_json(self, request: Request) -> Body:
@@ -45,7 +61,8 @@ class BodyReader:
 
         Raises `RequestError` if it says otherwise (``unsupported_media_type``), is larger than one
         body may be (``body_too_large``, at once if its length is declared), if all bodies together
-        are (``bodies_full``), or if it comes too slowly (``body_timeout``).
+        are (``bodies_full``), or if it comes too slowly (``body_timeout``). When there is no room,
+        the one of the others that has stalled for the longest is dropped.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A page may send anything else to any server without asking it first.
@@ -58,28 +75,52 @@ class BodyReader:
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()
-        body = Body(self)
-        begun = asyncio.get_running_loop().time()
+        body, loop = Body(self), asyncio.get_running_loop()
+        begun, limit = loop.time(), asyncio.timeout(self._seconds)
         try:
-            async with asyncio.timeout_at(begun + self._seconds) as limit:
+            async with limit:
                 async for chunk in request.stream():
-                    if len(body) + len(chunk) > self._max_bytes:
-                        raise self._too_large()
-                    if self.used + len(chunk) > self._max_total:
-                        raise RequestError(
-                            "the requests that are being read fill the memory set aside for them "
-                            "(--max-total-body-mb); try again later",
-                            code="bodies_full",
-                        )
+                    if body.dropped:  # with the time-out on its way
+                        raise TimeoutError
+                    self._make_room(body, len(chunk), loop.time())
+                    steps = len(body) // _STEP
                     body.grow(chunk)
-                    limit.reschedule(begun + self._seconds + len(body) / _BYTES_PER_SECOND)
+                    if len(body) // _STEP > steps:
+                        body.progress_at = loop.time()
+                        self._reading.pop(limit, None)
+                        self._reading[limit] = body
+                    end = begun + self._seconds + len(body) / _STEP
+                    if len(body) > _SMALL:
+                        end = min(end, body.progress_at + STALL_TIMEOUT)
+                    limit.reschedule(end)
         except TimeoutError:
             raise RequestError(
-                f"the body came too slowly: {len(body)} bytes in {self._seconds:g} s and one for "
-                "each 64 KiB (--body-timeout)",
+                f"the body came too slowly: it has {self._seconds:g} s and one for each 64 KiB "
+                f"(--body-timeout), beyond 256 KiB {STALL_TIMEOUT:g} s at most for each 64 KiB, "
+                f"and {PATIENCE:g} s when others lack the room",
                 code="body_timeout",
             ) from None
+        finally:
+            self._reading.pop(limit, None)
         return body
+
+    def _make_room(self, body: Body, size: int, now: float) -> None:
+        """See to it that a body can grow by so many bytes, or raise `RequestError`."""
+        if len(body) + size > self._max_bytes:
+            raise self._too_large()
+        room = self._max_total + (_RESERVE if len(body) + size <= _SMALL else 0)
+        while size and self.used + size > room:
+            limit, stalled = next(iter(self._reading.items()), (None, body))
+            if limit is None or stalled is body or now - stalled.progress_at < PATIENCE:
+                raise RequestError(
+                    "the requests that are being read fill the memory set aside for them "
+                    "(--max-total-body-mb); try again later",
+                    code="bodies_full",
+                )
+            del self._reading[limit]
+            stalled.drop()
+            if not limit.expired():
+                limit.reschedule(now)
 
     def _too_large(self) -> RequestError:
         return RequestError(

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import resource
+import ssl
+from asyncio.sslproto import SSLProtocol
 from typing import Any
 
 import h11
@@ -34,19 +36,27 @@ class BoundedProtocol(H11Protocol):
 
     header_timeout = 10.0
     max_connections = 1024
-    # Connections of the process that have not sent their request, the oldest first.
+    # Connections of the process, and those that have not sent their request, the oldest first.
+    _open: set[BoundedProtocol] = set()  # noqa: RUF012 - shared on purpose
     _sending: dict[BoundedProtocol, None] = {}  # noqa: RUF012 - shared on purpose
     _header_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self not in self._open:
+            self.accept(transport, _BUSY)
+
+    def accept(self, transport: asyncio.Transport, refusal: bytes) -> None:
+        """Count a connection, which with TLS is not made yet, and begin waiting for its request."""
+        self.transport = transport
+        self._open.add(self)
         self._sending[self] = None
         self._await_headers()
-        if len(self.connections) > self.max_connections:
+        if len(self._open) > self.max_connections:
             oldest = next(iter(self._sending))
             if oldest is self:  # all others have sent theirs
-                transport.write(_BUSY)
+                transport.write(refusal)
                 transport.close()
             else:
                 del self._sending[oldest]  # now: it is told of its end later, and others may come
@@ -62,8 +72,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._sending.pop(self, None)
-        self._stop_timers()
+        self.forget()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -97,10 +106,32 @@ class BoundedProtocol(H11Protocol):
         log.debug("a connection sent no request within %g s and is closed", self.header_timeout)
         self.transport.abort()
 
-    def _stop_timers(self) -> None:
+    def forget(self) -> None:
+        """End counting and waiting; does nothing the second time."""
+        self._open.discard(self)
+        self._sending.pop(self, None)
         for timer in (self._header_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
+
+
+class TlsProtocol(SSLProtocol):
+    """TLS of a connection that is counted, and must send its request, from when it is accepted.
+
+    asyncio's own servers tell a protocol of its connection only when the handshake is done.
+    """
+
+    def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
+        super().__init__(protocol.loop, protocol, context, None, server_side=True)
+        self._bounded = protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bounded.accept(transport, b"")  # nobody could read an answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._bounded.forget()
 
 
 def bounded_protocol(header_timeout: float, max_connections: int) -> type[BoundedProtocol]:
@@ -120,6 +151,7 @@ def bounded_protocol(header_timeout: float, max_connections: int) -> type[Bounde
     limits: dict[str, Any] = {
         "header_timeout": header_timeout,
         "max_connections": min(possible, max_connections),
+        "_open": set(),
         "_sending": {},
     }
     return type("Protocol", (BoundedProtocol,), limits)

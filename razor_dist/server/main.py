@@ -39,7 +39,7 @@ from razor_dist.models.registry import check_local_model, resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
-from razor_dist.server.connections import bounded_protocol, quiet_loop
+from razor_dist.server.connections import TlsProtocol, bounded_protocol, quiet_loop
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.service import RequestReader, Service
 
@@ -139,7 +139,8 @@ class Frontend:
             await http
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        config = self.config
+        config, tls = self.config, self._tls
+        protocol = bounded_protocol(config.header_timeout, config.max_connections)
         settings: Any = {
             "lifespan": "off",
             "log_config": None,
@@ -147,13 +148,13 @@ class Frontend:
             "backlog": _ACCEPTED_AT_ONCE,
             "access_log": False,  # it has paths that clients write
             "timeout_graceful_shutdown": _GRACE,
-            "http": bounded_protocol(config.header_timeout, config.max_connections),
+            "http": protocol
+            if tls is None
+            else lambda **given: TlsProtocol(protocol(**given), tls),
             "ws": "none",
             "server_header": False,
             "proxy_headers": False,
         }
-        if (tls := self._tls) is not None:
-            settings["ssl_context_factory"] = lambda *_: tls
         return uvicorn.Config(build_app(self._service, self._keys), **settings)
 
     async def _drain(self, server: uvicorn.Server) -> None:

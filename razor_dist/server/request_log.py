@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from razor_dist.server.errors import Failure
@@ -84,7 +85,7 @@ class RequestLog:
         finally:
             _record.reset(token)
             # The route's pattern, not the path: that is the client's writing.
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = getattr(scope.get("route") or _route(scope), "path", "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._count.labels(route, method, status).inc()
             fields = {
@@ -102,3 +103,9 @@ class RequestLog:
             told = [(name, value) for name, value in fields.items() if value not in (None, 0)]
             text = " ".join(f"{name}={value}" for name, value in told)
             log.log(level, "%s", text, extra={"fields": fields})
+
+
+def _route(scope: Scope) -> BaseRoute | None:
+    """Return the route that a request was for which was refused before it came there."""
+    routes = scope["app"].routes
+    return next((route for route in routes if route.matches(scope)[0] != Match.NONE), None)

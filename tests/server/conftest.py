@@ -1,5 +1,6 @@
 """Fixtures of the server's tests."""
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -12,3 +13,19 @@ def url() -> Iterator[str]:
     """A ready server with small limits, shared by all tests that leave it as it was."""
     with fake_server("--max-queue", "4", "--max-body-mb", "1") as server:
         yield server.url()
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=razor", "-out", files[0], "-keyout", files[1]]
+    try:
+        subprocess.run(
+            [*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate")
+    return files

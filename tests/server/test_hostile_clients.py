@@ -6,6 +6,7 @@ import asyncio
 import resource
 import select
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,13 +16,19 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import Request
 from uvicorn.server import ServerState
 
+from razor_dist.config.errors import RequestError
+from razor_dist.config.schema import ServerConfig
+from razor_dist.server import bodies
 from razor_dist.server import connections as connections_module
+from razor_dist.server.bodies import BodyReader
 from razor_dist.server.connections import bounded_protocol
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server, health, wait_until
 
+JSON = {"Content-Type": "application/json"}
 TEXT = {"model": "smollm2", "prompt": "Hello"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -96,25 +103,90 @@ def test_a_body_that_drips_gets_408(tight: ServerProcess) -> None:
 def test_all_bodies_together_are_bounded(tight: ServerProcess) -> None:
     url = tight.url()
     large = HEAD + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_500_000
-    with connections(tight, 2, large):  # 3.0 of 3.1 million bytes
-        refused = b""
-
-        def full() -> bool:
-            nonlocal refused
-            answer = httpx.post(
-                f"{url}/v1/completions", json={**TEXT, "prompt": "a" * 500_000}, timeout=20
-            )
-            refused = answer.content
-            return answer.status_code == 429 and answer.headers["retry-after"] == "1"
-
-        assert wait_until(full, 10), refused
-        assert b"bodies_full" in refused
+    with connections(tight, 2, large) as clients:
+        # To the last byte of 3 MiB, and no more than is there.
+        clients[0].sendall(b" " * 145_728)
         assert health(url) == (200, "ready")
         # A small one still fits.
         assert httpx.post(f"{url}/v1/completions", json=TEXT).status_code == 200
+        data = b" " * 500_000
+        full = httpx.post(f"{url}/v1/completions", content=data, headers=JSON, timeout=20)
+        assert full.json()["error"]["code"] == "bodies_full"
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
     free = {**TEXT, "prompt": "a" * 500_000}  # which the context does not hold
     read = httpx.post(f"{url}/v1/completions", json=free, timeout=60)
     assert read.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def upload(reader: BodyReader, chunks: list[int], *, ends: bool = False) -> Any:
+    """What a body gets of which such chunks come at once, and an end or nothing more."""
+    left = list(chunks)
+
+    async def receive() -> dict[str, Any]:
+        if left or ends:
+            chunk = b" " * left.pop(0)
+            return {"type": "http.request", "body": chunk, "more_body": bool(left) or not ends}
+        return await asyncio.Event().wait() or {}
+
+    headers = [(b"content-type", b"application/json")]
+    try:
+        request = Request({"type": "http", "headers": headers}, receive)
+        return len(await reader.read_json(request))
+    except RequestError as error:
+        return error.code
+
+
+def test_uploads_that_stop_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "PATIENCE", 0.2)
+    mb = 2**20
+
+    async def main() -> None:
+        reader = BodyReader(ServerConfig(max_body_mb=2, max_total_body_mb=3))
+        stopped = [
+            asyncio.create_task(upload(reader, [mb, mb - 1])),
+            asyncio.create_task(upload(reader, [mb, 1])),
+        ]
+        await asyncio.sleep(0.05)
+        assert reader.used == 3 * mb
+        small = [mb // 8, mb // 8]  # has room of its own
+        assert await upload(reader, small, ends=True) == mb // 4
+        assert await upload(reader, [mb // 4, 1], ends=True) == "bodies_full"
+        await asyncio.sleep(0.3)
+        assert await upload(reader, [mb, mb], ends=True) == 2 * mb
+        assert await stopped[0] == "body_timeout"  # and the other may go on
+        assert not stopped[1].done() and reader.used == mb + 1
+        stopped[1].cancel()
+
+    asyncio.run(main())
+
+
+def test_an_upload_that_stops_is_given_up_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "STALL_TIMEOUT", 0.1)
+
+    async def main() -> None:
+        reader = BodyReader(ServerConfig())
+        async with asyncio.timeout(10):  # it would have 16 minutes more for its size
+            assert await upload(reader, [2**26 - 1]) == "body_timeout"
+        assert reader.used == 0
+
+    asyncio.run(main())
+
+
+def test_with_tls_connections_count_before_their_handshake(certificate: tuple[str, str]) -> None:
+    files = ("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1])
+    limits = ("--header-timeout", "1.5", "--max-connections", "12")
+    context = ssl.create_default_context(cafile=certificate[0])
+    with fake_server(*files, *limits) as server:
+        url = server.url(r"^Serving .* on (https://\S+)$")
+        address = ("127.0.0.1", httpx.URL(url).port or 0)
+        with ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+            assert wait_until(lambda: open_ones(clients) <= 12, 10)
+            with httpx.Client(verify=context) as http:
+                assert http.get(f"{url}/health").status_code == 200
+                assert http.post(f"{url}/v1/completions", json=TEXT).status_code == 200
+            assert wait_until(lambda: open_ones(clients) == 0, 10)
+        assert "Traceback" not in server.log
 
 
 def test_connections_of_which_all_are_busy_refuse_one_more(tight: ServerProcess) -> None:
