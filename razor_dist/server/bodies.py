@@ -93,7 +93,10 @@ class BodyReader:
                     if len(body) > _SMALL:
                         end = min(end, body.progress_at + STALL_TIMEOUT)
                     limit.reschedule(end)
-        except TimeoutError:
+        except BaseException as error:
+            body.drop()  # now: the traceback may keep it for a while
+            if not isinstance(error, TimeoutError):
+                raise
             raise RequestError(
                 f"the body came too slowly: it has {self._seconds:g} s and one for each 64 KiB "
                 f"(--body-timeout), beyond 256 KiB {STALL_TIMEOUT:g} s at most for each 64 KiB, "
