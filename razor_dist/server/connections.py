@@ -122,14 +122,15 @@ class TlsProtocol(SSLProtocol):
     """
 
     def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
-        super().__init__(protocol.loop, protocol, context, None, server_side=True)
+        nobody_waits: Any = None  # which the stubs do not know
+        super().__init__(protocol.loop, protocol, context, nobody_waits, server_side=True)
         self._bounded = protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._bounded.accept(transport, b"")  # nobody could read an answer
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._bounded.forget()
 
