@@ -8,6 +8,7 @@ that cannot follow (`Grammar.fill`) before each is chosen.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,10 +108,10 @@ class StructuredOutputsParams:
         matcher, grammar_from = _library()
         try:
             match self._kind:
+                case "choice":  # llguidance's own fails, in mid-answer, above 2,000
+                    return matcher.grammar_from_regex("|".join(map(re.escape, self.choice or ())))
                 case "regex":
                     return matcher.grammar_from_regex(self.regex)
-                case "choice":
-                    return grammar_from("choice", list(self.choice or ()))
                 case "grammar":
                     return grammar_from("grammar", self.grammar)
             return matcher.grammar_from_json_schema(self._schema(), overrides=self._json_options())

@@ -63,6 +63,8 @@ def test_whatever_kind_is_asked_for_is_matched(core: EngineCore, ignore_eos: boo
     settings: dict[str, Any] = {"temperature": 1.5, "ignore_eos": ignore_eos, "seed": 1}
     choice = ["yes", "no", 'say "maybe"', "maybe not"]
     assert all(text in choice for text in texts(core, {"choice": choice}, **settings))
+    many = [f"[{n}]" for n in range(3000)]
+    assert all(text in many for text in texts(core, {"choice": many}, **settings))
     pattern = "(ab|c[0-9]{2,4}){2}!"
     found = texts(core, {"regex": pattern}, frequency_penalty=0.5, **settings)
     assert all(re.fullmatch(pattern, text) for text in found) and len(set(found)) > 1

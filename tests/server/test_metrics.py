@@ -105,6 +105,19 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
     assert counts == {"200": 3, "400": 1, "499": 1}
 
 
+def test_a_stop_string_is_no_abort(server: ServerProcess) -> None:
+    def ended() -> dict[str, float]:
+        found, name = scrape(server), "razor:request_success_total"
+        reasons = ("stop", "abort")
+        at = {r: (name, frozenset({**MODEL, "finished_reason": r}.items())) for r in reasons}
+        return {reason: found.get(where, 0.0) for reason, where in at.items()}
+
+    before = ended()
+    [choice] = ask(server, "a b c d e f g", stop=" d", max_tokens=7).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (" g f e", "stop")
+    assert ended() == {"stop": before["stop"] + 1, "abort": before["abort"]}
+
+
 def test_the_ranks_counters_are_metrics(server: ServerProcess) -> None:
     with stream(server, [fake_engine.HANG]):
         assert wait_until(
