@@ -15,7 +15,7 @@ from razor_dist.documents.corpus import reference_paragraphs
 from tests.server.browser import chromium
 from tests.server.process import ROOT, ServerProcess
 
-CHARACTERS = 24_000
+CHARACTERS = 16_000
 QUESTIONS = ("What is an expression list?", "And what is a generator?")
 SCREENS = {"light": (1100, 760), "dark": (1100, 760), "phone": (390, 780)}
 
@@ -26,7 +26,7 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     options: Any = {"viewport": {"width": width, "height": height}}
     scheme: Any = "light" if screen == "light" else "dark"
     page = browser.new_context(color_scheme=scheme, **options).new_page()
-    page.add_init_script("sessionStorage['razor_dist settings'] = '{\"maxTokens\": 100}'")
+    page.add_init_script("sessionStorage['razor_dist settings'] = '{\"maxTokens\": 60}'")
     page.goto(url)
     # Another beginning each time, so that it is read anew.
     text = f"For the {screen} screen.\n\n" + "\n\n".join(reference_paragraphs())
@@ -51,7 +51,7 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "2"]
-    chunks = ["--chunked-prefill-size", "512", "--window-max", "512", "--window-min", "512"]
+    chunks = ["--chunked-prefill-size", "512", "--window-max", "256", "--window-min", "256"]
     with ServerProcess(*command, *chunks) as server, chromium() as browser:
         url = server.url(timeout=180)
         for screen in SCREENS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 
 import httpx
-import psutil
 import pytest
 
 from tests.documents import files
@@ -74,12 +73,8 @@ def test_who_hangs_up_ends_the_reader() -> None:
         url = server.url()
         before = len(server.family())
 
-        def readers() -> list[psutil.Process]:
-            return [p for p in server.family() if "razor_dist.documents.read" in p.cmdline()]
-
         with pytest.raises(httpx.ReadTimeout):
             path = f"{url}/documents/text"
             slow = files.epub(page="<p/>" * 10**6)  # many seconds
             httpx.post(path, content=slow, headers=OCTETS, timeout=httpx.Timeout(30, read=1.0))
-        assert wait_until(lambda: not readers(), 3)
-        assert wait_until(lambda: len(server.family()) == before, 10)
+        assert wait_until(lambda: len(server.family()) == before, 3)

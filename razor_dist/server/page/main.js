@@ -137,7 +137,7 @@ async function send(question) {
   $("turns").append(view.element);
   showPending();
   store.save(conversation);
-  view.element.scrollIntoView({ block: "nearest" });
+  toEnd();
   const reading = new Reading(view.reading, announce);
   let saved = performance.now();
   let finish = null;
@@ -162,7 +162,7 @@ async function send(question) {
   if (error && !turn.answer) {
     takeBack(view, stopped ? "Stopped before an answer came." : turn.note);
   } else {
-    view.show();
+    follow(() => view.show());
     announce(stopped ? "Stopped." : error ? turn.note : "The answer is complete.");
   }
   store.save(conversation);
@@ -195,10 +195,14 @@ async function readAhead() {
 
 /** Keeps the end in view while it grows, unless the reader has scrolled away from it. */
 function follow(change) {
-  const page = document.scrollingElement;
-  const atEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 80;
+  const atEnd = $("turns").getBoundingClientRect().bottom < innerHeight + 80;
   change();
-  if (atEnd) page.scrollTop = page.scrollHeight;
+  if (atEnd) toEnd();
+}
+
+function toEnd() {
+  // Where there is one column, the gauge comes after the question.
+  $("ask").scrollIntoView({ block: "end" });
 }
 
 // The server's state
