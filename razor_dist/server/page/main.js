@@ -195,14 +195,13 @@ async function readAhead() {
 
 /** Keeps the end in view while it grows, unless the reader has scrolled away from it. */
 function follow(change) {
-  const atEnd = $("turns").getBoundingClientRect().bottom < innerHeight + 80;
+  const atEnd = $("turns").getBoundingClientRect().bottom < innerHeight;
   change();
   if (atEnd) toEnd();
 }
 
 function toEnd() {
-  // Where there is one column, the gauge comes after the question.
-  $("ask").scrollIntoView({ block: "end" });
+  $("turns").scrollIntoView({ block: "end" });
 }
 
 // The server's state
