@@ -52,6 +52,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "2"]
     chunks = ["--chunked-prefill-size", "512", "--window-max", "256", "--window-min", "256"]
+    chunks += ["--prefix-tail-tokens", "128"]
     with ServerProcess(*command, *chunks) as server, chromium() as browser:
         url = server.url(timeout=180)
         for screen in SCREENS:

@@ -39,7 +39,7 @@ export class Gauge {
     words.textContent =
       full > now
         ? `${(full / now).toFixed(1)} times less memory: ${heads}.`
-        : `No less memory: ${heads}, and the context is no longer than the windows of the others.`;
+        : `No less memory yet: ${heads}, and the windows of the others, one on each rank, are together no shorter than the context.`;
     return group(words, list);
   }
 }
