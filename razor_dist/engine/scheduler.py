@@ -84,7 +84,8 @@ class Scheduler:
         """Open the oldest waiting request whose prefix is ready, if all it needs is free.
 
         The last of the plans opens it; those before evict. One that waits for a prompt which has
-        much in common with it, and is being read, or for its grammar, lets others pass.
+        much in common with it, and is being read, or for its grammar, lets others pass; so does one
+        whose pinned prefix is being read.
         """
         for index, request in enumerate(self.waiting):
             if not request.ready:
@@ -93,7 +94,7 @@ class Scheduler:
             if len(self.running) + len(together) > self.cache.max_sequences:
                 break
             if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
-                break
+                continue
             if index and request.pinned:
                 break  # whoever waits may not fit beside it, and it does not end by itself
             plans = self.admission.open(request, self.running.values())
@@ -115,15 +116,17 @@ class Scheduler:
         running = [r for r in self.running.values() if not r.unforked]
         unread = self.turns.first_class([r for r in running if not r.prefilled])
         answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
-        joining = self.turns.together([r for r in unread if self.turns.joins(r)])
+        long = [r for r in unread if not self.turns.joins(r)]
+        short = [r for r in unread if self.turns.joins(r)]
+        # At least half of a step is left for a long prompt, or it would starve among short ones.
+        joining, joined = self.turns.together(short, part=0.5 if long else 1.0)
         pieces = [Piece(r.key, torch.tensor(r.generated[-1:])) for r in answering]
         pieces += [self._piece(r, math.inf) for r in joining]
-        long = [r for r in unread if not self.turns.joins(r)]
         if long:
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
-            length = self.turns.length(request, others, answering=bool(answering))
+            length = self.turns.length(request, others, answering=bool(answering), joined=joined)
             pieces.append(self._piece(request, length))
         return StepPlan.step(pieces) if pieces else None
 

@@ -164,21 +164,25 @@ class Turns:
         # What is before a short prompt stays sharded.
         return work + prompt.short * (self._ranks - 1) * self.cost.work(tokens, 0)
 
-    def together(self, prompts: Sequence[Request]) -> list[Request]:
-        """Choose from those that may join a step: the oldest that fit ``max_step``, one at least.
+    def together(
+        self, prompts: Sequence[Request], *, part: float = 1.0
+    ) -> tuple[list[Request], float]:
+        """Choose from those that may join a step; return them and the seconds that they add to it.
 
-        ``prompts`` come in the order in which they were admitted.
+        They are the oldest that fit this ``part`` of ``max_step``, one at least. ``prompts`` come
+        in the order in which they were admitted.
         """
         chosen: list[Request] = []
-        work = tokens = 0.0
+        seconds = tokens = 0.0
         for prompt in self.first_class(prompts):
             n = prompt.end - prompt.begin
-            work += self.work(prompt, n)
+            work = self.work(prompt, n)
             tokens += n if prompt.short else n / self._ranks
-            if chosen and (work > self._max_step or tokens > _JOINING):
+            if chosen and (seconds + work > part * self._max_step or tokens > _JOINING):
                 break
             chosen.append(prompt)
-        return chosen
+            seconds += work
+        return chosen, seconds
 
     def choose(self, prompts: Sequence[Request]) -> Request:
         """Return the prompt to read from next.
@@ -195,11 +199,14 @@ class Turns:
         # All of them wait until now, so that the later one arrived, the less it has waited.
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
-    def length(self, prompt: Request, others: Sequence[Request], *, answering: bool) -> float:
+    def length(
+        self, prompt: Request, others: Sequence[Request], *, answering: bool, joined: float = 0.0
+    ) -> float:
         """Tokens of its next chunk, at most.
 
         They are those of one step's time if anybody is ``answering``, or if of the ``others`` that
-        are being read one has little left: for the rest that would be overhead.
+        are being read one has little left: for the rest that would be overhead. Prompts that join
+        the step have taken ``joined`` seconds of it, but at least half is left.
         """
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
@@ -207,6 +214,7 @@ class Turns:
             self._alone = 0.0
         else:
             step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * self._alone))
+        step -= min(joined, step / 2)
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
         return min(most, self.cost.tokens(step, prompt.prefilled_to))

@@ -283,6 +283,16 @@ def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() ->
     assert free_places(runner.streaming[0]) == runner.streaming[0].arena.places
 
 
+def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
+    core, _ = make_core(pages=30)
+    core.scheduler.turns.joins = lambda *_: False
+    add(core, "doc", 24, pin=True)
+    add(core, "question", 2, 1, prefix="doc")
+    add(core, "other", 3, 1)
+    ends = [m["id"] for m in run(core) if m["t"] == "token" and m["finish"]]
+    assert ends == ["other", "question"]
+
+
 def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     core, runner = make_core(pages=10, slots=2)
     add(core, "doc", 12, pin=True)

@@ -143,16 +143,25 @@ def test_what_stays_sharded_is_not_repeated() -> None:
 def test_prompts_share_a_step_as_far_as_it_goes() -> None:
     prompts = [request(key, 50, 0.0) for key in range(5)]
     for ranks in (1, 2, 8):  # 0.1 s each, in chunks; on one rank also if they are short
-        assert learned(ranks).together(prompts) == prompts[:2]
+        assert learned(ranks).together(prompts) == (prompts[:2], pytest.approx(0.2, rel=0.01))
+        assert learned(ranks).together(prompts, part=0.5)[0] == prompts[:1]  # beside a chunk
     short = [dataclasses.replace(prompt, short=True) for prompt in prompts]
-    assert learned(1).together(short) == short[:2]
-    assert learned(2).together(short) == short[:1]  # 0.2 s each
+    assert learned(1).together(short)[0] == short[:2]
+    assert learned(2).together(short)[0] == short[:1]  # 0.2 s each
     turns = learned(8)
-    assert turns.together([request(0, 4000, 0.0)]) != []  # one at least
-    assert turns.together([]) == []
+    assert turns.together([request(0, 4000, 0.0)])[0] != []  # one at least
+    assert turns.together([]) == ([], 0)
     urgent = Turns(STEP, by_priority=True)
     first = request(9, 50, 0.0, priority=-1)
-    assert urgent.together([*prompts, first]) == [first]
+    assert urgent.together([*prompts, first])[0] == [first]
+
+
+def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
+    turns, long = learned(), request(0, 40_000, 0.0)
+    # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
+    for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
+        found = turns.length(long, [], answering=True, joined=joined)
+        assert found == pytest.approx(tokens, rel=0.02)
 
 
 def test_who_joins_a_step() -> None:
