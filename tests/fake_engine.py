@@ -32,6 +32,8 @@ VOCAB_SIZE = 49152
 EOS = 2
 # First tokens of a prompt, far up in the vocabulary, and what they make the engine do.
 SLOW_PREFILL, HANG, DIE, REFUSE, ENDLESS = 49001, 49002, 49003, 49004, 49005
+# A file of the model's folder; no rank starts while it is there.
+WAIT = "wait"
 
 
 def _fail_at_start(model: str, rank: int) -> str | None:
@@ -42,6 +44,8 @@ def _fail_at_start(model: str, rank: int) -> str | None:
         return "the head map belongs to another model"
     if "slow-start" in model:
         time.sleep(1.0)
+    while Path(model, WAIT).exists():
+        time.sleep(0.02)
     return None
 
 

@@ -34,7 +34,7 @@ SERVE_OPTIONS = """
     --prefill --prefix-cache --prefix-tail-tokens --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
     --shutdown-timeout --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code
-    --weights --window-max --window-min --window-ratio --world-size
+    --url-file --weights --window-max --window-min --window-ratio --world-size
 """
 
 

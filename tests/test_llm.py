@@ -126,6 +126,14 @@ def test_an_asynchronous_engine_answers_many_tasks_at_once() -> None:
         assert (stats["running"], stats["aborted"]) == (0, 1)
         with pytest.raises(RequestError, match="token id 49152"):
             await answer([49152])
+        hello = [{"role": "user", "content": "Hello"}]
+        for generation in (True, False):
+            outputs = engine.chat(hello, SamplingParams(max_tokens=9), generation)
+            last = [output async for output in outputs][-1]
+            ask = partial(engine.llm.chat, hello, add_generation_prompt=generation)
+            [whole] = await asyncio.to_thread(ask, SamplingParams(max_tokens=9))
+            assert last.outputs == whole.outputs
+            assert last.prompt_token_ids == whole.prompt_token_ids
 
     with FakeAsyncLLM() as engine:
         asyncio.run(main(engine))
@@ -140,6 +148,8 @@ def test_how_an_answer_ends(llm: LLM) -> None:
     three = smollm2_tokenizer()(" three")["input_ids"][0]
     assert end() == (" one two three four", "stop", None)
     assert end(stop="two thr") == (" one ", "stop", "two thr")
+    early = end(stop=[" one", " two", "three"], min_tokens=2)
+    assert early == (" one two ", "stop", "three")
     assert end(stop_token_ids=[three]) == (" one two", "stop", three)
     [cut] = llm.generate(" two one", SamplingParams(max_tokens=1))
     assert (cut.outputs[0].text, cut.outputs[0].finish_reason) == (" one", "length")

@@ -186,6 +186,9 @@ class ServerConfig(EngineConfig):
 
     host: str = _server("127.0.0.1", "Address to listen on.", min_length=1)
     port: int = _server(8000, "Port to listen on; 0 picks a free one.", ge=0, le=65535)
+    url_file: str | None = _server(
+        None, "File for the server's address, written once it listens.", min_length=1
+    )
     served_model_name: str | None = _server(
         None, "Name of the model in the API; none: that of --model.", min_length=1
     )

@@ -66,8 +66,9 @@ class EngineCore:
         share = prefix_cache and not runner.config.scratch_pages
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns, share=share)
         self._requests: dict[str, Request] = {}
-        self._processors = LogitsProcessors(runner.shape.vocab_size, runner.device)
-        self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)
+        vocab_size = runner.shape.vocab_size
+        self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
+        self._grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
         self._next_key = 0
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0

@@ -1,4 +1,4 @@
-"""What some requests ask to be done to logits: penalties, biases, masks of grammars.
+"""What some requests ask to be done to logits: penalties, biases, masks.
 
 All rows of a step that ask for something are computed together; the others are not touched.
 """
@@ -23,13 +23,15 @@ from razor_dist.engine.structured_outputs import Grammar
 _IN_PROMPT = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
     params: SamplingParams
     counts: int | None  # its row of the table of counts
     biased: Tensor  # int64 [b], tokens
     bias: Tensor  # float32 [b]
     grammar: Grammar | None
+    ends: Tensor  # int64 [e], tokens that would end the answer, forbidden below min_tokens
+    length: int = 0  # tokens of the answer, so far
 
 
 class LogitsProcessors:
@@ -38,7 +40,10 @@ class LogitsProcessors:
     The tokens that a sequence has are counted on the device, int32 ``[V]`` each.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        self._eos_token_ids = list(eos_token_ids)
         self._entries: dict[int, _Entry] = {}
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._free: list[int] = []  # rows of it
@@ -56,6 +61,7 @@ class LogitsProcessors:
         """Begin a sequence whose prompt is ``prompts``, and whose answer must match ``grammar``."""
         device = self._counts.device
         bias = params.logit_bias or {}
+        ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)]
         row = None
         if params.penalizes:
             row = self._free_row()
@@ -70,6 +76,7 @@ class LogitsProcessors:
             torch.tensor(list(bias), dtype=torch.int64, device=device),
             torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
             grammar and grammar.fresh(),
+            torch.tensor(ends, dtype=torch.int64, device=device),
         )
 
     def begin(self, requests: Iterable[Request]) -> dict[int, RequestError]:
@@ -120,6 +127,9 @@ class LogitsProcessors:
             at = list(counted)
             counts = self._counts[list(counted.values())]
             logits[at] = _penalized(logits[at], counts, [entries[row].params for row in at])
+        for row, entry in enumerate(entries):
+            if entry.length < entry.params.min_tokens:
+                logits[row, entry.ends] = -torch.inf
         return logits
 
     def accept(self, chosen: Mapping[int, int]) -> None:
@@ -129,6 +139,7 @@ class LogitsProcessors:
             entry = self._entries.get(key)
             if entry is None:
                 continue
+            entry.length += 1
             if entry.counts is not None:
                 pairs.append((entry.counts, token))
             if entry.grammar is not None:

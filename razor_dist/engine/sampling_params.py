@@ -28,6 +28,7 @@ _NUMBERS = (
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
     ("max_tokens", lambda n: n >= 1, "at least 1"),
+    ("min_tokens", lambda n: n >= 0, "at least 0"),
     ("temperature", lambda t: 0.0 <= t <= 2.0, "between 0 and 2"),
     ("top_p", lambda p: 0.0 < p <= 1.0, "in (0, 1]"),
     ("top_k", lambda k: k >= -1, "-1, 0 or positive"),
@@ -46,6 +47,7 @@ class SamplingParams:
 
     ``n``                   answers to generate; the prompt is read once for all of them
     ``max_tokens``          tokens to generate at most; None means as many as the context holds
+    ``min_tokens``          no stop string, stop token or end of sequence ends the answer before
     ``temperature``         0 is greedy, and so is what lies below 1e-5
     ``top_p``               nucleus mass in (0, 1]
     ``top_k``               keep the ``top_k`` likeliest tokens; 0 or -1 keeps all
@@ -70,6 +72,7 @@ class SamplingParams:
 
     n: int = 1
     max_tokens: int | None = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -100,6 +103,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not holds(value):
                 raise RequestError(f"{name} must be {range_}, got {value}", param=name)
+        self._check_min_tokens()
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", param="stop")
         longest = max(map(len, self.stop), default=0)
@@ -124,7 +128,8 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """True if tokens are chosen by other logits than the model's."""
-        return self.penalizes or bool(self.logit_bias) or self.structured_outputs is not None
+        others = self.logit_bias, self.structured_outputs, self.min_tokens
+        return self.penalizes or any(others)
 
     def for_answer(self, index: int) -> SamplingParams:
         """Return the parameters of one of the ``n`` answers, which draws by a seed of its own."""
@@ -143,7 +148,7 @@ class SamplingParams:
             raise RequestError(
                 f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
             )
-        for name in ("n", "top_k", "priority"):
+        for name in ("n", "min_tokens", "top_k", "priority"):
             _check_int(name, getattr(self, name))
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -151,6 +156,15 @@ class SamplingParams:
                 _check_int(name, value)
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token)
+
+    def _check_min_tokens(self) -> None:
+        problem = None
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problem = f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+        elif self.min_tokens and self.structured_outputs is not None:
+            problem = "excludes structured_outputs: what matches them may be shorter"
+        if problem:
+            raise RequestError(f"min_tokens {problem}", param="min_tokens")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

@@ -41,6 +41,7 @@ class Assembler:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopMatcher(params.stop)
+        self._count = 0  # tokens so far
 
     def push(self, message: Message) -> TextPiece:
         """Return the piece of one ``token`` message; the last one has a ``finish_reason``.
@@ -50,7 +51,10 @@ class Assembler:
         token: int = message["token"]
         finish: str | None = message["finish"]
         offset = 0 if self._detokenizer is None else self._detokenizer.length
-        text, stop = self._stops.push(self._text(token, finish))
+        text, stop = self._text(token, finish), None
+        self._count += 1
+        if self._count > self._params.min_tokens:
+            text, stop = self._stops.push(text)
         stop_reason: str | int | None = stop
         if stop is not None:
             finish = "stop"

@@ -8,11 +8,16 @@ Setting the parent-death signal here, and not between fork and exec, spares the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # each rank and reader runs this module
+    from asyncio.subprocess import Process
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +25,17 @@ _PR_SET_PDEATHSIG = 1
 def guarded(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module in a process that dies with this one."""
     return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+
+
+def send_signal(process: Process, number: signal.Signals) -> None:
+    """Send a signal to a process that asyncio has started, unless it has ended.
+
+    The process's own method would wait for one that has just ended, and asyncio then finds none to
+    wait for: it logs that, and takes 255 for the exit code.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def die_with_parent(parent_pid: int) -> None:

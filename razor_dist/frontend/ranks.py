@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.guard import guarded
+from razor_dist.frontend.guard import guarded, send_signal
 
 # What torchrun sets in its children; our own ranks must not read it as theirs.
 _TORCHRUN = re.compile(
@@ -129,7 +128,7 @@ class RankGroup(Ranks):
                 processes.append(process)
         except BaseException:  # out of processes or memory, or cancelled: leave none behind
             for process in processes:
-                process.kill()
+                send_signal(process, signal.SIGKILL)
             raise
         return cls(processes)
 
@@ -148,9 +147,7 @@ class RankGroup(Ranks):
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
+            send_signal(process, number)
 
 
 async def _end(rank: int, process: asyncio.subprocess.Process) -> RankExit:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
-from razor_dist.llm.generation import Prompt
+from razor_dist.llm.generation import Conversation, Prompt
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.prefix import Prefix
 
@@ -32,19 +33,40 @@ class AsyncLLM:
     def __init__(self, model: str = "smollm2", **config: Any) -> None:
         self.llm = LLM(model, **config)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         prefix: Prefix | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the output of one prompt with every token, as `LLM.stream` does.
 
         Requests of many tasks are answered together. One whose iteration is cancelled or closed is
         aborted.
         """
+        return self._each(self.llm.outputs_of, prompt, sampling_params, prefix)
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix: Prefix | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the next message of one conversation with every token, otherwise as `generate`.
+
+        Arguments are those of `LLM.chat`.
+        """
+        template = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        outputs_of = partial(self.llm.chat_outputs_of, **template)
+        return self._each(outputs_of, messages, sampling_params, prefix)
+
+    async def _each(
+        self, outputs_of: Callable[..., AsyncGenerator[RequestOutput]], *arguments: Any
+    ) -> AsyncGenerator[RequestOutput]:
         # In a thread: texts are tokenised, and `LLM` may wait for its ranks to be restarted.
-        outputs = await asyncio.to_thread(self.llm.outputs_of, prompt, sampling_params, prefix)
+        outputs = await asyncio.to_thread(outputs_of, *arguments)
         try:
             while (output := await self._run(anext(outputs, None))) is not None:
                 yield output

@@ -162,7 +162,24 @@ class LLM:
         """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`."""
         if prefix is not None:
             prefix.stream_for(self._client)
-        encoded = encode(self._encoder, prompt, prefix)
+        return self._outputs(encode(self._encoder, prompt, prefix), sampling_params, prefix)
+
+    def chat_outputs_of(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None,
+        prefix: Prefix | None = None,
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Return what `outputs_of` returns, of one conversation; ``template`` as for `chat`."""
+        if prefix is not None:
+            prefix.stream_for(self._client)
+        encoded = encode_chat(self._encoder, messages, prefix, **template)
+        return self._outputs(encoded, sampling_params, prefix)
+
+    def _outputs(
+        self, encoded: Encoded, sampling_params: SamplingParams | None, prefix: Prefix | None
+    ) -> AsyncGenerator[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
         before = 0 if prefix is None else prefix.num_tokens
         [checked] = self._check([encoded.ids], [params], before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from razor_dist.documents.read import (
     reader_environment,
     reader_output,
 )
-from razor_dist.frontend.guard import guarded
+from razor_dist.frontend.guard import guarded, send_signal
 
 # Files that are read at a time; others wait.
 _AT_ONCE = 2
@@ -53,8 +54,7 @@ class DocumentReader:
         except TimeoutError:
             raise self._limits.too_slow() from None
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            send_signal(process, signal.SIGKILL)
+            await process.wait()
         assert process.returncode is not None
         return reader_output(process.returncode, output, self._limits)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.structured_outputs import StructuredOutputsParams
@@ -66,6 +76,7 @@ class CalledTool(Strict):
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, PlainValidator(_content), WithJsonSchema({})] = None
+    name: str | None = None  # of who speaks, for templates that show it
     tool_calls: list[CalledTool] | None = None  # an assistant's
     tool_call_id: str | None = None  # a tool's
 
@@ -93,11 +104,42 @@ class ChatMessage(Strict):
         # OpenAI renamed the role; templates know the old name only.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
         if self.tool_calls is not None:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+# What `chat_template_kwargs` may not hold: it is ours to give, or a program.
+RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "messages"
+}
+RESERVED -= {"self", "kwargs", "documents"}
+
+
+def _template_arguments(value: object) -> object:
+    if isinstance(value, dict):
+        for name in sorted(RESERVED & value.keys()):
+            raise ValueError(f"must not hold {name!r}")
+    return value
+
+
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
+
+
+class Hints(Strict):
+    """Fields that are taken and change nothing: hints to OpenAI's own service, and notes."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: Literal[False] | None = None
 
 
 class ToolFunction(Strict):

@@ -51,7 +51,7 @@ class Format(ABC):
     def whole(self) -> Json:
         choices = [self._choice(i, c.pieces, c.text) for i, c in enumerate(self._choices)]
         head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self._usage()}
+        return {**head, "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[Json]:
         return []
@@ -72,7 +72,7 @@ class Format(ABC):
 
     def closing(self, include_usage: bool) -> list[Json]:
         """Chunks for the end of a stream."""
-        return [self._chunk([], usage=self._usage())] if include_usage else []
+        return [self._chunk([], usage=self.usage())] if include_usage else []
 
     def failure(self, failure: Failure) -> Json:
         """A chunk for a failure, after which the stream ends."""
@@ -97,7 +97,7 @@ class Format(ABC):
     def _chunk(self, choices: Sequence[Json], **more: Any) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
-    def _usage(self) -> Json:
+    def usage(self) -> Json:
         # One prompt's choices read it once.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
         cached = sum(choice.cached_tokens for choice in self._choices)
@@ -159,11 +159,9 @@ class ChatFormat(Format):
         message: Json = {"role": "assistant", "content": text}
         finish = pieces[-1].finish_reason
         if self._tools is not None and finish:
-            parser = self._parser()
-            said = "".join(map(parser.push, pieces))
-            rest, calls, finish = parser.end(finish)
+            said, calls, finish = self._parser().read(pieces, finish)
             if calls:
-                message |= {"content": said + rest or None, "tool_calls": calls}
+                message |= {"content": said or None, "tool_calls": calls}
         return {
             "index": index,
             "message": message,
@@ -207,7 +205,7 @@ class CompletionFormat(Format):
             pieces = self._with_prompt(choice, choice.pieces)
             choices.append(self._choice(index, pieces, "".join(piece.text for piece in pieces)))
         head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self._usage()}
+        return {**head, "choices": choices, "usage": self.usage()}
 
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         pieces = [piece]
@@ -228,8 +226,8 @@ class CompletionFormat(Format):
         length = sum(len(piece.text) for piece in prompt)
         return prompt + [replace(piece, offset=length + piece.offset) for piece in pieces]
 
-    def _usage(self) -> Json:
-        usage = super()._usage()
+    def usage(self) -> Json:
+        usage = super().usage()
         if self._prompt_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage

@@ -31,6 +31,7 @@ from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
+from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder
@@ -100,6 +101,7 @@ class Frontend:
 
     async def run(self) -> int:
         """Serve until a signal, the agent's end, or a failure to start, which is raised."""
+        self._write_url()
         server = _Uvicorn(self._uvicorn_config())
         stop, now = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -191,6 +193,16 @@ class Frontend:
         while self.client.status.state != "failed":
             await self.client.wait_change()
         log.error("the engine failed: %s", self.client.status.reason)
+
+    def _write_url(self) -> None:
+        path = self.config.url_file
+        if path is None:
+            return
+        try:
+            with replacing(Path(path)) as draft:
+                draft.write_text(self._url)
+        except OSError as error:
+            raise ConfigError(f"url_file {path} cannot be written: {error.strerror}") from None
 
     @property
     def _url(self) -> str:

@@ -13,7 +13,7 @@ from razor_dist.engine.sampling_params import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
 )
-from razor_dist.server.fields import Strict
+from razor_dist.server.fields import RESERVED, Strict
 from razor_dist.server.openapi_answers import ANSWERS, NULL, TEXT, Json, or_null, some
 from razor_dist.server.request_parsing import Limits
 from razor_dist.server.responses import NEUTRAL as RESPONSES_NEUTRAL
@@ -124,6 +124,10 @@ def _body(
         "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
         "tokens": {"type": "array", "items": token},
         "priority": {"enum": [None, 0]},
+        "min_tokens": {"enum": [None, 0, 1]},
+        "chat_template_kwargs": or_null(
+            {"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}
+        ),
         "max_tokens": or_null({"type": "integer", "minimum": 0 if name == "CompletionBody" else 1}),
     }
     if name == "CompletionBody":
@@ -131,16 +135,15 @@ def _body(
         own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
         own["logprobs"] = or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
     if name == "ResponsesBody":
-        message = {"$ref": "#/components/schemas/InputMessage"}
-        own["input"] = {"anyOf": [TEXT, some(message)]}
-        found["InputMessage"]["properties"]["content"]["anyOf"] = [
-            TEXT,
-            {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}},
-        ]
-        for key in ("items", "type"):
-            found["InputMessage"]["properties"]["content"].pop(key, None)
+        kinds = ("InputMessage", "FunctionCall", "FunctionCallOutput")
+        items = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        own["input"] = {"anyOf": [TEXT, some({"anyOf": items})]}
+        parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
+        found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
+        found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
     if not knows_tools:
-        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none"]}}
+        choices = [None, "none"] + (["auto"] if name == "ResponsesBody" else [])
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
     properties |= {field: value for field, value in own.items() if field in properties}
     rules = _RULES.get(name)
     return {**found, name: schema | ({"allOf": rules} if rules else {})}
@@ -192,6 +195,7 @@ _RULES: dict[str, list[Json]] = {
                         "prompt": TEXT,
                         "messages": NULL,
                         "add_generation_prompt": NULL,
+                        "chat_template_kwargs": NULL,
                     },
                     "required": ["prompt"],
                 },
@@ -225,7 +229,8 @@ _CONTENT: Json = {
 
 def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
     nothing: Json = {"enum": [None, []]}
-    own = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
+    own: Json = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
+    own["name"] = or_null(TEXT)
     return {
         "type": "object",
         "properties": own | {"tool_calls": nothing, "tool_call_id": NULL} | properties,

@@ -31,6 +31,24 @@ _ANSWER_MESSAGE = _object(
     {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
     tool_calls={"type": "array", "items": _CALL},
 )
+_STATUS: Json = {"enum": ["completed", "incomplete"]}
+_OUTPUT_MESSAGE = _object(
+    {
+        "id": TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "status": _STATUS,
+        "content": some(_object({"type": {"const": "output_text"}, "text": TEXT})),
+    }
+)
+_OUTPUT_CALL = _object(
+    {
+        "id": TEXT,
+        "type": {"const": "function_call"},
+        "status": _STATUS,
+        **dict.fromkeys(("call_id", "name", "arguments"), TEXT),
+    }
+)
 ANSWERS: Json = {
     "Error": _object(
         {
@@ -85,18 +103,14 @@ ANSWERS: Json = {
             "object": {"const": "response"},
             "created_at": _COUNT,
             "model": TEXT,
-            "status": {"enum": ["completed", "incomplete"]},
-            "output": some(
-                _object(
-                    {
-                        "id": TEXT,
-                        "type": {"const": "message"},
-                        "role": {"const": "assistant"},
-                        "status": {"enum": ["completed", "incomplete"]},
-                        "content": some(_object({"type": {"const": "output_text"}, "text": TEXT})),
-                    }
-                )
-            ),
+            "status": _STATUS,
+            "output": some({"anyOf": [_OUTPUT_MESSAGE, _OUTPUT_CALL]}),
+            "temperature": {"type": "number"},
+            "top_p": {"type": "number"},
+            "max_output_tokens": or_null(_COUNT),
+            "parallel_tool_calls": {"type": "boolean"},
+            "tool_choice": {"type": ["string", "object"]},
+            "tools": {"type": "array"},
             "usage": _object(
                 dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _COUNT)
             ),

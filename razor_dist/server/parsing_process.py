@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import asdict
@@ -36,7 +36,7 @@ from razor_dist.engine.messages import (
     unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.guard import guarded
+from razor_dist.frontend.guard import guarded, send_signal
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
@@ -132,8 +132,7 @@ class ParsingProcess:
         """Kill the process, whatever it is doing. Never waits."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            send_signal(process, signal.SIGKILL)
 
 
 async def _exchange(

@@ -45,6 +45,7 @@ class ParsedRequest:
     described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
     answer: dict[str, Any] | None = None  # the whole one, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
+    continuous_usage: bool = False  # every chunk of a stream tells the counts so far
 
 
 def parse_request(
@@ -65,7 +66,8 @@ def parse_value(
         return _tokenized(endpoint, value, encoder, limits)
     body = parse(ResponsesBody, value, NEUTRAL)
     with renamed():
-        return replace(_parsed(body.as_chat(), encoder, limits), described=body.described())
+        parsed = _parsed(body.as_chat(), encoder, limits)
+    return replace(parsed, described=body.described(parsed.prompts[0].params))
 
 
 def _tokenized(
@@ -111,6 +113,7 @@ def _parsed(
         prompt_only=echo and body.max_tokens == 0,
         tools=tools,
         cache_salt=body.cache_salt,
+        continuous_usage=body.continuous_usage,
     )
 
 
@@ -118,7 +121,8 @@ def _tools(body: ChatBody | CompletionBody, encoder: PromptEncoder) -> ToolUse |
     if not isinstance(body, ChatBody) or not body.used_tools:
         return None
     names = [tool.function.name for tool in body.used_tools]
-    return tool_use(encoder.tokenizer, names, body.forced_tool)
+    parallel = body.parallel_tool_calls is not False
+    return tool_use(encoder.tokenizer, names, body.forced_tool, parallel)
 
 
 def _encode(
@@ -141,7 +145,8 @@ def _encode(
     if isinstance(body, ChatBody):
         tools = [tool.model_dump(exclude_none=True) for tool in body.used_tools]
         messages = [message.for_template() for message in body.messages]
-        return [encoder.chat(messages, **({"tools": tools} if tools else {}))]
+        arguments = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        return [encoder.chat(messages, **arguments)]
     return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
 
 

@@ -1,36 +1,27 @@
-"""OpenAI's ``/v1/responses``: a chat in other words, for text."""
+"""Requests of OpenAI's ``/v1/responses``: a chat in other words."""
 
 from __future__ import annotations
 
-import itertools
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-from transformers import PreTrainedTokenizerBase
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import Message
-from razor_dist.frontend.answers import Choice
-from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.errors import Failure
-from razor_dist.server.fields import Strict
-from razor_dist.server.formats import Format, Json
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.server.fields import Hints, Strict, TemplateArguments, ToolFunction
 from razor_dist.server.schema import ChatBody, Int, parse
+
+Json = dict[str, Any]
 
 # Unsupported fields, with the values that ask for nothing besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("store", "background"), (False,)),
-    **dict.fromkeys(("tools", "include"), ([],)),
+    "background": (False,),
+    "include": ([],),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt", "reasoning"), ()),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ()),
     **dict.fromkeys(("max_tool_calls", "stream_options", "context_management"), ()),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True, False),
     "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
 }
 # Names of fields here, by those of a chat.
@@ -67,12 +58,76 @@ class InputMessage(_Item):
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
-    def for_chat(self) -> dict[str, str]:
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+    def add_to(self, messages: list[Json]) -> None:
+        messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
+
+
+class FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def add_to(self, messages: list[Json]) -> None:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append(call)
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[list[TextPart], BeforeValidator(_parts)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def add_to(self, messages: list[Json]) -> None:
+        text = "".join(part.text for part in self.output)
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
+
+
+def _kind(item: object) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind is None:
+        return "message"
+    return kind if isinstance(kind, str) and kind in ITEMS else None
+
+
+ITEMS = ("message", "function_call", "function_call_output")
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="must be an item whose type is one of " + ", ".join(ITEMS),
+    ),
+]
 
 
 def _messages(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class _OfFunction(Strict):
+    type: Literal["function"]
+
+
+class FunctionTool(ToolFunction, _OfFunction):  # pydantic looks at the last base's fields first
+    def for_chat(self) -> Json:
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class ChosenFunctionTool(_OfFunction):
+    name: str
+
+    def for_chat(self) -> Json:
+        return {"type": "function", "function": {"name": self.name}}
 
 
 class TextFormat(Strict):
@@ -95,18 +150,23 @@ class TextSettings(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(Hints):
     model: str
-    input: Annotated[list[InputMessage], BeforeValidator(_messages)]
+    input: Annotated[list[Item], BeforeValidator(_messages)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     text: TextSettings | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
     # As in the other endpoints.
+    chat_template_kwargs: TemplateArguments | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
     top_k: Int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -120,29 +180,40 @@ class ResponsesBody(Strict):
 
     def as_chat(self) -> ChatBody:
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
-        own = {"input", "instructions", "max_output_tokens", "text", "metadata"}
+        own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice"}
         chat = self.model_dump(exclude=own, exclude_none=True)
-        found = [message.for_chat() for message in self.input]
+        messages: list[Json] = []
         if self.instructions is not None:
-            found.insert(0, {"role": "system", "content": self.instructions})
-        chat["messages"] = found
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            item.add_to(messages)
+        chat["messages"] = messages
+        if self.tools:
+            chat["tools"] = [tool.for_chat() for tool in self.tools]
+        choice = self.tool_choice
+        if self.tools or choice not in ("auto", "none"):  # as clients send without tools
+            named = isinstance(choice, ChosenFunctionTool)
+            chat["tool_choice"] = choice.for_chat() if named else choice
         if self.max_output_tokens is not None:
             chat["max_completion_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = self.text.format.for_chat()
         return parse(ChatBody, chat)
 
-    def described(self) -> Json:
-        """Return what a response repeats of its request."""
+    def described(self, params: SamplingParams) -> Json:
+        """Return what a response repeats of its request, whose sampling is by ``params``."""
         form = TextFormat(type="text") if self.text is None else self.text.format
         form = form or TextFormat(type="text")
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": self.model_dump()["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in self.tools or []],
             "user": self.user,
         }
 
@@ -158,119 +229,3 @@ def renamed() -> Iterator[None]:
             raise
         message = str(error).replace(field, _NAMES[field])
         raise RequestError(message, _NAMES[field] + bracket + rest, error.code) from None
-
-
-class ResponsesFormat(Format):
-    """One message; streams have typed events, numbered and named."""
-
-    prefix = "resp"
-    whole_object = chunk_object = "response"
-
-    def __init__(
-        self,
-        model: str,
-        choices: Sequence[Choice],
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        described: Json,
-    ) -> None:
-        super().__init__(model, choices, tokenizer)
-        self._described = described
-        self._item = f"msg_{uuid.uuid4().hex}"
-        self._numbers = itertools.count()
-        self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-
-    def whole(self) -> Json:
-        [choice] = self._choices
-        return self._response(choice.text, choice.pieces[-1].finish_reason)
-
-    def frame(self, chunk: Json) -> str:
-        return f"event: {chunk['type']}\n{super().frame(chunk)}"
-
-    def opening(self) -> list[Json]:
-        empty = self._message("", "in_progress") | {"content": []}
-        begun = self._response("", None)
-        return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
-            self._event("response.output_item.added", output_index=0, item=empty),
-            self._event("response.content_part.added", **self._at, part=_part("")),
-        ]
-
-    def piece(self, index: int, piece: TextPiece) -> list[Json]:
-        if not piece.text:
-            return []
-        delta = {"delta": piece.text, "logprobs": []}
-        return [self._event("response.output_text.delta", **self._at, **delta)]
-
-    def progress(self, index: int, message: Message) -> Json:
-        raise NotImplementedError  # no request can ask for it
-
-    def closing(self, include_usage: bool) -> list[Json]:
-        [choice] = self._choices
-        text, whole = choice.text, self.whole()
-        [item] = whole["output"]
-        return [
-            self._event("response.output_text.done", **self._at, text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._at, part=_part(text)),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{whole['status']}", response=whole),
-        ]
-
-    def failure(self, failure: Failure) -> Json:
-        message, param = failure.message, failure.param
-        return self._event("error", code=failure.code, message=message, param=param)
-
-    @property
-    def end(self) -> str:
-        return ""
-
-    def _event(self, type_: str, **fields: Any) -> Json:
-        return {"type": type_, "sequence_number": next(self._numbers), **fields}
-
-    def _message(self, text: str, status: str) -> Json:
-        head = {"id": self._item, "type": "message", "role": "assistant", "status": status}
-        return {**head, "content": [_part(text)]}
-
-    def _response(self, text: str, finish: str | None) -> Json:
-        status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
-        head = {k: v for k, v in self._head.items() if k != "created"}
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            **head,
-            "object": "response",
-            "created_at": self._head["created"],
-            "status": status,
-            "error": None,
-            "incomplete_details": incomplete,
-            "output": [] if finish is None else [self._message(text, status)],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
-            "usage": None if finish is None else self._usage(),
-            **self._described,
-        }
-
-    def _usage(self) -> Json:
-        usage = super()._usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
-
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
-        raise NotImplementedError
-
-    def _empty(self, index: int) -> Json:
-        raise NotImplementedError
-
-
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

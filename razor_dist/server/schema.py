@@ -27,8 +27,10 @@ from razor_dist.server.fields import (
     CONTENT,
     ChatMessage,
     ChosenTool,
+    Hints,
     ResponseFormat,
     Strict,
+    TemplateArguments,
     Tool,
     structured,
 )
@@ -39,7 +41,7 @@ MAX_MESSAGES = 16384
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
-    *("n", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
+    *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
 Body = TypeVar("Body", bound=Strict)
@@ -47,16 +49,11 @@ Body = TypeVar("Body", bound=Strict)
 # Unsupported fields, with the values that ask for nothing besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "metadata": ({},),
-    "store": (False,),
     "functions": ([],),
     "function_call": ("none",),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ()),
     "suffix": ("",),
-    "parallel_tool_calls": (True,),  # as the model does
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
 }
 
@@ -73,6 +70,8 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+# Kinds of items in the input of /v1/responses, which pydantic names like fields.
+_TAGS = ("message", "function_call", "function_call_output")
 # Of a field whose JSON Schema `razor_dist.server.openapi` writes.
 _ELSEWHERE = WithJsonSchema({})
 
@@ -90,6 +89,7 @@ def _token_keys(value: object) -> object:
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the counts so far, in each chunk
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -118,9 +118,10 @@ def _is_tokens(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
 
 
-class GenerateBody(Strict):
+class GenerateBody(Hints):
     model: str
     max_tokens: Int | None = None
+    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[Int, Field(lt=_INT64)] | None = None
@@ -144,11 +145,16 @@ class GenerateBody(Strict):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     n: Int | None = None
-    user: str | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True for counts in every chunk; without ``include_usage`` there are none, as in vLLM."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
     def check(self) -> None:
         """Refuse combinations that make no sense by a `RequestError` that names the field."""
@@ -197,6 +203,8 @@ class ChatBody(GenerateBody):
     top_logprobs: Int | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     @property
     def used_tools(self) -> list[Tool]:
@@ -212,6 +220,13 @@ class ChatBody(GenerateBody):
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         other = super()._structured_outputs()
         if self.forced_tool is None:
+            if other is not None and self.used_tools:
+                param = "structured_outputs" if self.structured_outputs else "response_format"
+                raise RequestError(
+                    f"{param} keeps the model from calling tools: leave one of them out, or set "
+                    "tool_choice to 'none', 'required' or a tool",
+                    param=param,
+                )
             return other
         if other is not None:
             raise RequestError(
@@ -220,7 +235,7 @@ class ChatBody(GenerateBody):
             )
         schemas = {tool.function.name: tool.schema_of_arguments for tool in self.used_tools}
         try:
-            found = forced(schemas, self.forced_tool)
+            found = forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
             found.check()
         except RequestError as error:
             problem = str(error).replace("structured_outputs", "tools", 1)
@@ -323,6 +338,7 @@ def _is_neutral(value: object, neutral: Sequence[Any]) -> bool:
 def _request_error(error: ValidationError) -> RequestError:
     problem = error.errors(include_url=False, include_input=False)[0]
     field, *rest = problem["loc"]
+    rest = [part for part in rest if part not in _TAGS]
     where = f"{field}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
     match problem["type"]:
         case "missing":

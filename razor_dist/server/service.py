@@ -27,7 +27,7 @@ from razor_dist.server.openapi import openapi
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.server.responses import ResponsesFormat
+from razor_dist.server.responses_format import ResponsesFormat
 from razor_dist.server.sse import EventStream, stream
 from razor_dist.server.tools import knows_tools
 
@@ -51,7 +51,8 @@ def make_format(
 ) -> Format:
     """Return the shape of the answers to a request."""
     if parsed.described is not None:
-        return ResponsesFormat(model, choices, tokenizer, described=parsed.described)
+        own: Any = {"described": parsed.described, "tools": parsed.tools}
+        return ResponsesFormat(model, choices, tokenizer, **own)
     if endpoint == "chat":
         return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
     return CompletionFormat(
@@ -153,7 +154,12 @@ class Service:
                     return await asyncio.to_thread(lambda: JSONResponse(form.whole()))
                 return JSONResponse(form.whole())
             events = await _unless_refused(choices.events(self._heartbeat))
-            lines = stream(events, form, include_usage=parsed.include_usage)
+            lines = stream(
+                events,
+                form,
+                include_usage=parsed.include_usage,
+                continuous_usage=parsed.continuous_usage,
+            )
             return EventStream(lines, close=choices.close)
         except BaseException:
             choices.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,7 +13,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.frontend.answers import ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.server.errors import Failure
-from razor_dist.server.formats import Format
+from razor_dist.server.formats import Format, Json
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +22,26 @@ HEARTBEAT = ": heartbeat\n\n"
 
 
 async def stream(
-    events: AsyncIterator[ChoiceEvent | None], form: Format, *, include_usage: bool
+    events: AsyncIterator[ChoiceEvent | None],
+    form: Format,
+    *,
+    include_usage: bool,
+    continuous_usage: bool = False,
 ) -> AsyncIterator[str]:
     """Stream the text of server-sent events, with a heartbeat for each event that is ``None``.
 
-    With ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``.
+    With ``include_usage`` the last chunk has the token counts, and the others ``"usage": null``, or
+    the counts so far with ``continuous_usage``.
     """
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+
+    def line(chunk: Json) -> str:
+        if include_usage:
+            chunk |= {"usage": form.usage() if continuous_usage else None}
+        return form.frame(chunk)
+
     try:
         for chunk in form.opening():
-            yield form.frame(chunk | usage)
+            yield line(chunk)
         async for event in events:
             if event is None:
                 yield HEARTBEAT
@@ -42,9 +51,9 @@ async def stream(
                 else:
                     chunks = form.piece(event.index, event.what)
                 for chunk in chunks:
-                    yield form.frame(chunk | usage)
+                    yield line(chunk)
             else:
-                yield form.frame(form.progress(event.index, event.what) | usage)
+                yield line(form.progress(event.index, event.what))
         for chunk in form.closing(include_usage):
             yield form.frame(chunk)
     except Exception as error:

@@ -8,7 +8,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import as_tokens
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server.fields import ChatMessage, Strict
+from razor_dist.server.fields import ChatMessage, Strict, TemplateArguments
 from razor_dist.server.schema import Int
 
 
@@ -18,6 +18,7 @@ class TokenizeBody(Strict):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
     add_generation_prompt: bool | None = None  # of messages
+    chat_template_kwargs: TemplateArguments | None = None  # of messages
     return_token_strs: bool | None = None
 
     def check(self) -> None:
@@ -26,6 +27,7 @@ class TokenizeBody(Strict):
         for name, other in (
             ("add_special_tokens", "prompt"),
             ("add_generation_prompt", "messages"),
+            ("chat_template_kwargs", "messages"),
         ):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise RequestError(f"{name} is only allowed with {other}", param=name)
@@ -34,7 +36,8 @@ class TokenizeBody(Strict):
         if self.messages is not None:
             generation = self.add_generation_prompt is not False
             messages = [message.for_template() for message in self.messages]
-            tokens = encoder.chat(messages, add_generation_prompt=generation)
+            arguments = self.chat_template_kwargs or {}
+            tokens = encoder.chat(messages, **arguments, add_generation_prompt=generation)
         else:
             special = self.add_special_tokens is not False
             tokens = encoder.text(self.prompt or "", special_tokens=special)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ class ToolUse(NamedTuple):
 
     format: str
     names: list[str]
+    parallel: bool = True  # more than one call in an answer
 
 
 # Calls, and what behind the marker belongs to none.
@@ -225,9 +226,14 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 
 
 def tool_use(
-    tokenizer: PreTrainedTokenizerBase | None, names: Sequence[str], choice: str | None
+    tokenizer: PreTrainedTokenizerBase | None,
+    names: Sequence[str],
+    choice: str | None,
+    parallel: bool = True,
 ) -> ToolUse:
     """Return how the model calls these tools; ``choice`` is a tool's name, "required" or None.
+
+    Unless ``parallel``, an answer has one call at most.
 
     Raises `RequestError` if its chat template knows no tools, or their format is not known here.
     """
@@ -235,13 +241,13 @@ def tool_use(
     if not knows_tools(tokenizer):
         raise RequestError("the model's chat template knows no tools", param="tools")
     if choice == "required":
-        return ToolUse(choice, list(names))
+        return ToolUse(choice, list(names), parallel)
     if choice is not None:
-        return ToolUse("named", [choice])
+        return ToolUse("named", [choice], parallel)
     for name, form in _FORMATS.items():
         knows = form.known_by and all(part in template for part in form.known_by)
         if knows and not any(part in template for part in form.unless):
-            return ToolUse(name, list(names))
+            return ToolUse(name, list(names), parallel)
     known = ", ".join(name for name, form in _FORMATS.items() if form.known_by)
     raise RequestError(
         "the model's chat template writes calls of tools in a format that is not known here (known "
@@ -250,7 +256,9 @@ def tool_use(
     )
 
 
-def forced(tools: Mapping[str, Mapping[str, Any]], choice: str) -> StructuredOutputsParams:
+def forced(
+    tools: Mapping[str, Mapping[str, Any]], choice: str, parallel: bool = True
+) -> StructuredOutputsParams:
     """Return what an answer must match that calls ``choice``, or "required": any of the tools.
 
     ``tools`` have the schema of each one's parameters. As in vLLM, the answer is then the arguments
@@ -269,11 +277,16 @@ def forced(tools: Mapping[str, Mapping[str, Any]], choice: str) -> StructuredOut
     ]
     own = {name: _moved(schema, _place(name)) for name, schema in tools.items()}
     array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": own}
-    return StructuredOutputsParams(json=array)
+    return StructuredOutputsParams(json=array if parallel else array | {"maxItems": 1})
 
 
 def _place(name: str) -> str:
     return f"#/$defs/{name}"
+
+
+# Keywords of JSON Schema that hold values, and those that hold schemas by name.
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -282,7 +295,12 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: _moved(part, place) for key, part in schema.items()}
+    moved = {}
+    for key, part in schema.items():
+        if key in _BY_NAME and isinstance(part, Mapping):
+            moved[key] = {name: _moved(each, place) for name, each in part.items()}
+        else:
+            moved[key] = part if key in _VALUES else _moved(part, place)
     target = schema.get("$ref")
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = place + target[1:]
@@ -294,6 +312,7 @@ class ToolParser:
 
     def __init__(self, use: ToolUse, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._form, self._names = _FORMATS[use.format], use.names
+        self._most = None if use.parallel else 1
         self._short_ids = use.format in _SHORT_IDS
         self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
         self._held = ""
@@ -339,4 +358,13 @@ class ToolParser:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish == "length"
         reason = finish if cut else self._finish_reason
-        return rest + unread, [call.message(self._short_ids) for call in calls], reason
+        told = [call.message(self._short_ids) for call in calls[: self._most]]
+        return rest + unread, told, reason
+
+    def read(
+        self, pieces: Iterable[TextPiece], finish: str
+    ) -> tuple[str, list[dict[str, Any]], str]:
+        """Return what `push` and `end` return of a whole answer."""
+        text = "".join(map(self.push, pieces))
+        rest, calls, finish = self.end(finish)
+        return text + rest, calls, finish

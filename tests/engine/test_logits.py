@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.sampling_params import SamplingParams
 
-VOCABULARY = 7
+VOCABULARY, EOS = 7, 5
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=8)
 
 
@@ -29,6 +30,9 @@ def literally(
             logit = logit / factor if logit > 0 else logit * factor
         logit -= params.frequency_penalty * answer.count(token)
         logit -= params.presence_penalty * (token in answer)
+        ends = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+        if ends and len(answer) < params.min_tokens:
+            logit = -math.inf
         found.append(logit)
     return found
 
@@ -36,6 +40,9 @@ def literally(
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[SamplingParams, list[int], list[int], list[float]]:
     params = SamplingParams(
+        min_tokens=draw(st.integers(0, 9)),
+        stop_token_ids=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
+        ignore_eos=draw(st.booleans()),
         presence_penalty=draw(st.sampled_from([0.0, 0.5, -2.0])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.25, -1.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
@@ -50,7 +57,7 @@ def sequences(draw: st.DrawFn) -> tuple[SamplingParams, list[int], list[int], li
 @hypothesis_settings(deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=5))
 def test_adjusted_logits_are_those_of_the_definitions(batch: list[Any]) -> None:
-    processors = LogitsProcessors(VOCABULARY, torch.device("cpu"))
+    processors = LogitsProcessors(VOCABULARY, torch.device("cpu"), [EOS])
     for key in (90, 91, 92):  # rows of the table that are used again
         processors.add(key, SamplingParams(presence_penalty=1.0), [])
         processors.accept({key: 3})

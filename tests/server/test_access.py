@@ -229,9 +229,11 @@ def test_a_file_of_keys_that_cannot_be_used_is_told(
     assert "other users can read the keys" in caplog.text
 
 
-def test_it_speaks_tls(certificate: tuple[str, str]) -> None:
+def test_it_speaks_tls(certificate: tuple[str, str], tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=certificate[0])
-    with fake_server("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1]) as server:
+    told = tmp_path / "url"
+    tls = ("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1])
+    with fake_server(*tls, "--url-file", str(told)) as server:
         url = server.url(r"^Serving .* on (https://\S+)$")
         with httpx.Client(verify=context) as http:
             assert http.post(f"{url}/v1/completions", json=TEXT).status_code == 200
@@ -239,14 +241,15 @@ def test_it_speaks_tls(certificate: tuple[str, str]) -> None:
             httpx.get(f"{url}/health")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"http{url.removeprefix('https')}/health")
-        # The container's health check, with the port that a server of the container would have.
+        # The container's health check knows port and scheme, however they were given.
+        assert told.read_text() == url
         text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", "")
         found = re.search(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE)
         assert found is not None
-        told = {"RAZOR_PORT": url.rpartition(":")[2], "RAZOR_SSL_CERTFILE": certificate[0]}
-        for environment, works in ((told, True), ({**told, "RAZOR_SSL_CERTFILE": ""}, False)):
+        for file, works in ((told, True), (tmp_path / "none", False)):
             check = [sys.executable, *json.loads(found[1])[1:]]
-            done = subprocess.run(check, env={**os.environ, **environment}, capture_output=True)
+            environment = {**os.environ, "RAZOR_URL_FILE": str(file)}
+            done = subprocess.run(check, env=environment, capture_output=True)
             assert (done.returncode == 0) is works, done.stderr
         assert "Traceback" not in server.log
 

@@ -41,7 +41,7 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
             "messages[0].content",
             "must be a string or a list of",
         ),
-        ({"messages": [HELLO[0] | {"name": "Ada"}]}, "messages[0].name", "unsupported field"),
+        ({"messages": [HELLO[0] | {"name": 7}]}, "messages[0].name", "must be a valid string"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]},
             "messages[0].tool_calls[0].function",
@@ -130,7 +130,16 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"guided_regex": "a"}, "guided_regex", 'did you mean \'structured_outputs: {"regex"'),
         ({"n": 129}, "n", "n must be between 1 and 128, got 129"),
         ({"n": 5}, "n", "n must ask for at most 4 answers, got 5"),
-        ({"store": 0}, "store", "unsupported field 'store'"),
+        ({"store": 0}, "store", "store must be False"),
+        ({"metadata": {"a": 1}}, "metadata.a", "must be a valid string"),
+        ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "not hold 'tokenize'"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0, got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "must be at most max_tokens (8), got 9"),
+        (
+            {"min_tokens": 1, "structured_outputs": {"regex": "a"}},
+            "min_tokens",
+            "min_tokens excludes structured_outputs",
+        ),
     ],
 )
 def test_a_chat_field_is_refused_by_name(
@@ -165,7 +174,16 @@ def test_a_token_outside_the_vocabulary_is_refused(url: str, token: int) -> None
 def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
     nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
     nulls = dict.fromkeys(NEUTRAL)
-    for fields in (nothing, nulls, {"n": 1, "user": "somebody", "stop": None}):
+    hints = {
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "somebody",
+        "service_tier": "flex",
+        "parallel_tool_calls": False,
+        "store": False,
+    }
+    for fields in (nothing, nulls, hints, {"n": 1, "user": "somebody", "stop": None}):
         response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
         assert response.status_code == 200, response.text
 

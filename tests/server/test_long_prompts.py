@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import statistics
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -28,6 +27,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.models.registry import resolve_model
 from razor_dist.server import parsing_process as parsing
+from razor_dist.server import service as service_module
 from razor_dist.server.app import build_app
 from razor_dist.server.main import Frontend, bind
 from razor_dist.server.parsing_process import ParsingProcess
@@ -207,48 +207,30 @@ async def frontend(
         await engine.close()
 
 
-async def longest_turn(work: asyncio.Task[Any]) -> float:
-    """The most processor time that this process spent between two turns of the loop.
+def test_a_million_tokens_are_never_parsed_in_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_here: list[int] = []
 
-    Of all its threads, since one that holds the interpreter's lock holds up the loop as well. It
-    is not time by the clock: that says more about what else the machine does.
-    """
-    longest, before = 0.0, time.process_time()
-    while not work.done():
-        await asyncio.sleep(0.001)
-        now = time.process_time()
-        longest, before = max(longest, now - before), now
-    return longest
+    def parse(endpoint: Endpoint, raw: bytes, *rest: Any) -> ParsedRequest:
+        read_here.append(len(raw))
+        return parse_request(endpoint, raw, *rest)
 
-
-def test_a_million_tokens_do_not_hold_up_the_loop() -> None:
-    bodies = {
-        "ids": (body(prompt=ids(MILLION)), MILLION),
-        "text": (body(prompt=words(60_000)), None),
-    }
+    monkeypatch.setattr(service_module, "parse_request", parse)
 
     async def main() -> None:
-        async with frontend() as (service, http):
-            for raw, count in bodies.values():
-                post = http.post("/v1/completions", content=raw)
-                gc.collect()
-                gc.disable()  # what there is to collect is the test's
-                try:
-                    work = asyncio.create_task(post)
-                    turn = await longest_turn(work)
-                finally:
-                    gc.enable()
-                answer = work.result().json()
-                assert turn < 0.1
-                if count is not None:
-                    assert answer["usage"]["prompt_tokens"] == count
-            assert service.reader is not None and service.reader.process._process is not None
+        async with frontend() as (_, http):
+            for prompt, count in ((ids(MILLION), MILLION), (words(60_000), None), ([5, 6], 2)):
+                answer = await http.post("/v1/completions", content=body(prompt=prompt))
+                found = answer.json()["usage"]["prompt_tokens"]
+                assert found == (count or len(ENCODER.text(words(60_000))))
             bad = await http.post("/v1/completions", content=body(promt=ids(100_000)))
             assert bad.status_code == 400
             assert bad.json()["error"]["param"] == "promt"
             assert "did you mean 'prompt'" in bad.json()["error"]["message"]
 
     asyncio.run(main())
+    assert read_here == [len(body(prompt=[5, 6]))]
 
 
 def test_bodies_that_wait_to_be_read_count_for_the_queue() -> None:
@@ -333,13 +315,14 @@ def test_progress_that_nobody_asked_for_does_not_stop_the_heartbeat() -> None:
 def test_health_is_answered_while_a_million_tokens_are_read() -> None:
     with fake_server("--max-model-len", str(2 * MILLION)) as server:
         url, times, done = server.url(timeout=180), [], threading.Event()
+        began = time.perf_counter()
 
         def poll() -> None:
             with httpx.Client() as http:
                 while not done.is_set():
-                    began = time.perf_counter()
+                    asked = time.perf_counter()
                     assert http.get(f"{url}/health", timeout=60).status_code == 200
-                    times.append(time.perf_counter() - began)
+                    times.append(time.perf_counter() - asked)
                     time.sleep(0.01)
 
         poller = threading.Thread(target=poll)
@@ -349,8 +332,9 @@ def test_health_is_answered_while_a_million_tokens_are_read() -> None:
             assert answer.status_code == 200, answer.text
         done.set()
         poller.join()
+        # Whatever the machine: often, and never after most of the time that reading takes.
         assert len(times) > 20
-        assert statistics.median(times) < 0.1
+        assert max(times) < (time.perf_counter() - began) / 2
 
 
 def test_what_is_written_is_sent_at_once() -> None:

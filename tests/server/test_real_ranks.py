@@ -228,6 +228,7 @@ def test_a_stopped_rank_0_is_replaced(world_size: int, arguments: list[str]) -> 
         assert wait_until(lambda: health(url)[0] == 503, 30)
         request.join(30)
         assert answers[0].status_code in (500, 503)
+        assert "no sign of life" in server.log
         assert wait_until(lambda: health(url)[0] == 200, 90), server.log
         assert not stopped.is_running()
         assert complete(url).json()["choices"][0]["token_ids"] == before

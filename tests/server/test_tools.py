@@ -7,12 +7,17 @@ import itertools
 import json
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.answers import Choice
@@ -20,6 +25,7 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.formats import ChatFormat
 from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
+from razor_dist.server.responses_format import ResponsesFormat
 from razor_dist.server.tools import ToolParser, ToolUse, forced, tool_use
 from tests.tokenizer import smollm2_tokenizer
 
@@ -153,10 +159,12 @@ HERMES = (
 )
 
 
+LIMITS = Limits("m", 4, 4096, 49152, {})
+
+
 def parse_chat(template: str | None, **fields: Any) -> ParsedRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Paris?"}], "tools": TOOLS}
-    limits = Limits("m", 4, 4096, 49152, {})
-    return parse_value("chat", body | fields, encoder(template), limits)
+    return parse_value("chat", body | fields, encoder(template), LIMITS)
 
 
 def prompt_of(request: ParsedRequest) -> str:
@@ -260,3 +268,133 @@ def test_an_answer_has_openais_shape(form: str) -> None:
         if call.type == "function"
     ]
     assert chunks[-1]["choices"][0]["finish_reason"] == choice.finish_reason
+
+
+@pytest.mark.parametrize("choice", ["a", "required"])
+def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
+    node: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "default": {"$ref": "#"},  # a property of that name
+            "children": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+        "default": {"$ref": "#"},  # a value that looks like a reference
+    }
+    structured = forced({"a": node, "b": {"type": "object"}}, choice, parallel=False)
+    structured.check()
+    tree = {"name": "x", "children": [{"name": "y", "default": {"name": "z", "children": []}}]}
+    answer = tree if choice == "a" else [{"name": "a", "parameters": tree}]
+    tokenizer = from_tokenizer(smollm2_tokenizer())
+    tokens = tokenizer.tokenize_str(json.dumps(answer))
+    wrong = tokenizer.tokenize_str(json.dumps(answer).replace('"y"', "7"))
+    for written, accepted in ((tokens, True), (wrong, False)):
+        matcher = LLMatcher(tokenizer, structured.llguidance())
+        assert (matcher.validate_tokens(written) == len(written)) is accepted
+    if choice == "required":
+        assert isinstance(structured.json, dict) and structured.json["maxItems"] == 1
+        assert structured.json["$defs"]["a"]["default"] == {"$ref": "#"}
+
+
+def test_one_call_at_most_unless_parallel() -> None:
+    answer = next(a for name, a, _, calls in ANSWERS if name == "hermes" and len(calls) == 2)
+    for parallel, names in ((True, NAMES), (False, NAMES[:1])):
+        parser = ToolParser(ToolUse("hermes", NAMES, parallel), None)
+        _, calls, finish = parser.read([TextPiece(5, answer)], "stop")
+        assert ([call["function"]["name"] for call in calls], finish) == (names, "tool_calls")
+    assert parse_chat(HERMES, parallel_tool_calls=False).tools == ToolUse("hermes", NAMES, False)
+
+
+def test_a_format_of_answers_and_free_calls_exclude_each_other() -> None:
+    structured = {"regex": "a"}
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": structured},
+    ):
+        [name] = fields
+        with pytest.raises(RequestError, match=f"{name} keeps the model from calling") as refused:
+            parse_chat(HERMES, **fields)
+        assert refused.value.param == name
+        parse_chat(HERMES, **fields, tool_choice="none")
+    parse_chat(HERMES, response_format={"type": "text"})
+
+
+def test_responses_say_the_same_as_a_chat() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": NAMES[0], "arguments": PARIS}}
+    chat = parse_chat(
+        HERMES,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Paris?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [call, call | {"id": "c2"}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ],
+        tool_choice="required",
+    )
+    item = {"type": "function_call", "name": NAMES[0], "arguments": PARIS, "status": "completed"}
+    body = {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": "Paris?"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {**item, "call_id": "c1", "id": "fc_1"},
+            {**item, "call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        ],
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+        "tool_choice": "required",
+        "temperature": 0.25,
+    }
+    found = parse_value("responses", body, encoder(HERMES), LIMITS)
+    assert prompt_of(found) == prompt_of(chat) and found.tools == chat.tools
+    own, theirs = found.prompts[0].params, chat.prompts[0].params
+    assert own.structured_outputs == theirs.structured_outputs
+    assert found.described is not None
+    assert (found.described["temperature"], found.described["top_p"]) == (0.25, 1.0)
+    assert (found.described["tool_choice"], len(found.described["tools"])) == ("required", 2)
+    with pytest.raises(RequestError, match=r"tools\[0\]\.type must be 'function'"):
+        parse_value(
+            "responses", body | {"tools": [{"type": "web_search"}]}, encoder(HERMES), LIMITS
+        )
+    with pytest.raises(RequestError, match=r"missing required field 'input\[0\]\.call_id'"):
+        parse_value("responses", body | {"input": [item]}, encoder(HERMES), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"), [("hermes", ANSWERS[0][1]), ("named", PARIS), ("hermes", "It rains.")]
+)
+def test_a_response_has_openais_shape(form: str, answer: str) -> None:
+    pieces = [TextPiece(5, letter, offset=n) for n, letter in enumerate(answer)]
+    pieces[-1] = TextPiece(5, answer[-1], None, "stop", offset=len(answer) - 1)
+    request = parse_value("responses", {"model": "m", "input": "Paris?"}, encoder(HERMES), LIMITS)
+    own: Any = {"described": request.described, "tools": ToolUse(form, NAMES)}
+
+    def shape() -> ResponsesFormat:
+        choice = Choice(np.array([1]), 0, pieces)
+        return ResponsesFormat("m", [choice], smollm2_tokenizer(), **own)
+
+    text, calls = parsed(form, pieces)
+    whole = Response.model_validate(shape().whole())
+    streamed, chunks = shape(), []
+    chunks += streamed.opening()
+    for piece in pieces:
+        chunks += streamed.piece(0, piece)
+    chunks += streamed.closing(False)
+    assert [chunk["sequence_number"] for chunk in chunks] == list(range(len(chunks)))
+    lines = "".join(map(streamed.frame, chunks)) + streamed.end
+    sse = {"Content-Type": "text/event-stream"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, headers=sse, text=lines))
+    with httpx.Client(transport=transport) as http:
+        client = openai.OpenAI(base_url="http://m/v1", api_key="none", http_client=http)
+        with client.responses.stream(model="m", input="Paris?") as stream:
+            final = stream.get_final_response()
+    for response in (whole, final):
+        assert response.output_text == text and response.status == "completed"
+        found = [item for item in response.output if item.type == "function_call"]
+        assert [(item.name, item.arguments) for item in found] == calls
+        assert len(response.output) == len(calls) + bool(text)
+    done = [chunk["item"] for chunk in chunks if chunk["type"] == "response.output_item.done"]
+    assert done == chunks[-1]["response"]["output"]
