@@ -295,7 +295,7 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, part in schema.items():
         if key in _BY_NAME and isinstance(part, Mapping):
             moved[key] = {name: _moved(each, place) for name, each in part.items()}
