@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -130,6 +131,12 @@ def _template_arguments(value: object) -> object:
 TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
 
 
+def _not_stored(value: bool) -> bool:
+    if value:
+        raise ValueError("must be false: answers are not stored")
+    return value
+
+
 class Hints(Strict):
     """Fields that are taken and change nothing: hints to OpenAI's own service, and notes."""
 
@@ -139,7 +146,9 @@ class Hints(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
+        None
+    )
 
 
 class ToolFunction(Strict):

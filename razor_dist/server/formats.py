@@ -97,11 +97,13 @@ class Format(ABC):
     def _chunk(self, choices: Sequence[Json], **more: Any) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": list(choices), **more}
 
-    def usage(self) -> Json:
+    def usage(self, completion: int | None = None) -> Json:
+        """Return the token counts, of the whole answers or of their first ``completion`` tokens."""
         # One prompt's choices read it once.
         prompt = sum(len(choice.prompt) for choice in self._choices if choice.answer == 0)
         cached = sum(choice.cached_tokens for choice in self._choices)
-        completion = sum(len(choice.pieces) for choice in self._choices)
+        if completion is None:
+            completion = sum(len(choice.pieces) for choice in self._choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -226,11 +228,8 @@ class CompletionFormat(Format):
         length = sum(len(piece.text) for piece in prompt)
         return prompt + [replace(piece, offset=length + piece.offset) for piece in pieces]
 
-    def usage(self) -> Json:
-        usage = super().usage()
-        if self._prompt_only:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
+    def usage(self, completion: int | None = None) -> Json:
+        return super().usage(0 if self._prompt_only else completion)
 
     def _empty(self, index: int) -> Json:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}

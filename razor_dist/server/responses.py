@@ -206,6 +206,7 @@ class ResponsesBody(Hints):
         """Return what a response repeats of its request, whose sampling is by ``params``."""
         form = TextFormat(type="text") if self.text is None else self.text.format
         form = form or TextFormat(type="text")
+        choice = self.tool_choice
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -214,7 +215,7 @@ class ResponsesBody(Hints):
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": self.model_dump()["tool_choice"] or "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, Strict) else choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools or []],
             "user": self.user,
         }

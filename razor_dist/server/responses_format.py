@@ -171,8 +171,8 @@ class ResponsesFormat(Format):
             **self._described,
         }
 
-    def usage(self) -> Json:
-        usage = super().usage()
+    def usage(self, completion: int | None = None) -> Json:
+        usage = super().usage(completion)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -164,7 +164,7 @@ def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
         ({"input": []}, "input", "input must hold at least one message"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
         ({"input": "a " * 600}, "input", "maximum context length"),
-        ({"store": True}, "store", "store must be False"),
+        ({"store": True}, "store", "store must be false: answers are not stored"),
         ({"previous_response_id": "x"}, "previous_response_id", "unsupported field"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a name and a sc"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),

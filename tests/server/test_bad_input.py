@@ -130,7 +130,7 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"guided_regex": "a"}, "guided_regex", 'did you mean \'structured_outputs: {"regex"'),
         ({"n": 129}, "n", "n must be between 1 and 128, got 129"),
         ({"n": 5}, "n", "n must ask for at most 4 answers, got 5"),
-        ({"store": 0}, "store", "store must be False"),
+        ({"store": 0}, "store", "store must be a valid boolean"),
         ({"metadata": {"a": 1}}, "metadata.a", "must be a valid string"),
         ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "not hold 'tokenize'"),
         ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0, got -1"),

@@ -98,10 +98,12 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(tmp_path: Path, victim: 
         url = server.url()
         lines: list[str] = []
         whole: list[httpx.Response] = []
+        streaming = threading.Event()
 
         def read() -> None:
             body = {"model": "smollm2", "prompt": [fake_engine.HANG], "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+                streaming.set()
                 lines.extend(line for line in stream.iter_lines() if line)
 
         def ask() -> None:
@@ -111,6 +113,7 @@ def test_a_dead_rank_fails_requests_and_serving_resumes(tmp_path: Path, victim: 
         for client in clients:
             client.start()
         assert wait_until(lambda: httpx.get(f"{url}/stats").json()["running"] == 2, 20)
+        assert streaming.wait(20)
         ranks = [p for p in server.family() if "RANK" in p.environ()]
         rank = {int(p.environ()["RANK"]): p for p in ranks}
         hold.touch()
