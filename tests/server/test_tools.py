@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -123,6 +123,7 @@ def parsed(form: str, pieces: list[TextPiece]) -> tuple[str, list[tuple[str, str
 
 
 @pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case[0]}-{case[1][:12]!r}")
+@settings(deadline=None)
 @given(data=st.data())
 def test_calls_are_found_however_the_answer_is_cut(case: Any, data: st.DataObject) -> None:
     form, answer, text, calls = case
