@@ -4,9 +4,14 @@ const KEY = "razor_dist key";
 
 /** An answer that is no success; `status` 0 is a server that cannot be reached. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
+  constructor(message, { status = 0, code = null, retryAfter = null, sent = "" } = {}) {
     super(message);
-    Object.assign(this, { status, code, retryAfter });
+    Object.assign(this, { status, code, retryAfter, sent });
+  }
+
+  /** The key that is set is missing or wrong; not one that has been replaced meanwhile. */
+  get wantsKey() {
+    return this.status === 401 && this.sent === key.get();
   }
 
   get isGone() {
@@ -30,7 +35,8 @@ export const key = {
 
 async function request(path, options = {}) {
   const headers = { ...options.headers };
-  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  const sent = key.get();
+  if (sent) headers.Authorization = `Bearer ${sent}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
@@ -45,6 +51,7 @@ async function request(path, options = {}) {
     status: response.status,
     code,
     retryAfter,
+    sent,
   });
 }
 

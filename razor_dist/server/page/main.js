@@ -94,7 +94,7 @@ function tell(error) {
     console.error(error);
     return `Something went wrong in this page: ${error.message}`;
   }
-  if (error.status === 401) openSettings("This server wants an API key that it knows.");
+  if (error.wantsKey) openSettings("This server wants an API key that it knows.");
   return error.message;
 }
 
@@ -224,7 +224,7 @@ async function look(counters = true) {
     gauge.show(found);
     $("ahead").dataset.known = "prefix_cache" in found;
   } catch (error) {
-    if (error.status === 401 && !keyAsked) {
+    if (error.wantsKey && !keyAsked) {
       keyAsked = true;
       tell(error);
     }
@@ -266,10 +266,11 @@ function showRoom() {
 function openSettings(problem = "") {
   $("key-problem").textContent = problem;
   $("key-problem").hidden = !problem;
+  if ($("settings").open) return; // what is being typed stays
   $("key").value = api.key.get();
   $("max-tokens").value = settings.maxTokens;
   $("temperature").value = settings.temperature;
-  if (!$("settings").open) $("settings").showModal();
+  $("settings").showModal();
   $("key").focus();
 }
 
