@@ -14,8 +14,9 @@ from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.earlier import Earlier, positions_of
 from razor_dist.parallel.halo import KVPiece
-from razor_dist.parallel.ring import Earlier, RingAttention, positions_of, ring_attention
+from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.zigzag import Chunk, Interval
 
 

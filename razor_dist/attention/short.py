@@ -26,7 +26,7 @@ from razor_dist.kernels import HIDDEN, Partial, merge, merge_stacked
 from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.query import Keys, Query
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.ring import positions_of
+from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.zigzag import Chunk
 
 

@@ -31,7 +31,8 @@ from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
-from razor_dist.parallel.ring import RingAttention, positions_of, ring_attention
+from razor_dist.parallel.earlier import positions_of
+from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)

@@ -22,14 +22,17 @@ _FORGET, _BELIEF = 0.97, 1e-7
 _NEWS = 0.1
 # Where nothing else tells: a step with a chunk costs at most so many times one of answers, whatever
 # the chunk's length.
-_CHUNK = 2.0
+_CHUNK = 3.0
 # Tokens that a rank reads of prompts that join a step, at most: their activations are in nobody's
 # plan.
 _JOINING = 512
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
 # meanwhile. It takes longer if else what each step costs would be more than this part of it, but no
-# more than this part of the time since somebody last came: who comes often waits less.
+# more than this part of the time between two that come: who comes often waits less.
 _LONGER, _IDLE, _ALONE = 4, 0.05, 0.25
+# Every other such chunk is shorter by this: what a step costs whatever its length cannot be told
+# from chunks of one length.
+_VARIED = 0.7
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
 
@@ -135,7 +138,9 @@ class Turns:
         self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
-        self._alone = 0.0  # seconds of chunks since somebody else was served
+        # Seconds of chunks since somebody else was served, and between those that were.
+        self._alone = self._between = 0.0
+        self._varied = False
 
     def is_short(self, prompt: Request) -> bool:
         """Tell if all ranks may as well compute all of a prompt as shard it.
@@ -211,9 +216,12 @@ class Turns:
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
         if answering or any(self._left(other) <= longer for other in others):
-            self._alone = 0.0
+            self._somebody_came()
         else:
-            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * self._alone))
+            between = max(self._alone, self._between)
+            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * between))
+            self._varied = not (self._varied or others)
+            step *= _VARIED if self._varied else 1
         step -= min(joined, step / 2)
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
@@ -223,12 +231,19 @@ class Turns:
         """Note that ``served`` was read from for so long, while ``prompts`` take turns."""
         if not prompts:
             return
-        self._alone += seconds
         if self._oldest_of(self.first_class(prompts)) is served:
             # What it gets alone or in its turn does not count against it later.
             self._debt = max(0.0, self._debt - seconds)
+            self._alone += seconds
         else:
             self._debt += seconds
+            self._somebody_came()
+
+    def _somebody_came(self) -> None:
+        """Note the time since somebody else came, which grows to twice what it was at most."""
+        if self._alone:
+            most = 2 * self._between or math.inf
+            self._alone, self._between = 0.0, min(self._alone, most)
 
     def first_class(self, prompts: Sequence[Request]) -> Sequence[Request]:
         """Return those of the first priority, if that is heard."""

@@ -25,48 +25,31 @@ where they are while the queries travel (pass-Q), whichever moves fewer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import Partial, empty_partial, merge
+from razor_dist.kernels import Partial, merge
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
+from razor_dist.parallel.earlier import Earlier, positions_of, queries_travel
+from razor_dist.parallel.gather import gathered_attention
 from razor_dist.parallel.zigzag import Chunk
 
-Segments = Sequence[tuple[Tensor, Tensor]]
 # The signature of `ring_attention`.
-RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, "Earlier"], Tensor]
+RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, Earlier], Tensor]
 
 
-@dataclass(frozen=True)
-class Earlier:
-    segments: Segments  # (k, v) of this rank's shard, each [K, n, D]
-    tokens: Sequence[int]  # length of every rank's shard
-    # int64, of every rank's shard in its order; empty where nothing depends on them.
-    positions: Sequence[Tensor] = ()
-
-    @property
-    def total(self) -> int:
-        return sum(self.tokens)
+# Chunks of at most so many tokens a rank are too short for the ring (docs/LOG.md).
+_SHORT = 256
 
 
-def queries_travel(
-    chunk: Chunk, earlier_tokens: int, group: int, dim: int, itemsize: int, kv_itemsize: int
-) -> bool:
-    """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
-
-    pass-KV moves every earlier key and value past P-1 ranks; pass-Q moves every query of the chunk
-    the same way and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is the
-    bytes of a query's number, ``kv_itemsize`` those of a key's or value's. Both ways cost in
-    proportion to the heads: one stands for all.
-    """
-    kv_bytes = earlier_tokens * 2 * dim * kv_itemsize
-    q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
-    return q_bytes < kv_bytes
+def is_short(chunk: Chunk) -> bool:
+    """Tell if a chunk's keys and queries are gathered (`razor_dist.parallel.gather`)."""
+    return chunk.world_size > 1 and chunk.end - chunk.begin <= _SHORT * chunk.world_size
 
 
 def ring_attention(
@@ -82,10 +65,13 @@ def ring_attention(
     if comm.size == 1:
         where = _Positions(chunk, earlier, query.by_distance, k.device)
         own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
-        return merge([own, *_see_earlier(query, 0, where, 0)]).out
-    if earlier.total and queries_travel(
+        return merge([own, *earlier.partials(query, chunk.ranges(0), 0)]).out
+    pass_q = earlier.total > 0 and queries_travel(
         chunk, earlier.total, group, dim, query.q.element_size(), k.element_size()
-    ):
+    )
+    if is_short(chunk):
+        return gathered_attention(comm, chunk, query, k, v, earlier, pass_q=pass_q)
+    if pass_q:
         here, elsewhere = _start_pass_q(comm, chunk, query, earlier)
         own = _pass_kv(comm, chunk, query, k, v, Earlier((), [0] * comm.size))
         found = [packed for transfer in elsewhere for packed in transfer.wait()]
@@ -119,27 +105,6 @@ class _Positions:
         return None if keys is None else Places(self.chunk.ranges(rank)[shards], keys[at])
 
 
-def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
-    parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in runs]
-    return torch.cat(parts or [torch.arange(0, device=device)])
-
-
-def _see_earlier(query: Query, owner: int, where: _Positions, rank: int) -> list[Partial]:
-    """Attention of ``owner``'s queries to each segment of this rank's shard of earlier chunks."""
-    segments = where.earlier.segments
-    keys = where.earlier.positions[rank] if where.matter and segments else None
-    partials, done = [], 0
-    for k, v in segments:
-        at = slice(done, done + k.shape[1])
-        partials.append(query.attend(k, v, where=where.of(owner, keys, at)))
-        done = at.stop
-    return partials
-
-
-def _merged(partials: Sequence[Partial], query: Query) -> Partial:
-    return merge(partials) if partials else empty_partial(query.q)
-
-
 def _pass_kv(
     comm: Communicator, chunk: Chunk, query: Query, k: Tensor, v: Tensor, earlier: Earlier
 ) -> Partial:
@@ -169,7 +134,7 @@ def _pass_kv(
         if owner == rank:
             at = where.of(rank, places, slice(before, None))
             own = query.attend(*block[:, :, before:], causal=True, where=at)
-            old = _see_earlier(query, rank, where, rank)
+            old = earlier.partials(query, chunk.ranges(rank), rank)
             early, late = _split(merge([own, *old]), split)
         elif owner < rank:
             seen = before + len(chunk.owned(owner)[0])  # all but its late shard
@@ -208,7 +173,6 @@ def _start_pass_q(
     """
     rank, size = comm.rank, comm.size
     heads, group, tokens, dim = query.q.shape
-    where = _Positions(chunk, earlier, query.by_distance, query.q.device)
     block = query.q.contiguous()
 
     def receive_next(owner: int) -> Pending:
@@ -216,7 +180,7 @@ def _start_pass_q(
         return comm.shift(block, block.new_empty(shape), 1, "ring")
 
     arriving = receive_next(rank)
-    own = _merged(_see_earlier(query, rank, where, rank), query)
+    own = earlier.seen_by(query, chunk.ranges(rank), rank)
     returning: list[Pending] = []
     for step in range(1, size):
         owner, holder = (rank - step) % size, (rank + step) % size
@@ -224,7 +188,7 @@ def _start_pass_q(
         if step + 1 < size:
             arriving = receive_next(owner)
         visitor = query._replace(q=block)
-        partial = _merged(_see_earlier(visitor, owner, where, rank), visitor)
+        partial = earlier.seen_by(visitor, chunk.ranges(owner), rank)
         packed = torch.cat([partial.out.float(), partial.lse.unsqueeze(-1)], dim=-1)
         buffer = block.new_empty((heads, group, tokens, dim + 1), dtype=torch.float32)
         returning.append(comm.exchange([(owner, packed)], [(holder, buffer)], "ring"))

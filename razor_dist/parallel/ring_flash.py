@@ -18,7 +18,8 @@ from torch import Tensor
 from razor_dist.config.errors import ConfigError
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.earlier import Earlier
+from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
 
 _NAME = "razor_dist._ring_flash_attn"

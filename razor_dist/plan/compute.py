@@ -9,9 +9,11 @@ P ranks, K heads of D numbers, G query heads each:
 
 * ring, keys travel (`ring._pass_kv`): r hands on every rank's block but that of r+1, each of
   ``2·K·D·kv_itemsize`` bytes per token of the chunk and of the earlier shards;
-* ring, queries travel (`ring._start_pass_q`, where `ring.queries_travel`): the chunk's own blocks
-  as above; every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to
+* ring, queries travel (`ring._start_pass_q`, where `queries_travel`): the chunk's own blocks as
+  above; every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to
   every other rank, ``4·K·G·(D+1)`` per token;
+* the same of a short chunk (`razor_dist.parallel.gather`), but of the rank's own block and queries,
+  sent to every other rank;
 * halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·D·kv_itemsize`` each;
 * compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
@@ -30,7 +32,8 @@ from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.step import FRAME, HEADER, payload_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.parallel.ring import queries_travel
+from razor_dist.parallel.earlier import queries_travel
+from razor_dist.parallel.ring import is_short
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device
@@ -131,10 +134,15 @@ def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]])
         queries = pass_q(d, chunk)
         blocks = own if queries else through
         for rank in range(size):
-            following = (rank + 1) % size
-            nbytes = (sum(blocks) - blocks[following]) * d.kv_bytes
+
+            def passed(tokens: Sequence[int], rank: int = rank, chunk: Chunk = chunk) -> int:
+                if is_short(chunk):
+                    return (size - 1) * tokens[rank]
+                return sum(tokens) - tokens[(rank + 1) % size]
+
+            nbytes = passed(blocks) * d.kv_bytes
             if queries:
-                nbytes += (sum(own) - own[following]) * d.shape.group * dim * d.dtype.itemsize
+                nbytes += passed(own) * d.shape.group * dim * d.dtype.itemsize
                 nbytes += (sum(own) - own[rank]) * d.shape.group * (dim + 1) * 4
             sent[rank]["ring"] += rows * nbytes
         earlier = through

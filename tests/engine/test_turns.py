@@ -96,13 +96,34 @@ def test_shorts_that_come_together_are_served_in_between_chunks_of_one_step() ->
 def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
     # A step costs 0.2 s: 5 % of what 20 such take, and so chunks are of 4 s, not of 1 s, once that
     # is known, but not before the prompt has been alone for 16 s.
-    for cost, at, tokens in ((0.2, -4, 1900), (0.05, -4, 475)):
+    # Every other one is shorter, so that it stays known.
+    for cost, long, short in ((0.2, 1900, 1300), (0.05, 475, 325)):
         found = Simulation([request(0, 60_000, 0.0)], sab=(cost, 0.002, 0.0)).run()
-        assert found.chunks[at][3] == pytest.approx(tokens, rel=0.1)
-        spent = 0.0
+        lengths = sorted(chunk[3] for chunk in found.chunks[-6:-2])
+        assert lengths == pytest.approx([short, short, long, long], rel=0.1)
+        spent = found.chunks[0][1]
         for _, seconds, _, _ in found.chunks[1:]:
-            assert seconds <= max(4 * STEP, (found.chunks[0][1] + spent) / 4) * 1.1
+            assert seconds <= max(4 * STEP, spent / 4) * 1.15
             spent += seconds
+
+
+def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
+    def waited(*arrivals: float) -> tuple[list[float], list[float]]:
+        """How long short prompts waited, and the long one's chunks after the first came."""
+        shorts = [request(key, 50, at) for key, at in enumerate(arrivals, 1)]
+        found = Simulation([request(0, 150_000, 0.0), *shorts], sab=(0.2, 0.002, 0.0)).run()
+        ends = np.cumsum([seconds for _, seconds, _, _ in found.chunks])
+        steps = zip(ends, found.chunks, strict=True)
+        late = [s for end, (key, s, _, _) in steps if key == 0 and arrivals[0] + 10 < end < 300]
+        return [found.finished[r.key] - r.arrived for r in shorts], late
+
+    _, chunks = waited(*(60.0 * n for n in range(1, 6)))
+    # 0.2 s is 5 % of 4 s; beside such chunks, one of each minute is shared and short.
+    assert np.quantile(chunks, 0.2) > 2.5
+    assert max(chunks) <= 4.6
+    # Who comes often does not wait that long, from the second time on.
+    waits, _ = waited(*(60.0 + 5 * n for n in range(1, 12)))
+    assert max(waits[2:]) <= 0.3 + 5 / 4 * 1.15 + STEP
 
 
 def learned(ranks: int = 1) -> Turns:
@@ -263,7 +284,7 @@ def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
     cost.answered(0.03, 1)
     for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
         cost.observe(tokens, 0, speed * (0.05 + 0.002 * tokens))
-    assert cost.seconds(0, 0) <= 0.06
+    assert cost.seconds(0, 0) <= 0.091  # at most three times what a step of answers takes
     assert cost.seconds(100, 0) == pytest.approx(0.25, rel=0.25)
 
 

@@ -6,6 +6,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.device import ring_of
 from razor_dist.kernels import attend
 from razor_dist.kernels.query import Query
+from razor_dist.parallel import ring as ring_module
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.ring import Earlier, ring_attention
+from razor_dist.parallel.earlier import Earlier
+from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.ring_flash import ring_flash_attention, serves
 from razor_dist.parallel.zigzag import Chunk
 from tests.ranks import RankPool
@@ -58,7 +61,9 @@ def flash_attn_stand_in() -> None:
     sys.modules["flash_attn.flash_attn_interface"] = interface
 
 
-def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def both_rings(
+    comm: Communicator, tokens: int, short: int
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """This rank's rows by our ring and by the package's, and what each sent."""
     flash_attn_stand_in()
     chunk = Chunk(0, tokens, comm.size)
@@ -70,7 +75,8 @@ def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Ten
     results, sent = [], []
     for ring in (ring_attention, ring_flash_attention):
         comm.bytes_sent.clear()
-        results.append(ring(comm, chunk, Query(q, 0.25), k, v, nothing))
+        with patch.object(ring_module, "_SHORT", short):
+            results.append(ring(comm, chunk, Query(q, 0.25), k, v, nothing))
         sent.append(comm.bytes_sent["ring"])
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         del sys.modules[name]
@@ -79,18 +85,67 @@ def both_rings(comm: Communicator, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [TOKENS, 90])
+@pytest.mark.parametrize("short", [0, TOKENS], ids=["ring", "gathered"])
 def test_our_ring_is_the_packages_ring_and_unsharded_attention(
-    world: int, tokens: int, ranks: Callable[[int], RankPool]
+    world: int, tokens: int, short: int, ranks: Callable[[int], RankPool]
 ) -> None:
     q, k, v = inputs()
     q, k, v = q[:, :, :tokens], k[:, :tokens], v[:, :tokens]
     want = attend(q, k, v, scale=0.25, causal=True, backend="reference").out
     chunk = Chunk(0, tokens, world)
-    for rank, (ours, theirs, sent, their_sent) in enumerate(ranks(world).run(both_rings, tokens)):
+    for rank, (ours, theirs, sent, their_sent) in enumerate(
+        ranks(world).run(both_rings, tokens, short)
+    ):
         rows = [p for chunk in chunk.owned(rank) for p in range(chunk.begin, chunk.end)]
         torch.testing.assert_close(ours, want[:, :, rows], atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(theirs, want[:, :, rows], atol=2e-6, rtol=1e-5)
         assert sent == their_sent
+
+
+def after_others(
+    comm: Communicator, earlier: int, short: int, slopes: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a chunk after ``earlier`` tokens, and the bytes that it sent."""
+    size, rank = comm.size, comm.rank
+    before, chunk = Chunk(0, earlier, size), Chunk(earlier, TOKENS, size)
+    q, k, v = inputs()
+    held = [[p for run in before.ranges(r) for p in run] for r in range(size)]
+    # In two segments, as a pool may hold them.
+    half = len(held[rank]) // 2
+    segments = [(k[:, at], v[:, at]) for at in (held[rank][:half], held[rank][half:])]
+    positions = [torch.tensor(at) for at in held] if slopes is not None else []
+    seen = Earlier(segments, [len(at) for at in held], positions)
+    rows = [p for run in chunk.ranges(rank) for p in run]
+    query = Query(q[:, :, rows], 0.25, slopes)
+    comm.bytes_sent.clear()
+    with patch.object(ring_module, "_SHORT", short):
+        out = ring_attention(comm, chunk, query, k[:, rows], v[:, rows], seen)
+    return out, comm.bytes_sent["ring"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("earlier", [16, 83, 93])  # keys travel; queries do; fewer than shards
+def test_earlier_chunks_are_seen_whole_whoever_holds_them(
+    world: int, biased: bool, earlier: int, ranks: Callable[[int], RankPool]
+) -> None:
+    q, k, v = inputs()
+    slopes = torch.rand(HEADS, GROUP, generator=torch.manual_seed(1)) if biased else None
+    places = torch.arange(TOKENS)
+    distance = (places - places[:, None]).float()
+    scores = 0.25 * torch.einsum("kgtd,ksd->kgts", q.double(), k.double())
+    if slopes is not None:
+        scores += slopes.double()[..., None, None] * distance
+    weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1)
+    want = torch.einsum("kgts,ksd->kgtd", weights, v.double()).float()
+    chunk, sent = Chunk(earlier, TOKENS, world), {}
+    for short in (0, TOKENS):
+        found = ranks(world).run(after_others, earlier, short, slopes)
+        sent[short] = sum(nbytes for _, nbytes in found)
+        for rank, (out, _) in enumerate(found):
+            rows = [p for run in chunk.ranges(rank) for p in run]
+            torch.testing.assert_close(out, want[:, :, rows], atol=3e-6, rtol=1e-5)
+    assert sent[0] == sent[TOKENS]
 
 
 def test_the_package_without_flash_attn_is_refused() -> None:

@@ -1,0 +1,69 @@
+"""What ranks hold of the chunks before the one at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import Partial, empty_partial, merge
+from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.query import Query
+from razor_dist.parallel.zigzag import Chunk
+
+Segments = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The keys and values of earlier chunks: all of them precede every query."""
+
+    segments: Segments  # (k, v) of this rank's shard, each [K, n, D]
+    tokens: Sequence[int]  # length of every rank's shard
+    # int64, of every rank's shard in its order; empty where nothing depends on them.
+    positions: Sequence[Tensor] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.tokens)
+
+    def partials(self, query: Query, runs: Sequence[range], rank: int) -> list[Partial]:
+        """Attention to each segment of the shard of ``rank``, this one.
+
+        ``runs`` are where the queries stand.
+        """
+        keys = self.positions[rank] if query.by_distance and self.segments else None
+        partials, done = [], 0
+        for k, v in self.segments:
+            at = slice(done, done + k.shape[1])
+            where = None if keys is None else Places(runs, keys[at])
+            partials.append(query.attend(k, v, where=where))
+            done = at.stop
+        return partials
+
+    def seen_by(self, query: Query, runs: Sequence[range], rank: int) -> Partial:
+        """The same, merged."""
+        partials = self.partials(query, runs, rank)
+        return merge(partials) if partials else empty_partial(query.q)
+
+
+def queries_travel(
+    chunk: Chunk, earlier_tokens: int, group: int, dim: int, itemsize: int, kv_itemsize: int
+) -> bool:
+    """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
+
+    pass-KV moves every earlier key and value to the P-1 other ranks; pass-Q moves every query of
+    the chunk there and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is
+    the bytes of a query's number, ``kv_itemsize`` those of a key's or value's. Both ways cost in
+    proportion to the heads: one stands for all.
+    """
+    kv_bytes = earlier_tokens * 2 * dim * kv_itemsize
+    q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
+    return q_bytes < kv_bytes
+
+
+def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:
+    parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in runs]
+    return torch.cat(parts or [torch.arange(0, device=device)])

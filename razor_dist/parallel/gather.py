@@ -1,0 +1,126 @@
+"""Attention over a short chunk: all that travels is sent to all ranks at once.
+
+The ring of `razor_dist.parallel.ring` hides transfers behind attention, which takes long chunks. A
+short one would only wait, 2 (P - 1) times in a layer, and every rank would read its shard of the
+earlier keys once for each rank's queries. Here every rank sends what it has to all others, twice in
+a layer at most, and reads its shard once, for the queries of all. As many bytes are sent, but every
+rank holds the whole chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import Partial, merge
+from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.query import Query
+from razor_dist.parallel.comm import Communicator, Pending
+from razor_dist.parallel.earlier import Earlier, positions_of
+from razor_dist.parallel.zigzag import Chunk
+
+
+def gathered_attention(
+    comm: Communicator,
+    chunk: Chunk,
+    query: Query,
+    k: Tensor,
+    v: Tensor,
+    earlier: Earlier,
+    *,
+    pass_q: bool,
+) -> Tensor:
+    """The same as `razor_dist.parallel.ring.ring_attention`, of a chunk that is short.
+
+    With ``pass_q``, queries travel to the earlier keys; else these travel as well.
+    """
+    rank, size = comm.rank, comm.size
+    keys = torch.stack([k, v])
+    visitors: Pending | None = None
+    if pass_q:
+        rows = [(*query.q.shape[:2], chunk.tokens(r), query.q.shape[3]) for r in range(size)]
+        visitors = _start(comm, query.q.contiguous(), rows)
+        earlier_tokens = [0] * size
+    else:
+        keys = torch.stack([torch.cat(x, 1) for x in zip(*earlier.segments, (k, v), strict=True)])
+        earlier_tokens = list(earlier.tokens)
+    heads, dim = k.shape[0], k.shape[2]
+    tokens = [n + chunk.tokens(r) for r, n in enumerate(earlier_tokens)]
+    blocks = _start(comm, keys, [(2, heads, n, dim) for n in tokens])
+    found: list[Partial] = []
+    if visitors is not None:
+        found = _visit(comm, chunk, query, _in_order(comm, visitors, query.q), earlier)
+    found.append(_own(chunk, rank, query, _in_order(comm, blocks, keys), earlier, earlier_tokens))
+    return merge(found).out
+
+
+def _start(comm: Communicator, own: Tensor, shapes: Sequence[Sequence[int]]) -> Pending:
+    """Send ``own`` to all other ranks, and receive theirs, of these shapes."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    receives = [(rank, own.new_empty(tuple(shapes[rank]))) for rank in others]
+    return comm.exchange([(rank, own) for rank in others], receives, "ring")
+
+
+def _in_order(comm: Communicator, pending: Pending, own: Tensor) -> list[Tensor]:
+    """Return what `_start` receives, by rank."""
+    found = pending.wait()
+    found.insert(comm.rank, own)
+    return found
+
+
+def _visit(
+    comm: Communicator, chunk: Chunk, query: Query, queries: Sequence[Tensor], earlier: Earlier
+) -> list[Partial]:
+    """What this rank's queries find in every rank's shard of the earlier chunks.
+
+    Here that is worked out for all ranks' ``queries``, and sent to them.
+    """
+    rank, size = comm.rank, comm.size
+    everybodys = query._replace(q=torch.cat(list(queries), 2))
+    runs = [run for r in range(size) for run in chunk.ranges(r)]
+    here = earlier.seen_by(everybodys, runs, rank)
+    packed = torch.cat([here.out.float(), here.lse.unsqueeze(-1)], dim=-1)
+    parts = [x.contiguous() for x in packed.split([q.shape[2] for q in queries], 2)]
+    others = [r for r in range(size) if r != rank]
+    receives = [(r, torch.empty_like(parts[rank])) for r in others]
+    returned = comm.exchange([(r, parts[r]) for r in others], receives, "ring")
+    found = [parts[rank], *returned.wait()]
+    return [Partial(x[..., :-1], x[..., -1]) for x in found]
+
+
+def _own(
+    chunk: Chunk,
+    rank: int,
+    query: Query,
+    blocks: Sequence[Tensor],
+    earlier: Earlier,
+    before: Sequence[int],
+) -> Partial:
+    """Attention to the chunk's keys, and to the ``before`` earlier ones of every rank's block.
+
+    A block is ``[2, K, n, D]``: earlier keys, the early shard, the late one.
+    """
+    size = len(blocks)
+    shards: list[Tensor] = [block[:, :, :n] for block, n in zip(blocks, before, strict=True)]
+    early = [len(chunk.owned(r)[0]) for r in range(size)]
+    shards += [blocks[r][:, :, before[r] : before[r] + early[r]] for r in range(size)]
+    shards += [blocks[r][:, :, before[r] + early[r] :] for r in reversed(range(size))]
+    # All earlier keys, in any order, and the chunk's in the order of their positions.
+    keys, first = torch.cat(shards, 2), sum(before)
+    places: Tensor | None = None
+    if query.by_distance:
+        positions = [p for p, n in zip(earlier.positions, before, strict=False) if n]
+        places = torch.cat([*positions, positions_of([range(chunk.begin, chunk.end)], keys.device)])
+    parts, done = [], 0
+    for at in chunk.owned(rank):
+        of = query.tokens(slice(done, done + len(at)))
+        done += len(at)
+        begin, end = first + at.begin - chunk.begin, first + at.end - chunk.begin
+        found = []
+        for span, causal in ((slice(0, begin), False), (slice(begin, end), True)):
+            where = None if places is None else Places([range(at.begin, at.end)], places[span])
+            found.append(of.attend(*keys[:, :, span], causal=causal, where=where))
+        parts.append(merge(found))
+    return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
