@@ -21,19 +21,20 @@ from razor_dist.server.responses import ResponsesBody
 from razor_dist.server.schema import MAX_MESSAGES, NEUTRAL, ChatBody, CompletionBody
 from razor_dist.server.tokenize import DetokenizeBody, TokenizeBody
 
+_INT64 = 2**63 - 1
 # What `SamplingParams` and the bodies check themselves.
 _RANGES: dict[str, Json] = {
     "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": 2**63 - 1},
+    "top_k": {"minimum": -1, "maximum": _INT64},
     "min_p": {"minimum": 0, "maximum": 1},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"minimum": 0.01, "maximum": 100},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "max_completion_tokens": {"minimum": 1},
-    "max_output_tokens": {"minimum": 1},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "max_completion_tokens": {"minimum": 1, "maximum": _INT64},
+    "max_output_tokens": {"minimum": 1, "maximum": _INT64},
+    "seed": {"minimum": -(2**63), "maximum": _INT64},
     "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
 }
 
@@ -124,11 +125,13 @@ def _body(
         "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
         "tokens": {"type": "array", "items": token},
         "priority": {"enum": [None, 0]},
-        "min_tokens": {"enum": [None, 0, 1]},
+        "min_tokens": or_null({"type": "integer", "minimum": 0, "maximum": _INT64}),
         "chat_template_kwargs": or_null(
             {"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}
         ),
-        "max_tokens": or_null({"type": "integer", "minimum": 0 if name == "CompletionBody" else 1}),
+        "max_tokens": or_null(
+            {"type": "integer", "minimum": int(name != "CompletionBody"), "maximum": _INT64}
+        ),
     }
     if name == "CompletionBody":
         text, tokens = {"type": "string", "minLength": 1}, some(token)

@@ -29,6 +29,7 @@ INEXPRESSIBLE = {
     "text.format",
     "n",
     "logit_bias",
+    "min_tokens",  # at most max_tokens, and none beside a grammar
 }
 CHECKS = [
     checks.status_code_conformance,
