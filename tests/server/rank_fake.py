@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
+import time
 import types
 from unittest import mock
 
@@ -22,7 +22,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
         asyncio.run(engine.run(socket_path))
     else:
         assert socket_path is None
-        signal.pause()
+        while os.getppid() != 1:  # torch's agent may fail before it has ended its ranks
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -317,7 +317,6 @@ def test_a_world_size_that_contradicts_torchruns_is_told_once() -> None:
     sentence = "world_size is 5, but torchrun started 4 processes"
     assert done.returncode != 0
     assert done.stderr.count(sentence) == 1
-    assert "exitcode  : 2" in done.stderr
 
 
 def test_a_taken_port_ends_torchruns_job() -> None:
