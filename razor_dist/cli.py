@@ -28,6 +28,8 @@ COMMANDS = {
     "eval": "Measure what is found in long documents.",
     "summarize": "Summarise documents of any length.",
     "batch": "Answer the requests of a batch file.",
+    "prefill": "Read documents ahead of time, into a store.",
+    "store": "List, verify and prune stored prefixes.",
     "plan": "Plan memory, time and traffic without weights.",
     "bench": "Measure speed, memory and cost side by side.",
 }

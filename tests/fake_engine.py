@@ -120,6 +120,7 @@ class FakeEngine:
                 bytes_sent={"ring": 10},
                 kv_bytes_per_rank=[100 * bool(self.tasks)] * self.world_size,
                 retrieval_kv_bytes_per_rank=[64 * bool(self.tasks)] * self.world_size,
+                prefix_cache={"hits": 0, "hit_tokens": 0, "evictions": 0, "bytes_per_rank": [8]},
                 rss_per_rank=[4096] * self.world_size,
                 cpu_us_per_rank=[1500] * self.world_size,
                 step_seconds={"prefill": ([0.1, 1.0], [2, 1, 0], 0.75)},

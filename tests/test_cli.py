@@ -19,9 +19,11 @@ from razor_dist.commands.bench import bench
 from razor_dist.commands.eval import eval as eval_group
 from razor_dist.commands.heads import heads
 from razor_dist.commands.plan import plan
+from razor_dist.commands.prefill import prefill
 from razor_dist.commands.serve import serve
+from razor_dist.commands.store import store
 from razor_dist.commands.summarize import summarize
-from razor_dist.config.schema import JobConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 
 SERVE_OPTIONS = """
     --allowed-hosts --allowed-origins --api-key --api-key-file --attention --block
@@ -31,7 +33,8 @@ SERVE_OPTIONS = """
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --model --no-compensation
     --no-cuda-graphs --no-prefix-cache --no-shared-memory --no-trust-remote-code --page-size --port
-    --prefill --prefix-cache --prefix-tail-tokens --share-prefixes --no-share-prefixes
+    --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
+    --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
     --shutdown-timeout --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code
     --url-file --weights --window-max --window-min --window-ratio --world-size
@@ -106,7 +109,7 @@ NEEDLE_OPTIONS = """
     --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
     --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
-    --prefix-cache --prefix-tail-tokens
+    --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
     --shared-memory --sink-tokens --threads --trust-remote-code --weights --window-max --window-min
     --window-ratio --world-size
@@ -157,8 +160,20 @@ def test_the_options_of_jobs_are_frozen(command: Any, own: set[str]) -> None:
     assert found == own | settings
 
 
+def test_the_options_of_prefill_are_frozen() -> None:
+    settings = {"--" + name.replace("_", "-") for name in EngineConfig.model_fields}
+    own = {"--config", "--store", "--plain", "--encoding"}
+    found = {name for name in options(prefill) if name.startswith("--") and name[:5] != "--no-"}
+    assert found == own | settings - {"--prefix-store"}
+
+
+STORE_OPTIONS = {"list": set(), "verify": set(), "prune": {"--max-gb", "--older-than"}}
+
+
 @pytest.mark.parametrize(
-    ("group", "wanted"), [(heads, HEADS_OPTIONS), (eval_group, EVAL_OPTIONS)], ids=["heads", "eval"]
+    ("group", "wanted"),
+    [(heads, HEADS_OPTIONS), (eval_group, EVAL_OPTIONS), (store, STORE_OPTIONS)],
+    ids=["heads", "eval", "store"],
 )
 def test_the_commands_of_groups_are_frozen(group: typer.Typer, wanted: dict[str, set[str]]) -> None:
     commands: Any = typer.main.get_command(group)

@@ -187,9 +187,10 @@ class PagePool:
         """The number of pages that only this table holds."""
         return int(np.count_nonzero(self._references[np.asarray(table.pages, np.int64)] == 1))
 
-    def unused_pages(self, table: PageTable) -> int:
-        """The number of a table's pages that no table in use holds."""
-        return int(np.count_nonzero(self._users[np.asarray(table.pages, np.int64)] == 0))
+    def unused_pages(self, *tables: PageTable) -> int:
+        """The number of the tables' pages that no table in use holds."""
+        pages = np.unique(np.asarray([page for t in tables for page in t.pages], np.int64))
+        return int(np.count_nonzero(self._users[pages] == 0))
 
     def fork(self, table: PageTable, stored: int, tokens: int) -> PageTable:
         """Return a table with the first ``stored`` tokens, and room for ``tokens`` in all.
@@ -225,6 +226,11 @@ class PagePool:
         page, offset = divmod(token, self.page_size)
         return table.pages[page] * self.page_size + offset
 
+    def slots(self, table: PageTable, tokens: Tensor) -> Tensor:
+        """Slots of the table's tokens, both int64 ``[n]``, on the CPU."""
+        pages = torch.tensor(table.pages, dtype=torch.int64)
+        return pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
+
     def write(self, rows: slice, extents: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
         """Store ``k`` and ``v`` ``[K, n, D]`` of one layer in the slots of ``extents``."""
         done = 0
@@ -232,6 +238,12 @@ class PagePool:
             self.k[rows, a:b] = k[:, done : done + b - a]
             self.v[rows, a:b] = v[:, done : done + b - a]
             done += b - a
+
+    def read(self, table: PageTable, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[rows, n, D]`` of the table's tokens ``begin`` to ``end``: copies."""
+        spans = [slice(0, 0), *(slice(a, b) for a, b in self.extents(table, begin, end))]
+        k, v = (torch.cat([store[:, at] for at in spans], dim=1) for store in (self.k, self.v))
+        return k, v
 
     def place(self, extents: list[tuple[int, int]], positions: Tensor) -> None:
         """Note the ``positions`` (int64 ``[n]``) of the tokens in the slots of ``extents``."""

@@ -100,12 +100,10 @@ class RadixIndex:
             node = node.parent
         return np.concatenate([node.edge, *reversed(edges)])
 
-    def match(self, space: Hashable, tokens: Tokens, most: int) -> Match:
-        """Return the entry that can be cut to the longest prefix of at most ``most`` tokens."""
-        node = self._roots.get(space)
-        if node is None:
-            return Match(None, 0, 0)
-        path = [(node, 0)]  # nodes, and the tokens in common with what is below each
+    def _path(self, space: Hashable, tokens: Tokens) -> list[tuple[_Node, int]]:
+        """Return nodes, and the tokens that a text has in common with what is below each."""
+        node = self._roots.get(space, _Node(tokens[:0], 0))
+        path = [(node, 0)]
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -114,6 +112,11 @@ class RadixIndex:
             if path[-1][1] < child.end:
                 break
             node = child
+        return path
+
+    def match(self, space: Hashable, tokens: Tokens, most: int) -> Match:
+        """Return the entry that can be cut to the longest prefix of at most ``most`` tokens."""
+        path = self._path(space, tokens)
         common = path[-1][1]
         for node, same in reversed(path):
             length = min(same, most)
@@ -122,6 +125,12 @@ class RadixIndex:
                 # The one with the longest tail, which its copy inherits.
                 return Match(min(found)[1], length, common)
         return Match(None, 0, common)
+
+    def sharing(self, space: Hashable, tokens: Tokens) -> tuple[int | None, int]:
+        """Return an entry that has most tokens in common with a text, wherever it can be cut."""
+        path = self._path(space, tokens)
+        node, same = path[-1]
+        return (next(node.below())[0], same) if same else (None, 0)
 
     def covered(self, key: int) -> int:
         """Return how many tokens of an entry could be had from the others."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.halo import KVPiece
@@ -67,9 +70,22 @@ def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> l
     return [run for run in (*found, owned_tokens(Interval(begin, end), rank, world_size)) if run]
 
 
-def cut_chunks(chunks: Seq[Chunk], end: int) -> list[Chunk]:
-    """Return what a sequence of these chunks has of them once it is cut at ``end``."""
-    return [chunk.cut(end) if chunk.end > end else chunk for chunk in chunks if chunk.begin < end]
+def held_positions(
+    chunks: Seq[Chunk], begin: int, end: int, rank: int, world_size: int
+) -> npt.NDArray[np.int64]:
+    """Positions of a rank's tokens in ``[begin, end)`` of a sequence of these chunks, in order."""
+    runs = shard_positions(chunks, end, rank, world_size)
+    found = np.concatenate([np.arange(0), *(np.arange(r.start, r.stop, r.step) for r in runs)])
+    return found[found >= begin]
+
+
+def cut_chunks(chunks: Seq[Chunk], end: int, begin: int = 0) -> list[Chunk]:
+    """Return what a part ``[begin, end)`` of a sequence of these chunks has of them."""
+    return [
+        chunk.cut(end, begin) if chunk.end > end or chunk.begin < begin else chunk
+        for chunk in chunks
+        if chunk.begin < end and begin < chunk.end
+    ]
 
 
 def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:

@@ -19,7 +19,7 @@ times, with biases that bfloat16 holds exactly and whose weights add up to ``N_d
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,8 +31,9 @@ from razor_dist.kernels import HIDDEN
 
 # E in bfloat16: each entry takes what it can of the weight that is left, all but a tenth at least.
 _ENTRIES_BF16 = 4
-# Places of a slot that are cleared together.
+# Places of a slot that are cleared together, and bytes that are copied from one to another.
 _CLEARED = 256
+_TOGETHER = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -262,34 +263,68 @@ class StreamingCache:
 
         The tail has what left the window after them (`Arena.least_cut`).
         """
-        copy, sinks = self.allocate(total), self.policy.sinks
-        fixed = self.width(slot, 0)
-        for target, source in zip(
-            self.view(self.rows, copy, self.width(copy, 0)),
-            self.view(self.rows, slot, fixed),
-            strict=True,
-        ):
-            target.copy_(source)
-        # The rings differ in length, so the window's tokens move.
-        before = max(slot.start, sinks)
-        begin, end = min(before, max(sinks, self.policy.start(length))), max(length, sinks)
-        copy.start = copy.ring_begin = begin if slot.start else 0
-        window = self.read(self.rows, slot, begin, end)
-        self.write(self.rows, copy, self.indices(copy, begin, end), *window)
-        copy.tail_begin = max(slot.tail_begin, begin - copy.tail_capacity, sinks)
-        if copy.tail_begin < begin:
-            kept = self.read(self.rows, slot, copy.tail_begin, begin)
-            self.put_tail(self.rows, copy, copy.tail_begin, begin, *kept)
-        if self.policy.compensation:
-            self.sums[:, :, copy.index] = self.sums[:, :, slot.index]
-            if begin < before:
-                for total_sum, left in zip(
-                    self.sums, self.read(self.rows, slot, begin, before), strict=True
-                ):
-                    total_sum[:, copy.index] -= left.float().sum(1)
-                if begin > sinks:
-                    self.refresh(self.rows, copy, begin - sinks)
+        copy = self.allocate(total)
+        for rows in self.batches(length):
+            self.restore(copy, rows, self.state(slot, rows, length))
         return copy
+
+    def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:
+        """Cut the rows into slices whose `state` of ``length`` tokens is about ``most`` bytes.
+
+        A slice has one row at least.
+        """
+        row = max(1, self.arena.width(length)) * self.k.shape[-1] * self.k.itemsize * 2
+        step = max(1, most // row)
+        return [slice(a, min(a + step, self.rows.stop)) for a in range(0, self.rows.stop, step)]
+
+    def can_cut(self, slot: StreamingSlot, length: int) -> bool:
+        """Tell if a slot has all that is seen after its first ``length`` tokens."""
+        return max(self.policy.sinks, self.policy.start(length)) >= slot.tail_begin
+
+    def state(self, slot: StreamingSlot, rows: slice, length: int) -> dict[str, Tensor]:
+        """Return copies of all that some rows of a slot need of their first ``length`` tokens.
+
+        That is not less than `Arena.least_cut`. ``k`` and ``v`` ``[K, n, D]`` are of the sinks,
+        the tail and the window, ``sums`` float32 ``[2, K, D]``, and ``at`` the positions at which
+        window and tail begin, and ``length``.
+        """
+        sinks = self.policy.sinks
+        before = max(slot.start, sinks)
+        begin = min(before, max(sinks, self.policy.start(length)))
+        tail = max(slot.tail_begin, begin - self.arena.tail, sinks)
+        first = self.read(rows, slot, 0, min(sinks, length))
+        rest = self.read(rows, slot, tail, max(tail, length))
+        k, v = (torch.cat(parts, dim=1) for parts in zip(first, rest, strict=True))
+        sums = self.sums[:, rows, slot.index].clone()
+        if self.policy.compensation and begin < before:
+            for total, left in zip(sums, self.read(rows, slot, begin, before), strict=True):
+                total -= left.float().sum(1)
+        at = torch.tensor([begin if slot.start else 0, tail, length])
+        return {"k": k, "v": v, "sums": sums, "at": at}
+
+    def restore(self, slot: StreamingSlot, rows: slice, state: Mapping[str, Tensor]) -> None:
+        """Fill rows of a new slot, which has room for its tokens, with what `state` returned.
+
+        The positions of the window and the tail are the slot's: all rows must have the same.
+        """
+        sinks = self.policy.sinks
+        start, tail, length = state["at"].tolist()
+        begin, first = max(start, sinks), min(sinks, length)
+        slot.start = slot.ring_begin = start
+        slot.tail_begin = max(tail, begin - slot.tail_capacity)
+        k, v = state["k"], state["v"]
+        self.write(rows, slot, self.indices(slot, 0, first), k[:, :first], v[:, :first])
+        window = slice(first + begin - tail, None)
+        at = self.indices(slot, begin, max(begin, length))
+        # The rings differ in length, so the window's tokens move.
+        self.write(rows, slot, at, k[:, window], v[:, window])
+        if slot.tail_begin < begin:
+            kept = slice(first + slot.tail_begin - tail, first + begin - tail)
+            self.put_tail(rows, slot, slot.tail_begin, begin, k[:, kept], v[:, kept])
+        if self.policy.compensation:
+            self.sums[:, rows, slot.index] = state["sums"]
+            if begin > sinks:
+                self.refresh(rows, slot, begin - sinks)
 
     def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
         """Indices in a slot of positions ``[begin, end)``: int64, on the cache's device."""

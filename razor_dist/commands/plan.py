@@ -17,7 +17,8 @@ from razor_dist.config.sources import load_config
 # knows replicated ones only.
 _LEFT_OUT = """
     model device threads collective_timeout heartbeat_timeout seed generation_config ring
-    cuda_graphs shared_memory weights max_step_ms scheduling_policy
+    cuda_graphs shared_memory weights max_step_ms scheduling_policy prefix_host_gb prefix_store
+    prefix_store_gb
 """
 
 

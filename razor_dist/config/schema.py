@@ -97,6 +97,15 @@ class EngineConfig(BaseModel):
     prefix_tail_tokens: Size = _memory(
         1024, "Tokens before a window by which streaming heads' caches can be cut back.", ge=0
     )
+    prefix_host_gb: float = _memory(
+        0.0, "Host memory for prefixes beside the KV caches, over all ranks, in GiB.", ge=0
+    )
+    prefix_store: str | None = _memory(
+        None, "Directory that keeps prefixes, also for later servers; none: nothing.", min_length=1
+    )
+    prefix_store_gb: float | None = _memory(
+        None, "Most that they may take there, in GiB; none: what the disk holds.", gt=0
+    )
     page_size: Size = _memory(64, "Tokens per page of retrieval KV.", ge=1)
     chunked_prefill_size: Size | None = _memory(
         None,
@@ -154,6 +163,14 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"window_max ({self.window_max}) must not be below window_min ({self.window_min})"
             )
+        for name in ("prefix_store", "prefix_host_gb"):
+            if getattr(self, name) and not self.caches_prefixes:
+                raise ConfigError(
+                    f"{name} is of no use without the prefix cache: leave out prefix_cache: false "
+                    "and prefill: exact"
+                )
+        if self.prefix_store_gb is not None and self.prefix_store is None:
+            raise ConfigError("prefix_store_gb bounds prefix_store, which is not given")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -171,6 +188,11 @@ class EngineConfig(BaseModel):
     def caches_prefixes(self) -> bool:
         """True if prompts may begin from others' caches; those of an exact prefill differ."""
         return self.prefix_cache and self.prefill == "local"
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """True if prefixes are kept beyond the KV caches."""
+        return self.prefix_store is not None or self.prefix_host_gb > 0
 
     def engine_json(self) -> str:
         """The engine's settings alone, for a rank to read back with `from_json`."""

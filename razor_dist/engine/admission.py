@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from razor_dist.cache.radix import common_tokens
+from razor_dist.cache.radix import Tokens, common_tokens
 from razor_dist.cache.sequence import shard_lengths, shard_sizes
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
@@ -16,6 +18,7 @@ from razor_dist.engine.ledger import Bools, Holding, Ints, Ledger
 from razor_dist.engine.prefix_cache import Hit, PrefixCache
 from razor_dist.engine.request import Request, prefixes
 from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.tiers import Candidate, Tiers
 from razor_dist.engine.turns import Turns
 
 # Pages of tokens that a prompt must have in common with another to wait for it, or for the caches
@@ -33,16 +36,19 @@ class Admission:
         self.cache, self.world_size, self._turns = cache, world_size, turns
         self.ledger = Ledger(cache, world_size)
         self.prefix_cache = PrefixCache(self.ledger, turns.cost) if share else None
+        self.tiers: Tiers | None = None  # beyond the device, if there are any
+        self._pending: list[StepPlan] = []
         self._sizes = self.ledger.sizes[:-1]
         self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
 
     @property
-    def prefix_stats(self) -> dict[str, int]:
+    def prefix_stats(self) -> dict[str, Any]:
         """Counters of the prefix cache since the start, and its entries now."""
         cache, names = self.prefix_cache, ("queries", "hits", "query_tokens", "hit_tokens")
         counts = {} if cache is None else cache.counts
-        found = {name: counts.get(name, 0) for name in (*names, "evictions")}
-        return found | {"entries": 0 if cache is None else cache.evictable}
+        found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
+        found["entries"] = 0 if cache is None else cache.evictable
+        return found | ({} if self.tiers is None else self.tiers.stats)
 
     def check(self, request: Request, pinned: Seq[Request]) -> None:
         """Refuse a request that is too large even for empty caches, or would wait for ever.
@@ -139,13 +145,15 @@ class Admission:
         hit = self._find(request, running)
         if hit is not None and self._awaits(request, hit, running):
             return []
+        if hit is not None and self._promotes(request, hit):
+            return []
         short, request.cached = request.short, 0
         for source, holding in self._sources(request, hit):
             begin, end, total = request.begin, request.end, request.total
             stored, read = self._begun(holding, begin), self._read(request, holding)
             need = self.ledger.need(stored, begin, request.chunks_end, total)
             each = self.ledger.need(read, end, end, total)  # fork when the prompt has been read
-            evicting = self._make_room(need + len(request.siblings) * each, holding)
+            evicting = self._make_room(need + len(request.siblings) * each, *_some(holding))
             if evicting is not None:
                 return [*evicting, self._open(request, hit, source, holding)]
             request.short, request.cached = short, 0
@@ -161,7 +169,7 @@ class Admission:
         for one in request.siblings:
             one.holding = ledger.open(request.holding, read, one.begin, one.begin, one.total)
         if self.prefix_cache is not None:
-            self.prefix_cache.use(hit if request.cached else None, len(request.prompt))
+            self._use(hit if request.cached else None, request)
             request.stops = self._branch(request, hit)
         return StepPlan(
             Op.OPEN if holding is None else Op.FORK,
@@ -251,20 +259,102 @@ class Admission:
         stop = self._stop(request, common)
         return [stop] if stop - request.begin >= _WORTH_PAGES * self.cache.page_size else []
 
-    def _make_room(self, need: Ints, but: Holding | None) -> list[StepPlan] | None:
-        if (need > self.ledger.available(but)).any():
+    def _promotes(self, request: Request, hit: Hit) -> bool:
+        """Tell if a request waits for what it begins with, which is in host memory or on disk."""
+        tiers, ledger = self.tiers, self.ledger
+        if tiers is None or request.promoted:
+            return False
+        found = tiers.find(request.space, request.tokens, request.end - 1)
+        if found is None or found.tokens < hit.tokens + _WORTH_PAGES * self.cache.page_size:
+            return False
+        if tiers.loading is not None:
+            return True
+        node, end, size = found.node, found.node.manifest.end, self.world_size
+        chunks = tiers.layout(node)
+        stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
+        # Room for the request as well, which then takes what it begins with from there.
+        need = ledger.need_of(shard_lengths(chunks, end, size), end)
+        need = need + ledger.need(stored, found.tokens, request.end, request.total)
+        evicting = self._make_room(need)
+        if evicting is None:
+            return False
+        request.promoted = True
+        key, space = next(self._copies), request.space
+        assert isinstance(space, tuple)
+        holding = ledger.place(chunks, end, node.manifest.tails)
+        self._pending += [*evicting, tiers.load(node, key, space, holding)]
+        return True
+
+    def pause(self) -> None:
+        """Sleep a little: what is being saved waits for a disk."""
+        assert self.tiers is not None
+        self.tiers.pause()
+
+    def take_pending(self) -> list[StepPlan]:
+        """Return plans that come before those which `open` returns, once."""
+        plans, self._pending = self._pending, []
+        return plans
+
+    def transferred(self, plan: StepPlan, answers: Tensor) -> list[StepPlan]:
+        """Take in the answers to a plan that saves or loads; return the plans that follow."""
+        tiers = self.tiers
+        assert tiers is not None and self.prefix_cache is not None
+        if plan.op is Op.SAVE:
+            return tiers.saved(answers)
+        loading = tiers.loading
+        assert loading is not None
+        whole = tiers.loaded(answers)
+        if whole is None:
+            return []
+        if not whole:
+            self.ledger.close(loading.holding)
+            return [StepPlan(Op.CLOSE, loading.key)]
+        tokens, holding = tiers.tokens(loading.node), loading.holding
+        self.ledger.keep(holding, len(tokens))
+        self.prefix_cache.add(loading.space, tokens, loading.key, holding, loading.tier)
+        return [StepPlan(Op.KEEP, loading.key), *self._within_bounds(holding)]
+
+    def _use(self, hit: Hit | None, request: Request) -> None:
+        cache, tiers = self.prefix_cache, self.tiers
+        assert cache is not None
+        if hit is not None and hit.entry is not None and hit.entry.tier != "device":
+            assert tiers is not None
+            tiers.count_hit(hit.entry.tier, hit.tokens)
+            hit.entry.tier = "device"
+        cache.use(hit, len(request.prompt))
+
+    def _offer(self, request: Request, tokens: Tokens, key: int, holding: Holding) -> None:
+        if self.tiers is not None:
+            assert isinstance(request.space, tuple)
+            self.tiers.offer(Candidate(key, request.space, tokens, holding))
+
+    @property
+    def _saved(self) -> list[Holding]:
+        """Whose sequence is being saved: it must stay."""
+        saving = None if self.tiers is None else self.tiers.saving
+        return [] if saving is None else [saving.of.holding]
+
+    def _make_room(self, need: Ints, *but: Holding) -> list[StepPlan] | None:
+        but = (*but, *self._saved)
+        if (need > self.ledger.available(*but)).any():
             return None
         plans = []
         while (short := need > self.ledger.free).any():
-            plans += self._evict(short, but)
+            evicted = self._evict(short, *but)
+            assert evicted, "what is available is cached"
+            plans += evicted
         return plans
 
-    def _evict(self, short: Bools, but: Holding | None = None) -> list[StepPlan]:
+    def _evict(self, short: Bools, *but: Holding) -> list[StepPlan]:
         assert self.prefix_cache is not None
-        entry = self.prefix_cache.evict(short, but)
-        assert entry is not None, "what is available is cached"
+        entry = self.prefix_cache.evict(short, *but, *self._saved)
+        if entry is None:
+            return []
         self.ledger.close(entry.holding)
-        return [StepPlan(Op.CLOSE, entry.key)]
+        return [*self._forget(entry.key), StepPlan(Op.CLOSE, entry.key)]
+
+    def _forget(self, key: int) -> list[StepPlan]:
+        return [] if self.tiers is None else self.tiers.forget(key)
 
     def prefilled(self, request: Request) -> None:
         """Note that a prompt has been read: others may continue it."""
@@ -273,6 +363,7 @@ class Admission:
         if self.prefix_cache is not None:
             tokens = request.tokens
             self.prefix_cache.add(request.space, tokens, request.key, request.holding)
+            self._offer(request, tokens, request.key, request.holding)
 
     def copy(self, request: Request) -> list[StepPlan]:
         """Keep a copy of a sequence as it is now, if there is room for one."""
@@ -280,12 +371,14 @@ class Admission:
         length, holding = request.length, request.holding
         stored = self._begun(holding, length)
         plans = self._make_room(self.ledger.need(stored, length, length, length), holding)
+        tokens = _tokens_read(request)
         if plans is None:
             return []
         key = next(self._copies)
         copied = self.ledger.open(holding, stored, length, length, length)
         self.ledger.keep(copied, length)
-        self.prefix_cache.add(request.space, _tokens_read(request), key, copied)
+        self.prefix_cache.add(request.space, tokens, key, copied)
+        self._offer(request, tokens, key, copied)
         plans += [
             StepPlan(Op.FORK, key, length, length, length, source=request.key),
             StepPlan(Op.KEEP, key),
@@ -300,20 +393,29 @@ class Admission:
             if cache is not None:
                 cache.remove(request.key)
             self.ledger.close(holding)
-            return [StepPlan(Op.CLOSE, request.key)]
+            return [*self._forget(request.key), StepPlan(Op.CLOSE, request.key)]
         self.ledger.keep(holding, request.length)
-        cache.add(request.space, _tokens_read(request), request.key, holding)
+        tokens = _tokens_read(request)
+        cache.add(request.space, tokens, request.key, holding)
+        self._offer(request, tokens, request.key, holding)
         return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
 
-    def _within_bounds(self) -> list[StepPlan]:
+    def _within_bounds(self, *but: Holding) -> list[StepPlan]:
         assert self.prefix_cache is not None
-        plans = []
+        plans, everything = [], np.ones_like(self.ledger.sizes, bool)
         while self.prefix_cache.evictable > self.cache.max_cached:
-            plans += self._evict(np.ones_like(self.ledger.sizes, bool))
+            evicted = self._evict(everything, *but)
+            if not evicted:
+                break
+            plans += evicted
         return plans
 
 
-def _tokens_read(request: Request) -> np.ndarray:
+def _some(holding: Holding | None) -> list[Holding]:
+    return [] if holding is None else [holding]
+
+
+def _tokens_read(request: Request) -> Tokens:
     """Return the tokens of a request that are in the caches."""
     generated = np.array(request.generated, np.int32)
     return np.concatenate([request.tokens, generated])[: request.length]

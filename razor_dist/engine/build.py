@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,18 @@ from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import (
+    dtype_name,
     eos_token_ids,
     layer_classes,
     load_model,
     model_fingerprint,
     read_config,
+    settings_of,
     stored_dtype,
+    weights_fingerprint,
 )
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
@@ -54,6 +58,7 @@ class Loaded:
     model: PreTrainedModel  # with our attention
     head_map: HeadMap
     eos_token_ids: tuple[int, ...]
+    weights: str  # their fingerprint, if prefixes are kept beyond the caches
     # This rank's part of the weights, if they are sharded: the model cannot run yet.
     shares: ShardedWeights | None
 
@@ -77,13 +82,15 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
         chosen = default_head_map(config.model)
         if chosen.parent == path:
             log.info("the head map is the model folder's own, %s", chosen)
-    shares = None
+    shares, fingerprint = None, ""
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
     else:
         # As views of the mapped files, of which a rank then reads its share.
         cpu = torch.device("cpu")
         model = load_model(path, device=cpu, dtype=stored_dtype(path), trust_remote_code=trust)
+        if config.keeps_prefixes:
+            fingerprint = weights_fingerprint(model)
         join_ranks(device, config.collective_timeout)
         shares = ShardedWeights(
             model,
@@ -93,7 +100,7 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             group=comm.group,
             together=layer_classes(model),
         )
-    return Loaded(model, head_map, eos_token_ids(path), shares)
+    return Loaded(model, head_map, eos_token_ids(path), fingerprint, shares)
 
 
 def _check_weights(config: EngineConfig, comm: Communicator, device: torch.device) -> None:
@@ -132,6 +139,7 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
         comm,
         eos_token_ids=loaded.eos_token_ids,
         windows=loaded.head_map.windows,
+        weights=loaded.weights,
     )
     if comm.rank == 0:
         for sentence in about_settings(config, loaded.head_map, engine.core.max_model_len):
@@ -171,12 +179,14 @@ def make_engine(
     eos_token_ids: tuple[int, ...],
     windows: Windows | None = None,
     ring: RingAttention | None = None,
+    weights: str = "",
 ) -> RankEngine:
     """Return one rank's engine around a model that is loaded with our attention.
 
     For every layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows`` a
-    streaming head's own window. ``ring`` takes the place of the one that the settings name. Raises
-    `ConfigError` if settings and model do not fit together, or the caches into memory.
+    streaming head's own window. ``ring`` takes the place of the one that the settings name.
+    ``weights`` is their fingerprint, if it cannot be had from the model. Raises `ConfigError` if
+    settings and model do not fit together, or the caches into memory.
     """
     shape = ModelShape.from_config(model.config)
     device, dtype = model.device, model.dtype
@@ -214,6 +224,17 @@ def make_engine(
         load_tokenizer=partial(_tokenizer, config),
         prefix_cache=config.caches_prefixes,
     )
+    if config.keeps_prefixes:
+        about = {
+            "weights": weights or weights_fingerprint(model),
+            "model": settings_of(model.config),
+            "retrieval": [list(map(int, row)) for row in retrieval],
+            "windows": windows,
+            "policy": asdict(StreamingPolicy.of(config)),
+            "dtype": dtype_name(dtype),
+            "kv_dtype": dtype_name(kv_dtype),
+        }
+        core.keep_prefixes(config, about)
     kept = sum(map(sum, retrieval))
     info = {
         "world_size": comm.size,

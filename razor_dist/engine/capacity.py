@@ -187,10 +187,10 @@ def new_caches(
         layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
     )
     streaming = tuple(
-        # One more than are held, for a copy is made before another one goes.
+        # Two more than are held: a copy is made before another one goes, and one may be loaded.
         StreamingCache(
             rows,
-            cache.max_sequences + cache.max_cached + 1,
+            cache.max_sequences + cache.max_cached + 2,
             arena,
             dim,
             dtype=cache.dtype,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.cache.store import PrefixStore
 from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
 from razor_dist.engine.request import Request
@@ -22,6 +25,8 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan, StepSeconds
 from razor_dist.engine.structured_outputs import GrammarCompiler
+from razor_dist.engine.tiers import Tier, Tiers
+from razor_dist.engine.transfer import PART_BYTES, Transfers
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 
@@ -32,6 +37,8 @@ _LOGPROB_CHUNK_TOKENS = 512
 _ANSWER_TOKENS = 256
 # Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
 _GRAMMAR_SECONDS = 0.02
+# Sequences that are to be saved get so long when the ranks are told to stop.
+_LAST_SECONDS = 1.0
 
 
 class EngineCore:
@@ -73,9 +80,36 @@ class EngineCore:
         self._seeds = torch.Generator().manual_seed(seed)
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
+        self._max_step = max_step
+
+    def keep_prefixes(self, config: EngineConfig, about: Mapping[str, Any]) -> None:
+        """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
+        runner, admission = self.runner, self.scheduler.admission
+        directory = config.prefix_store
+        store = None if directory is None else PrefixStore(Path(directory), dict(about))
+        fingerprint = "" if store is None else store.fingerprint
+        folder = None if store is None else store.folder
+        runner.transfers = Transfers(runner.comm, runner.caches, fingerprint, folder)
+        if runner.comm.rank or admission.prefix_cache is None:
+            return
+        room: dict[Tier, float] = {}
+        if config.prefix_host_gb:
+            room["host"] = config.prefix_host_gb * 2**30
+        if store is not None:
+            room["disk"] = (config.prefix_store_gb or math.inf) * 2**30
+
+        def state_parts(length: int) -> list[tuple[int, int]]:
+            batches = [c.batches(length, PART_BYTES) for c in runner.caches.streaming]
+            return [(of[0].stop, len(of)) for of in batches]
+
+        admission.tiers = Tiers(
+            admission.ledger, self.scheduler.turns.cost, fingerprint, store, room, state_parts
+        )
 
     @property
     def has_work(self) -> bool:
+        if self._moves:
+            return True
         running = self.scheduler.running
         requests = self._requests.values()
         return not all(r.pinned and r.key in running and r.prefilled for r in requests)
@@ -207,14 +241,19 @@ class EngineCore:
     def step(self) -> list[Message]:
         """Admit what fits, or run one chunk or decode step; report what came of it."""
         admitted: list[Message] = []
-        while plans := self.scheduler.admit():
+        while plans := self._admit():
             self._run_all(plans)
             request = self.scheduler.running[plans[-1].sequence]
             if not request.released:  # its id may be another's now
                 admitted.append(_progress_message(request, request.begin, self._clock()))
         if admitted:
             return admitted  # told now: the first chunk may take long
+        moved = self._transfer()
         plan = self.scheduler.next()
+        if plan is None and (moved or self._moves):
+            if not moved:
+                self.scheduler.admission.pause()
+            return []
         if plan is None:
             # A request that waits while nothing runs would have rank 0 spin for ever.
             pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
@@ -248,6 +287,34 @@ class EngineCore:
             logits = logits if rows == list(range(row)) else logits[rows]
             messages += self._advance_all(answering, logits)
         return messages
+
+    @property
+    def _moves(self) -> bool:
+        """True if caches go to host memory and disk, or come from there."""
+        tiers = self.scheduler.admission.tiers
+        return tiers is not None and tiers.active
+
+    def _admit(self) -> list[StepPlan]:
+        plans = self.scheduler.admit()
+        self._run_all(self.scheduler.admission.take_pending())
+        return plans
+
+    def _transfer(self) -> bool:
+        """Move the next parts to or from host memory and disk, for a part of a step's time.
+
+        One is enough where others are served and nobody waits for it. True if any was moved.
+        """
+        tiers = self.scheduler.admission.tiers
+        began, moved = self._clock(), False
+        while tiers is not None and (plan := tiers.next()) is not None:
+            answers = self._run(plan)
+            moved = True
+            assert answers is not None
+            self._run_all(self.scheduler.admission.transferred(plan, answers))
+            served = self.scheduler.running and plan.op is Op.SAVE
+            if served or self._clock() - began > self._max_step / 4:
+                break
+        return moved
 
     def _fork(self, request: Request) -> list[Request]:
         """Begin the other answers to a prompt that is read; return all whose next token is due."""
@@ -351,6 +418,11 @@ class EngineCore:
         self._grammars.prepare()
 
     def stop(self) -> None:
+        """End the ranks; what is being saved gets a moment to be whole."""
+        end = time.monotonic() + _LAST_SECONDS
+        while self._moves and time.monotonic() < end:
+            if not self._transfer():
+                self.scheduler.admission.pause()
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass
+@dataclass(eq=False)
 class Holding:
     """What one sequence has of the ranks' caches."""
 
@@ -65,16 +65,16 @@ class Ledger:
         pages = [pool.free_pages for pool in self._pools]
         return self._table(pages, self._free_places, self._free_scratch)
 
-    def available(self, source: Holding | None = None) -> Ints:
-        """Return what is free if all is evicted that is cached, except for ``source``."""
+    def available(self, *sources: Holding) -> Ints:
+        """Return what is free if all is evicted that is cached, except for ``sources``."""
         pages = [pool.available_pages for pool in self._pools]
         pairs = zip(self._free_places, self._cached_places, strict=True)
         places = [free + cached for free, cached in pairs]
-        if source is not None and source.cached:
-            for rank, (pool, table) in enumerate(zip(self._pools, source.tables, strict=True)):
-                pages[rank] -= pool.unused_pages(table)
-            for index, total in enumerate(source.totals):
-                places[index] -= self.cache.arenas[index].width(total)
+        held = [source for source in dict.fromkeys(sources) if source.cached]
+        for rank, pool in enumerate(self._pools):
+            pages[rank] -= pool.unused_pages(*(source.tables[rank] for source in held))
+        for index, arena in enumerate(self.cache.arenas):
+            places[index] -= sum(arena.width(source.totals[index]) for source in held)
         return self._table(pages, places, self._free_scratch)
 
     def pages_for(self, tokens: Seq[int] | Ints) -> Ints:
@@ -128,6 +128,23 @@ class Ledger:
             cut_chunks(source.chunks, begin),
             need[-1],
         )
+
+    def need_of(self, sizes: Seq[int], total: int) -> Ints:
+        """Return what a sequence takes that has so many tokens on each rank, ``total`` in all."""
+        none = np.zeros(self.world_size, np.int64)
+        return self._table(self.pages_for(sizes), [a.width(total) for a in self.cache.arenas], none)
+
+    def place(self, chunks: list[Chunk], total: int, tails: Seq[int]) -> Holding:
+        """Take room for a sequence of these chunks that comes from elsewhere, whole."""
+        sizes, arenas = shard_lengths(chunks, total, self.world_size), self.cache.arenas
+        tables = [
+            pool.fork(PageTable(), 0, tokens)
+            for pool, tokens in zip(self._pools, sizes, strict=True)
+        ]
+        for index, arena in enumerate(arenas):
+            self._free_places[index] -= arena.width(total)
+        begins = [a.tail_begin(total, tail) for a, tail in zip(arenas, tails, strict=True)]
+        return Holding(tables, [total for _ in arenas], begins, chunks)
 
     def end_prompt(self, holding: Holding) -> None:
         """Take back the scratch pages, as the ranks do when a prompt ends."""

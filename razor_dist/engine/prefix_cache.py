@@ -27,6 +27,7 @@ class Entry:
     length: int  # its tokens
     holding: Holding
     used_at: float  # the clock of evictions when it was used last
+    tier: str = "device"  # from which it came, until it is used
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,19 @@ class PrefixCache:
         # queries, hits, their tokens in all and those that were found; evictions.
         self.counts: Counter[str] = Counter()
 
-    def add(self, space: Hashable, tokens: Tokens, key: int, holding: Holding) -> None:
+    def add(
+        self,
+        space: Hashable,
+        tokens: Tokens,
+        key: int,
+        holding: Holding,
+        tier: str = "device",
+    ) -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
         self.remove(key)
         least = self._ledger.least_cut(holding, len(tokens))
         self._index.add(space, tokens, key, least)
-        self._entries[key] = Entry(key, len(tokens), holding, self._clock)
+        self._entries[key] = Entry(key, len(tokens), holding, self._clock, tier)
 
     def remove(self, key: int) -> None:
         """Forget a sequence, if it is here."""
@@ -88,11 +96,11 @@ class PrefixCache:
             if hit.tokens > 1024:
                 log.info("%d of %d prompt tokens are cached", hit.tokens, prompt_tokens)
 
-    def evict(self, short: Bools, but: Holding | None) -> Entry | None:
+    def evict(self, short: Bools, *but: Holding) -> Entry | None:
         """Forget the entry that is worth least and holds any of what is ``short``; not ``but``."""
         worths = []
         for entry in self._entries.values():
-            if entry.holding.cached and entry.holding is not but:
+            if entry.holding.cached and entry.holding not in but:
                 frees = self._ledger.exclusive(entry.holding)
                 helps = bool((short & (frees > 0)).any())
                 worths.append((not helps, self._worth(entry, frees), entry.key))

@@ -38,6 +38,7 @@ class Request:
     space: Hashable = None  # prompts of different ones share no caches
     cached: int = 0  # tokens that were found in the prefix cache when it was admitted
     holding: Holding | None = None  # what it has of the caches; once admitted
+    promoted: bool = False  # what it begins with was, or was to be, loaded for it
     # Ascending positions, where reading stops for the caches to be kept as of there.
     stops: list[int] = field(default_factory=list)
     short: bool = False  # all ranks compute the whole prompt, in one step

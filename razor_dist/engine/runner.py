@@ -26,6 +26,7 @@ from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, Piece, StepPlan
+from razor_dist.engine.transfer import Transfers, of_payload
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
@@ -67,13 +68,15 @@ class ModelRunner:
         self.peak_kv_bytes = 0
         # Of the last step's chunks, by sequence: `_gather_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
+        self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.
 
         Return, on rank 0, float32 logits ``[n, V]`` after a step's pieces that have any, in their
-        order (`Piece.samples`), or the gathered counters after STATS. Otherwise None.
+        order (`Piece.samples`), or the gathered counters after STATS. After SAVE and LOAD, on all,
+        how far all ranks are. Otherwise None.
         """
         match plan.op:
             case Op.OPEN:
@@ -88,6 +91,11 @@ class ModelRunner:
                 return self._step(plan.pieces)
             case Op.STATS:
                 return self._stats()
+            case Op.SAVE:
+                assert self.transfers is not None
+                return self.transfers.save(self.sequences.get(plan.sequence), plan.payload)
+            case Op.LOAD:
+                return self._load(plan)
             case Op.STOP:
                 pass
         return None
@@ -147,6 +155,27 @@ class ModelRunner:
         self.caches.pages.cache(sequence.table)
         for cache, slot in zip(self.caches.streaming, sequence.streaming, strict=True):
             cache.cache(slot, sequence.length, sequence.total)
+
+    def _load(self, plan: StepPlan) -> Tensor:
+        """Make a sequence of what is stored of one, or go on with that."""
+        assert self.transfers is not None
+        if len(plan.payload):
+            job, rank = of_payload(plan.payload), self.comm.rank
+            chunks = [Chunk(a, b, self.comm.size, (c, d)) for a, b, c, d in job["chunks"]]
+            sizes = shard_lengths(chunks, plan.total, self.comm.size)
+            table = self.caches.pages.allocate(sizes[rank])
+            table.tokens = sizes[rank]
+            self.sequences[plan.sequence] = Sequence(
+                total=plan.total,
+                table=table,
+                shard_tokens=sizes,
+                streaming=tuple(cache.allocate(plan.total) for cache in self.caches.streaming),
+                length=plan.total,
+                position_mark=job["mark"],
+                chunks=chunks,
+            )
+            self._note_peak()
+        return self.transfers.load(self.sequences[plan.sequence], plan.payload)
 
     def _close(self, key: int) -> None:
         sequence = self.sequences.pop(key)

@@ -31,6 +31,10 @@ class Op(IntEnum):
     STATS = 5
     STOP = 6
     KEEP = 7  # nobody uses a sequence now: it is cached
+    # A sequence's next part goes to host memory and disk, or comes from there. Ranks answer how far
+    # they are (`razor_dist.engine.transfer`).
+    SAVE = 8
+    LOAD = 9
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +79,16 @@ class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0  # OPEN, CLOSE, FORK, KEEP: its key
+    sequence: int = 0  # OPEN, CLOSE, FORK, KEEP, SAVE, LOAD: its key
     begin: int = 0  # FORK: how many of its source's tokens it copies
     # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
     # what FORK copies.
     end: int = 0
-    total: int = 0  # OPEN and FORK: tokens to reserve, prompt and answer
+    total: int = 0  # OPEN, FORK, LOAD: tokens to reserve, prompt and answer
     source: int = 0  # FORK: key of the sequence to copy
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
+    # STEP: its pieces; SAVE and LOAD: with the first part, what to do.
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @classmethod

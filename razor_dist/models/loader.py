@@ -35,6 +35,15 @@ from razor_dist.models.support import check_class, check_supported, without_idle
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+# Numbers of each weight that make its fingerprint; fields that say nothing of keys and values.
+_SAMPLES = 256
+_IDLE = {
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "max_length"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -175,6 +184,25 @@ def eos_token_ids(source: str | Path | PretrainedConfig) -> tuple[int, ...]:
         found = [json.loads(text).get("eos_token_id") for text in texts]
     ids = next((value for value in found if value not in (None, [])), ())
     return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Hash of samples from all weights, and of their names and shapes: of another model, another.
+
+    Reading all of a model's weights would take longer than much that is to be saved by it.
+    """
+    found = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _SAMPLES)].float().cpu()
+        found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
+    return found.hexdigest()
+
+
+def settings_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return a model's configuration but for what does not touch its keys and values."""
+    fields = config.to_dict()
+    return {name: value for name, value in sorted(fields.items()) if name not in _IDLE}
 
 
 def model_fingerprint(config: PretrainedConfig) -> str:

@@ -32,20 +32,21 @@ class Interval:
 class Chunk:
     """Positions ``[begin, end)`` of one sequence, prefilled together by ``world_size`` ranks.
 
-    ``whole_end`` is where the chunk ended, if it has been cut since.
+    ``whole`` is where the chunk began and ended, if it has been cut since.
     """
 
     begin: int
     end: int
     world_size: int
-    whole_end: int = 0
+    whole: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.end > self.begin and self.world_size >= 1
 
-    def cut(self, end: int) -> Chunk:
-        """Return what a sequence has of this chunk once it is cut at ``end``."""
-        return Chunk(self.begin, min(end, self.end), self.world_size, self.whole_end or self.end)
+    def cut(self, end: int, begin: int = 0) -> Chunk:
+        """Return what is left of this chunk in a part ``[begin, end)`` of its sequence."""
+        whole = self.whole or (self.begin, self.end)
+        return Chunk(max(begin, self.begin), min(end, self.end), self.world_size, whole)
 
     @property
     def span(self) -> Interval:
@@ -54,8 +55,9 @@ class Chunk:
     @cached_property
     def shards(self) -> tuple[Interval, ...]:
         """The 2P shards in order; some are empty when the chunk is shorter than 2P tokens."""
-        n, parts = (self.whole_end or self.end) - self.begin, 2 * self.world_size
-        edges = [self.begin + n * j // parts for j in range(parts + 1)]
+        begin, end = self.whole or (self.begin, self.end)
+        n, parts = end - begin, 2 * self.world_size
+        edges = [begin + n * j // parts for j in range(parts + 1)]
         return tuple(Interval(a, b) & self.span for a, b in itertools.pairwise(edges))
 
     def indices(self, rank: int) -> tuple[int, int]:

@@ -239,6 +239,7 @@ class RankMetrics(Collector):
         )
         sent = stats.get("bytes_sent", {})
         yield self._counters("bytes_sent", "Between ranks, by purpose.", "purpose", sent)
+        yield from self._prefixes(stats.get("prefix_cache", {}))
         steps = HistogramMetricFamily(
             f"{PREFIX}step_seconds",
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
@@ -251,6 +252,30 @@ class RankMetrics(Collector):
                 buckets.append((bound, running))
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
+
+    def _prefixes(self, told: Message) -> Iterator[Any]:
+        """Stream what is cached of prompts, and what of it was used, by tier."""
+        lower = {tier: told[tier] for tier in ("host", "disk") if tier in told}
+        device = {name: told[name] for name in ("hits", "hit_tokens", "evictions") if name in told}
+        for name in ("hits", "hit_tokens"):  # what came from below was counted above as well
+            if name in device:
+                device[name] -= sum(tier[name] for tier in lower.values())
+        tiers = {"device": device, **lower} if device else lower
+        names = {
+            "hits": "Prompts that began with what was cached, by where it was.",
+            "hit_tokens": "Their tokens that were not read.",
+            "evictions": "Entries that went when others needed the room.",
+        }
+        for name, text in names.items():
+            values = {tier: of.get(name, 0) for tier, of in tiers.items()}
+            yield self._counters(f"prefix_cache_tier_{name}", text, "tier", values)
+        sizes = self._family("prefix_cache_bytes", "Keys and values that are cached.", "tier")
+        held = {"device": sum(told.get("bytes_per_rank", [])) if device else None}
+        held |= {tier: of["bytes"] for tier, of in lower.items()}
+        for tier, nbytes in held.items():
+            if nbytes is not None:
+                sizes.add_metric([*self._labels.values(), tier], nbytes)
+        yield sizes
 
     def _family(self, name: str, text: str, labels: str = "") -> GaugeMetricFamily:
         names = [*self._labels, *labels.split()]

@@ -1,0 +1,131 @@
+"""One serialised form of what a sequence has in the caches, for host memory and for files.
+
+A *part* is a few tensors as bytes in the safetensors format, with a header that says what it is
+part of and a checksum of the rest. What is damaged, cut off or of something else is a
+`BadPartError` to whoever reads it, never other numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+# Parts that a writer has not written yet, at most: each is some megabytes.
+_WAITING = 2
+
+
+class BadPartError(Exception):
+    """A part is missing, damaged, or of something else."""
+
+
+def pack(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+    """Return tensors as a part; ``about`` is what it is part of, to be known again by `unpack`."""
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(held, {**about, "crc32": str(_checksum(held))})
+
+
+def unpack(part: bytes, about: Mapping[str, str]) -> dict[str, Tensor]:
+    """Inverse of `pack`; `BadPartError` unless the part is whole and about the same."""
+    try:
+        header = json.loads(part[8 : 8 + int.from_bytes(part[:8], "little")])
+        metadata = header["__metadata__"]
+        tensors = safetensors.torch.load(part)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise BadPartError(f"it is damaged ({error!s:.100})") from None
+    if {name: metadata.get(name) for name in about} != dict(about):
+        raise BadPartError("it is of something else")
+    if metadata.get("crc32") != str(_checksum(tensors)):
+        raise BadPartError("its checksum is another")
+    return tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    found = 0
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
+def read_file(path: Path) -> bytes:
+    """Return a part's file; `BadPartError` if there is none that can be read.
+
+    It is read, not mapped: of a mapped file that is cut off, a read would end the process.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadPartError(error.strerror or str(error)) from None
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner can read, and wait until it is on the disk."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class PartWriter:
+    """A thread that makes parts of tensors and hands them on, such as to a file.
+
+    So a rank's next step waits for a copy of the tensors alone.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._errors: list[Exception] = []
+
+    def begin(self) -> None:
+        """Forget the errors of what has been queued so far."""
+        self._errors = []
+
+    @property
+    def error(self) -> Exception | None:
+        """The first error since `begin`."""
+        return self._errors[0] if self._errors else None
+
+    @property
+    def pending(self) -> int:
+        """Parts that have not been handed on yet."""
+        return self._queue.unfinished_tasks
+
+    @property
+    def busy(self) -> bool:
+        return self.pending >= _WAITING
+
+    def put(
+        self, tensors: Mapping[str, Tensor], about: Mapping[str, str], to: Callable[[bytes], None]
+    ) -> None:
+        """Queue copies of tensors on the host; after an error they are dropped."""
+
+        errors = self._errors
+
+        def write() -> None:
+            try:
+                if not errors:
+                    to(pack(tensors, about))
+            except Exception as error:
+                errors.append(error)
+
+        if self._thread is None:
+            # A daemon: what is not whole when the process ends is nothing.
+            self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
+            self._thread.start()
+        self._queue.put(write)
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+            self._queue.task_done()

@@ -1,0 +1,349 @@
+"""Prefixes in a directory: each is a folder that is there as a whole or not at all.
+
+::
+
+    DIR/
+        writer.lock          held by the one process that writes and prunes
+        secret               with which names are made of salts and tokens
+        <fingerprint>/       caches that fit each other: of one model, head map, policy, dtype
+            about.json       what those are
+            <node>/          the tokens [begin, end) of a prompt, that follow on its parent's
+                manifest.json, tokens.npy
+                kv-<rank>-<part>.safetensors       retrieval heads, each rank's shard
+                state-<window>-<part>.safetensors  streaming heads as of the last token
+
+A node is written into a folder of another name, every file synced, and renamed when all ranks have
+written theirs. So whoever reads needs no lock, and a kill leaves at most a folder that nobody looks
+at, which the next writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from razor_dist.cache.parts import BadPartError, read_file, unpack, write_file
+from razor_dist.cache.radix import Tokens
+from razor_dist.cache.sequence import cut_chunks
+from razor_dist.config.errors import ConfigError
+from razor_dist.files import sync_folder
+from razor_dist.parallel.zigzag import Chunk
+
+FORMAT = 1
+_MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
+_LOCK, _SECRET = "writer.lock", "secret"
+_NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a node is, beside its tokens."""
+
+    fingerprint: str
+    node: str
+    parent: str | None  # has the tokens before ``begin``, and maybe others after them
+    begin: int
+    end: int
+    space: str  # prompts of different ones share nothing
+    world_size: int
+    chunks: tuple[tuple[int, int, int, int], ...]  # begin, end, and both of the whole chunk
+    tails: tuple[int, ...]  # for each window: the first token in the tail
+    kv_parts: int  # files of each rank
+    steps: tuple[int, ...]  # for each window: rows of the streaming heads in a part
+    state_parts: tuple[int, ...]  # and parts
+    nbytes: int
+    tokens_sha256: str = ""
+
+    @property
+    def layout(self) -> list[Chunk]:
+        """The chunks in which its tokens were read, as far as they are its own."""
+        return [Chunk(a, b, self.world_size, (c, d)) for a, b, c, d in self.chunks]
+
+    @staticmethod
+    def rows_of(chunks: list[Chunk], begin: int, end: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return ``chunks`` for a part ``[begin, end)`` of a sequence."""
+        parts = cut_chunks(chunks, end, begin)
+        return tuple((c.begin, c.end, *(c.whole or (c.begin, c.end))) for c in parts)
+
+    def to_json(self) -> str:
+        fields = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read a manifest; `BadPartError` if it is damaged or of another format."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("sha256") != _digest(fields) or fields.pop("format") != FORMAT:
+                raise BadPartError("its manifest is damaged or of another version")
+            lists = {"chunks", "tails", "steps", "state_parts"}
+            return cls(**{k: _tuples(v) if k in lists else v for k, v in fields.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadPartError(f"its manifest is damaged ({error!r:.100})") from None
+
+    def files(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Stream the names of its parts, and what the header of each says."""
+        for rank in range(self.world_size):
+            for part in range(self.kv_parts):
+                yield kv_part(rank, part), self.about(rank=rank, part=part)
+        for window, parts in enumerate(self.state_parts):
+            for part in range(parts):
+                yield state_part(window, part), self.about(window=window, part=part)
+
+    def about(self, **part: int) -> dict[str, str]:
+        """What the header of a part says."""
+        return part_header(self.fingerprint, self.node, self.world_size, **part)
+
+
+def part_header(fingerprint: str, node: str, world_size: int, **part: int) -> dict[str, str]:
+    numbers = {"format": FORMAT, "world_size": world_size, **part}
+    named = {name: str(number) for name, number in numbers.items()}
+    return {"fingerprint": fingerprint, "node": node, **named}
+
+
+def kv_part(rank: int, part: int) -> str:
+    """Name of a file with keys and values of retrieval heads in one rank's shard."""
+    return f"kv-{rank:03d}-{part:05d}.safetensors"
+
+
+def state_part(window: int, part: int) -> str:
+    """Name of a file with some streaming heads of one window."""
+    return f"state-{window:03d}-{part:05d}.safetensors"
+
+
+class Names:
+    """Names of spaces and nodes; without the ``secret`` they do not tell salts or texts."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def space(self, salt: str | None, mark: int) -> str:
+        """Name the prompts of one salt and one set of rotary frequencies."""
+        return self._digest(f"{mark} {'none' if salt is None else 'salt ' + salt}".encode())
+
+    def node(self, space: str, tokens: Tokens) -> str:
+        """Name the node that ends with these tokens: the same text has the same name."""
+        return self._digest(space.encode(), np.ascontiguousarray(tokens, "<i4").tobytes())
+
+    def _digest(self, *texts: bytes) -> str:
+        found = hashlib.blake2b(key=self._secret, digest_size=16)
+        for text in texts:
+            found.update(text)
+        return found.hexdigest()
+
+
+class PrefixStore:
+    """The prefixes in a directory that were written by engines of one fingerprint.
+
+    ``about`` is hashed to it; it says all that caches depend on, in words. Anybody may read.
+    `acquire` says if this process may write: one at a time may.
+    """
+
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+        self._root = directory
+        self.fingerprint = _digest(about)[:24]
+        self.folder = directory / self.fingerprint
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.names = Names(_secret_of(directory))
+            if not (self.folder / _ABOUT).exists():
+                draft = self.folder / f"{_ABOUT}{secrets.token_hex(4)}{_NEW}"
+                write_file(draft, json.dumps(about, indent=1, default=str).encode())
+                draft.replace(self.folder / _ABOUT)
+        except OSError as error:
+            raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
+        self.lock = WriterLock(directory)
+        self._seen = 0
+
+    def acquire(self) -> bool:
+        """Become the writer, unless another process is; remove what a dead one has left."""
+        if self.lock.held:
+            return True
+        if not self.lock.acquire():
+            return False
+        remove_leftovers(self._root)
+        return True
+
+    def changed(self) -> bool:
+        """Tell if prefixes may have come or gone since the last call."""
+        try:
+            now = self.folder.stat().st_mtime_ns
+        except OSError:
+            return False
+        # Names that came in the same tick of the file system's clock are looked for once more.
+        settled = time.time_ns() - now > 2_000_000_000
+        seen, self._seen = self._seen, now if settled else 0
+        return now != seen
+
+    def nodes(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir() if _is_node(path)}
+
+    def read(self, node: str) -> tuple[Manifest, Tokens]:
+        """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
+        return read_node(self.folder / node)
+
+    def draft(self, node: str) -> Path:
+        """Make the folder into which the ranks write a node."""
+        path = self.folder / f"{node}.{secrets.token_hex(4)}{_NEW}"
+        path.mkdir(mode=0o700)
+        return path
+
+    def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> None:
+        """Put a node in its place, once all ranks have written their parts; raises `OSError`."""
+        write_tokens = np.ascontiguousarray(tokens, "<i4")
+        digest = hashlib.sha256(write_tokens.data).hexdigest()
+        manifest = replace(manifest, tokens_sha256=digest)
+        with open(os.open(draft / _TOKENS, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            np.save(file, write_tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        write_file(draft / _MANIFEST, manifest.to_json().encode())
+        sync_folder(draft)
+        path = self.folder / manifest.node
+        if path.exists():  # that could not be read, or it would not have been written again
+            self.remove(manifest.node)
+        draft.rename(path)
+        sync_folder(self.folder)
+
+    @staticmethod
+    def discard(draft: Path) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def touch(self, node: str) -> None:
+        """Note that a node was used: its manifest's time says when."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / node / _MANIFEST)
+
+    def used(self, node: str) -> float:
+        """Return when a node was used last."""
+        try:
+            return (self.folder / node / _MANIFEST).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def remove(self, node: str) -> None:
+        remove_node(self.folder / node)
+
+
+class WriterLock:
+    """Held by the one process that writes to a directory of prefixes or prunes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lock = filelock.FileLock(directory / _LOCK, mode=0o600)
+
+    @property
+    def held(self) -> bool:
+        return self._lock.is_locked
+
+    def acquire(self) -> bool:
+        try:
+            self._lock.acquire(timeout=0)
+        except (filelock.Timeout, OSError):
+            return False
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the folders in a directory that have the prefixes of one fingerprint each."""
+    try:
+        return sorted(path.parent for path in directory.glob(f"*/{_ABOUT}"))
+    except OSError:
+        return []
+
+
+def node_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _is_node(path))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return what the caches in a folder depend on; empty if that cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((folder / _ABOUT).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def read_node(path: Path) -> tuple[Manifest, Tokens]:
+    """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
+    manifest = Manifest.from_json(read_file(path / _MANIFEST))
+    try:
+        tokens = np.load(path / _TOKENS, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadPartError(f"its tokens are damaged ({error!s:.100})") from None
+    whole = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest() == manifest.tokens_sha256
+    here = (manifest.fingerprint, manifest.node) == (path.parent.name, path.name)
+    if not whole or len(tokens) != manifest.end - manifest.begin or not here:
+        raise BadPartError("its tokens or its name are others")
+    return manifest, tokens.astype(np.int32, copy=False)
+
+
+def check_node(path: Path) -> Manifest:
+    """Read all of a node; `BadPartError` if anything of it is damaged."""
+    manifest, _ = read_node(path)
+    for name, about in manifest.files():
+        try:
+            unpack(read_file(path / name), about)
+        except BadPartError as error:
+            raise BadPartError(f"{name}: {error}") from None
+    return manifest
+
+
+def remove_node(path: Path) -> None:
+    """Remove a node; nobody finds a part of it."""
+    old = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_OLD}")
+    with contextlib.suppress(OSError):
+        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> int:
+    """Remove what writers have left that were killed; return how much. Call it as the writer."""
+    found = [p for suffix in (_NEW, _OLD) for p in directory.glob(f"*/*{suffix}")]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return len(found)
+
+
+def _is_node(path: Path) -> bool:
+    return "." not in path.name
+
+
+def _secret_of(directory: Path) -> bytes:
+    path = directory / _SECRET
+    with contextlib.suppress(FileExistsError):
+        if not path.exists():
+            draft = directory / f"{_SECRET}.{secrets.token_hex(8)}"
+            write_file(draft, secrets.token_bytes(32))
+            try:
+                os.link(draft, path)  # fails if another process was faster
+            finally:
+                draft.unlink()
+    return path.read_bytes()
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

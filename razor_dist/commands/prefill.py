@@ -1,0 +1,101 @@
+"""``razor-dist prefill``: read documents ahead of time, for servers that start later."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from razor_dist.commands.options import with_config_flags
+from razor_dist.config.errors import ConfigError, DocumentError, RequestError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sources import load_config
+
+
+@with_config_flags(EngineConfig, leave_out=frozenset({"prefix_store"}))
+def prefill(
+    config_file: str | None,
+    flags: dict[str, Any],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="FILES...", help="Documents, as razor-dist summarize takes them."),
+    ],
+    store: Annotated[Path, typer.Option(help="Directory for --prefix-store of a server.")],
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="As a message that begins with the text; else as the page sends it."
+        ),
+    ] = False,
+    encoding: Annotated[
+        str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
+    ] = None,
+) -> None:
+    """Read documents into a store, so that a server answers questions about them at once.
+
+    What is there already is not read again. Documents that cannot be read, or are longer than the
+    context, are skipped and named; the exit code is 1 then.
+    """
+    flags |= {"prefix_store": str(store)}
+    config = load_config(EngineConfig, flags, os.environ, config_file)
+    from razor_dist.cache.store import WriterLock
+    from razor_dist.config.logs import set_up_logging
+    from razor_dist.documents.collect import collect
+    from razor_dist.documents.read import require_readers
+    from razor_dist.llm.llm import LLM
+
+    sources, left_out = collect(inputs, encoding)
+    require_readers(source.kind for source in sources)
+    for path in left_out:
+        typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = WriterLock(store)
+    if not lock.acquire():
+        raise ConfigError(f"another process writes to {store}: stop that server first")
+    lock.release()
+    set_up_logging("warning")
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    done = 0
+    with LLM(**fields) as llm:
+        for source in sources:
+            began = time.perf_counter()
+            try:
+                text = source.text().strip()
+                total, cached = _read(llm, text if plain else page_text(source.path, text))
+            except (DocumentError, RequestError) as error:
+                typer.echo(f"skipped {source.id}: {error}", err=True)
+                continue
+            done += 1
+            seconds = time.perf_counter() - began
+            read = f"{total} tokens, {cached} of them were there; {seconds:.1f} s"
+            typer.echo(f"{source.id}: {read}")
+        disk = llm.stats()["prefix_cache"]["disk"]
+    size = f"{disk['entries']} prefixes, {disk['bytes'] / 2**20:.1f} MiB"
+    typer.echo(f"{done} of {len(sources)} documents read; {store} holds {size}")
+    if disk["evictions"]:
+        typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
+    lost = disk["evictions"] or disk["failures"]
+    raise typer.Exit(0 if done == len(sources) and not lost else 1)
+
+
+def page_text(path: str, text: str) -> str:
+    """Return the beginning of the message in which the page sends a document."""
+    return f"Document {json.dumps(Path(path).name, ensure_ascii=False)}:\n\n{text}\n\n"
+
+
+def _read(llm: Any, text: str) -> tuple[int, int]:
+    """Read a text as the first message, until it is on disk; its tokens, and those found there."""
+    from razor_dist.engine.sampling_params import SamplingParams
+
+    tokenizer, params = llm.get_tokenizer(), SamplingParams(max_tokens=1, temperature=0)
+    if getattr(tokenizer, "chat_template", None):
+        [output] = llm.chat([{"role": "user", "content": text}], params, use_tqdm=True)
+    else:
+        [output] = llm.generate(text, params, use_tqdm=True)
+    while llm.stats()["prefix_cache"]["saving"]:
+        time.sleep(0.05)
+    return len(output.prompt_token_ids), output.num_cached_tokens

@@ -1,0 +1,157 @@
+"""``razor-dist store``: what is in a directory of prefixes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from razor_dist.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from razor_dist.cache.store import Manifest
+
+store = typer.Typer(
+    help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A server's --prefix-store.")]
+
+
+@store.command("list")
+def list_(directory: Directory) -> None:
+    """List the prefixes, those that were used last first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from razor_dist.cache.parts import BadPartError
+    from razor_dist.cache.store import read_about, read_node
+
+    for folder in _folders(directory):
+        about = read_about(folder)
+        model, dtype = about.get("model", {}), about.get("kv_dtype")
+        name = f"{model.get('model_type')}, {model.get('num_hidden_layers')} layers, {dtype}"
+        table = Table("prefix", "tokens", "its own", "ranks", "MiB", "used", title=None)
+        for path in sorted(_nodes(folder), key=_used, reverse=True):
+            try:
+                found, _ = read_node(path)
+            except BadPartError as error:
+                table.add_row(path.name, f"damaged: {error}")
+                continue
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(_used(path)))
+            own = f"{found.begin}-{found.end}"
+            size = f"{found.nbytes / 2**20:.1f}"
+            table.add_row(path.name, str(found.end), own, str(found.world_size), size, used)
+        typer.echo(f"{folder.name}: {name}")
+        Console(width=100).print(table)
+
+
+@store.command()
+def verify(directory: Directory) -> None:
+    """Read everything and name what is damaged; the exit code is 1 then."""
+    from razor_dist.cache.parts import BadPartError
+    from razor_dist.cache.store import check_node
+
+    whole, damaged = 0, 0
+    for folder in _folders(directory):
+        found: dict[str, Manifest] = {}
+        for path in _nodes(folder):
+            try:
+                found[path.name] = check_node(path)
+            except BadPartError as error:
+                damaged += 1
+                typer.echo(f"{path}: {error}", err=True)
+        for name in _lost(found):
+            damaged += 1
+            typer.echo(f"{folder / name}: what it follows on is missing", err=True)
+            del found[name]
+        whole += len(found)
+    typer.echo(f"{whole} prefixes are whole, {damaged} are not")
+    raise typer.Exit(1 if damaged else 0)
+
+
+@store.command()
+def prune(
+    directory: Directory,
+    max_gb: Annotated[
+        float | None, typer.Option(min=0, help="Bring it down to so many GiB, least used first.")
+    ] = None,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Remove what was not used since.")
+    ] = None,
+) -> None:
+    """Remove what is damaged or lost what it follows on; what is old or too much, if wanted."""
+    from razor_dist.cache.parts import BadPartError
+    from razor_dist.cache.store import WriterLock, check_node, remove_leftovers, remove_node
+
+    folders = _folders(directory)
+    lock = WriterLock(directory)
+    if not lock.acquire():
+        raise ConfigError(f"a server writes to {directory}: stop it first")
+    removed = remove_leftovers(directory)
+    found: dict[Path, Manifest] = {}
+    for folder in folders:
+        for path in _nodes(folder):
+            try:
+                found[path] = check_node(path)
+            except BadPartError:
+                remove_node(path)
+                removed += 1
+
+    def leaves() -> list[Path]:
+        parents = {path.parent / str(found[path].parent) for path in found}
+        return sorted((path for path in found if path not in parents), key=_used)
+
+    def drop(path: Path) -> None:
+        nonlocal removed
+        remove_node(path)
+        del found[path]
+        removed += 1
+
+    while lost := [p for p, m in found.items() if m.parent and p.parent / m.parent not in found]:
+        for path in lost:
+            drop(path)
+    oldest = 0.0 if older_than is None else time.time() - 86400 * older_than
+    while old := [path for path in leaves() if _used(path) < oldest]:
+        for path in old:
+            drop(path)
+    while max_gb is not None and sum(m.nbytes for m in found.values()) > max_gb * 2**30:
+        drop(leaves()[0])
+    lock.release()
+    size = sum(manifest.nbytes for manifest in found.values()) / 2**20
+    typer.echo(f"removed {removed}; {len(found)} prefixes are left, {size:.1f} MiB")
+
+
+def _folders(directory: Path) -> list[Path]:
+    from razor_dist.cache.store import folders
+
+    found = folders(directory)
+    if not found:
+        raise ConfigError(f"{directory} holds no stored prefixes")
+    return found
+
+
+def _nodes(folder: Path) -> list[Path]:
+    from razor_dist.cache.store import node_folders
+
+    return node_folders(folder)
+
+
+def _used(path: Path) -> float:
+    try:
+        return (path / "manifest.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _lost(found: dict[str, Manifest]) -> Iterator[str]:
+    """Stream the names of nodes whose tokens do not reach back to the first one."""
+    for name, manifest in list(found.items()):
+        at: Manifest | None = manifest
+        while at is not None and at.parent is not None:
+            at = found.get(at.parent)
+        if at is None:
+            yield name

@@ -1,0 +1,320 @@
+"""Prefixes in host memory and on disk: whatever is found there, answers are a fresh read's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.cache.parts import BadPartError
+from razor_dist.cache.store import WriterLock, check_node, folders, node_folders, read_node
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import core as core_of
+from razor_dist.engine import transfer
+from razor_dist.engine.build import make_engine
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.worker import follow
+from razor_dist.parallel.comm import Communicator
+from tests.alibi_models import make_alibi
+from tests.cases import model_and_shape
+from tests.engine.test_prefix_cache import (
+    GREEDY,
+    SETTINGS,
+    Answers,
+    Ask,
+    alone,
+    assert_alike,
+    ids,
+)
+from tests.ranks import RankPool
+from tests.test_invariance import split_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+Told = dict[str, int]
+
+
+def lives(
+    comm: Communicator, path: str, changed: dict[str, Any], *each: tuple[Ask, ...]
+) -> list[tuple[Answers, Told, dict[str, Any]]]:
+    """Engines one after another, each with requests; their answers, cached tokens and counters."""
+    found = [life(comm, path, changed, asks) for asks in each]
+    return [one for one in found if one is not None]
+
+
+def life(
+    comm: Communicator, path: str, changed: dict[str, Any], asks: tuple[Ask, ...]
+) -> tuple[Answers, Told, dict[str, Any]] | None:
+    # Small, so that nodes are cut into many.
+    core_of.PART_BYTES = transfer.PART_BYTES = changed.get("part_bytes", 16 << 20)
+    changed = {name: value for name, value in changed.items() if name != "part_bytes"}
+    config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
+    model, _ = model_and_shape(path)
+    engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=())
+    if comm.rank:
+        follow(engine)
+        return None
+    core = engine.core
+    answers, cached = serve_all(core, asks)
+    stats = core.stats()["prefix_cache"]
+    admission = core.scheduler.admission
+    assert admission.prefix_cache is not None and admission.tiers is not None
+    while admission.prefix_cache.evictable:
+        core._run_all(admission._evict(admission.ledger.free < admission.ledger.sizes))
+    assert (admission.ledger.free == admission.ledger.sizes).all()
+    pages = engine.runner.caches.pages
+    assert pages.free_pages == pages.num_pages and not engine.runner.sequences
+    core.stop()
+    return answers, cached, stats
+
+
+def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
+    """Answer requests; all that they leave is saved before the next that waits."""
+    answers: Answers = {}
+    cached: Told = {}
+    for ask in asks:
+        core.add(ask.name, list(ask.ids), ask.params, salt=ask.salt)
+        while ask.wait and core.has_work:
+            _step(core, answers, cached)
+    while core.has_work:
+        _step(core, answers, cached)
+    return answers, cached
+
+
+def _step(core: EngineCore, answers: Answers, cached: Told) -> None:
+    for message in core.step():
+        if message["t"] == "progress":
+            cached.setdefault(message["id"], message["cached"])
+        elif message["t"] == "token":
+            found = message["token"], message["logprob"]
+            answers.setdefault(message["id"], []).append(found)
+        else:
+            raise AssertionError(message)
+
+
+def ranges(store: Path) -> list[tuple[int, int]]:
+    """First and last tokens of the nodes in a store of one fingerprint."""
+    [folder] = folders(store)
+    manifests = [read_node(path)[0] for path in node_folders(folder)]
+    return sorted((manifest.begin, manifest.end) for manifest in manifests)
+
+
+def q(number: int, tokens: int = 12) -> Ask:
+    return Ask(f"q{number}", ids((1, 150), (10 + number, tokens)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_later_engine_begins_from_what_is_on_disk(
+    world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path, store = tiny("qwen2"), {"prefix_store": str(tmp_path)}
+    before, after = (q(0),), (q(1), q(2, 90), Ask("turn", (*q(2, 90).ids, *ids((40, 9)))))
+    first, second = ranks(world).run(lives, str(path), store, before, after)[0]
+    want = alone(ranks, path, before + after)
+    assert_alike(first[0] | second[0], want)
+    assert first[1] == {"q0": 0} and second[1] == {"q1": 150, "q2": 150, "turn": 240}
+    stats = second[2]["disk"]
+    assert (stats["hits"], stats["hit_tokens"], stats["failures"]) == (1, 150, 0)
+    assert ranges(tmp_path) == [(0, 162), (150, 167), (150, 240)]
+    assert {p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")} == {0}
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(4, 2), (1, 4), (2, 1)])
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_another_number_of_ranks_reads_the_same_store(
+    family: str, wrote: int, reads: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = tiny("llama") if family == "llama" else make_alibi(family, tmp_path / family)
+    settings = {"prefix_store": str(tmp_path / "store"), "part_bytes": 3000}
+    long = Ask("turn", (*q(2, 90).ids, *ids((40, 30))))
+    [first] = ranks(wrote).run(lives, str(path), settings, (q(0), q(2, 90), long))[0]
+    [second] = ranks(reads).run(lives, str(path), settings, (long, q(1)))[0]
+    want = alone(ranks, path, (q(0), q(2, 90), long, q(1)))
+    assert_alike(first[0], {name: want[name] for name in ("q0", "q2", "turn")})
+    assert_alike(second[0], {name: want[name] for name in ("turn", "q1")})
+    assert second[1] == {"turn": 269, "q1": 150} and second[2]["disk"]["failures"] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_host_memory_holds_what_leaves_the_device(world: int, ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    # Pages for about one document; host memory for two.
+    small = {"prefix_host_gb": 5e-4, "kv_tokens": 260, "max_num_seqs": 1, "part_bytes": 5000}
+    docs = [Ask(f"d{n}", ids((n, 150), (50 + n, 10))) for n in (0, 1, 0, 1, 0)]
+    asks = tuple(dataclasses.replace(ask, name=f"a{n}") for n, ask in enumerate(docs))
+    [(answers, cached, stats)] = ranks(world).run(lives, str(path), small, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    assert cached == {"a0": 0, "a1": 0, "a2": 159, "a3": 159, "a4": 159}
+    assert stats["host"]["hits"] == 3 and stats["host"]["failures"] == 0 and "disk" not in stats
+    assert 0 < stats["host"]["bytes"] <= 5e-4 * 2**30
+
+
+def test_salts_are_apart_on_disk_and_not_told(ranks: Ranks, tiny: Tiny, tmp_path: Path) -> None:
+    path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
+    salted = [dataclasses.replace(q(0), name=f"s{n}", salt=f"a secret {n}") for n in range(3)]
+    first, second = ranks(1).run(
+        lives, str(path), store, (salted[0],), (q(0), salted[0], salted[1])
+    )[0]
+    assert_alike(first[0] | second[0], alone(ranks, path, (salted[0], q(0), salted[1])))
+    assert second[1] == {"q0": 0, "s0": 161, "s1": 0}
+    assert all(b"secret" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+
+
+def spoil(store: Path, how: str, seed: int) -> None:
+    """Damage one file of a store, as a disk, a user or another program may."""
+    draw = random.Random(seed)
+    nodes = [node for folder in folders(store) for node in node_folders(folder)]
+    if not nodes:
+        return
+    node = draw.choice(nodes)
+    file = draw.choice(sorted(node.iterdir()))
+    data = bytearray(file.read_bytes())
+    if how == "flip" and data:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+    elif how == "cut":
+        file.write_bytes(data[: draw.randrange(len(data))])
+    elif how == "lose":
+        file.unlink()
+    elif how == "foreign":
+        other = draw.choice([p for n in nodes for p in n.iterdir() if p.suffix == file.suffix])
+        shutil.copyfile(other, file) if other != file else file.unlink()
+    elif how == "lose all":
+        shutil.rmtree(node)
+    elif how == "leave":
+        shutil.copytree(node, node.with_name(f"{node.name}.0.new"), dirs_exist_ok=True)
+
+
+DAMAGE = ["flip", "cut", "lose", "foreign", "lose all", "leave"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_damaged_is_read_anew_and_healed(
+    how: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
+    want = alone(ranks, path, (q(0), q(1)))
+    ranks(world).run(lives, str(path), store, (q(0),))
+    for seed in range(3):
+        spoil(tmp_path, how, seed)
+        [(answers, cached, _)] = ranks(world).run(lives, str(path), store, (q(0), q(1)))[0]
+        assert_alike(answers, want)
+        assert cached["q0"] in ((0, 161) if how == "leave" else (0, 161, 150))
+        assert cached["q1"] == 150
+    [folder] = folders(tmp_path)
+    assert [check_node(path).end for path in node_folders(folder)]
+    assert not [p for p in folder.iterdir() if "." in p.name and p.name != "about.json"]
+
+
+def test_a_damaged_prefix_is_one_line_in_the_log(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, store = tiny("llama"), {"prefix_store": str(tmp_path)}
+    lives(Communicator(None), str(path), store, (q(0),))
+    [folder] = folders(tmp_path)
+    [part] = folder.glob("*/kv-*")
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(BadPartError, match=r"kv-000-00000.* it is damaged"):
+        check_node(part.parent)
+    with caplog.at_level(logging.WARNING):
+        [(_, cached, stats)] = lives(Communicator(None), str(path), store, (q(0),))
+    assert cached == {"q0": 0} and stats["disk"]["failures"] == 1
+    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.engine.t")]
+    assert "kv-000-00000.safetensors" in record.message
+    assert check_node(part.parent).end == 162  # written again
+
+
+def test_other_settings_share_nothing_and_a_reader_writes_nothing(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+    alone_ = Communicator(None)
+    lives(alone_, path, store, (q(0),))
+    [(_, cached, _)] = lives(alone_, path, store | {"window_min": 16}, (q(0),))
+    assert cached == {"q0": 0} and len(folders(tmp_path)) == 2
+    lock = WriterLock(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert lock.acquire()
+    [(_, cached, _)] = lives(alone_, path, store, (q(1), Ask("new", ids((7, 160)))))
+    lock.release()
+    assert cached == {"q1": 150, "new": 0} and sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(ConfigError, match="prefix_store"):
+        EngineConfig(model=path, prefix_cache=False, **store)
+
+
+def test_the_store_keeps_within_its_bound(tiny: Tiny, tmp_path: Path) -> None:
+    path = str(tiny("llama"))
+    docs = tuple(Ask(f"d{n}", ids((n, 150))) for n in range(6))
+    lives(Communicator(None), path, {"prefix_store": str(tmp_path)}, docs[:1])
+    size = sum(p.stat().st_size for p in tmp_path.rglob("kv-*"))
+    size += sum(p.stat().st_size for p in tmp_path.rglob("state-*"))
+    bounded = {"prefix_store": str(tmp_path), "prefix_store_gb": 2.5 * size / 2**30}
+    [(_, _, stats)] = lives(Communicator(None), path, bounded, docs)
+    assert stats["disk"]["entries"] == 2 and stats["disk"]["evictions"] == 4
+    assert len(ranges(tmp_path)) == 2
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
+    """Engines of some ranks, what happens to the store before each, and its requests."""
+    found, number = [], 0
+    for _ in range(draw(st.integers(2, 4))):
+        asks = []
+        for _ in range(draw(st.integers(1, 4))):
+            seeds = st.integers(0, 1)
+            parts = [(draw(seeds), draw(st.sampled_from([30, 70])))]
+            parts += [(draw(seeds) + 2, draw(st.integers(1, 60)))]
+            parts += [(number + 9, draw(st.integers(0, 9)))]
+            params = dataclasses.replace(GREEDY, max_tokens=draw(st.sampled_from([1, 6, 30])))
+            ask = Ask(f"r{number}", ids(*parts), params, wait=draw(st.booleans()))
+            asks.append(ask)
+            number += 1
+        damage = draw(st.sampled_from(["nothing", "nothing", *DAMAGE]))
+        found.append((draw(st.sampled_from([1, 2, 4])), damage, tuple(asks)))
+    return found
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    found=runs(),
+    host=st.sampled_from([0.0, 2e-4]),
+    bound=st.sampled_from([None, 2e-4]),
+    part=st.sampled_from([2000, 1 << 20]),
+    tail=st.sampled_from([0, 24]),
+    kv=st.sampled_from(["fp32", "bf16"]),
+    seed=st.integers(0, 99),
+)
+def test_any_history_of_engines_is_answered_as_if_nothing_were_kept(
+    found: list[tuple[int, str, tuple[Ask, ...]]],
+    host: float,
+    bound: float | None,
+    part: int,
+    tail: int,
+    kv: str,
+    seed: int,
+    ranks: Ranks,
+    tiny: Tiny,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path, store = tiny("llama"), tmp_path_factory.mktemp("store")
+    both = {"kv_dtype": kv, "prefix_tail_tokens": tail, "kv_tokens": 600}
+    changed = {"prefix_store": str(store), "prefix_host_gb": host, "prefix_store_gb": bound}
+    changed |= {"part_bytes": part, **both}
+    for world, damage, asks in found:
+        spoil(store, damage, seed)
+        [(answers, _, _)] = ranks(world).run(lives, str(path), changed, asks)[0]
+        assert_alike(answers, alone(ranks, path, asks, **both))

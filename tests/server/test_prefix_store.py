@@ -1,0 +1,89 @@
+"""Servers that are killed while they write prefixes, and those that come after them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from razor_dist.cache.store import check_node, folders, node_folders
+from razor_dist.cli import main
+from tests.engine.test_prefix_cache import ids
+from tests.server.process import ServerProcess, alive, wait_until
+
+
+def serve(model: Path, store: Path, world_size: int) -> ServerProcess:
+    flags = {
+        **{"--model": model, "--served-model-name": "tiny", "--prefix-store": store},
+        **{"--world-size": world_size, "--attention": "streaming", "--max-model-len": 3000},
+        **{"--window-min": 100, "--block": 8, "--page-size": 16, "--max-num-seqs": 4},
+    }
+    arguments = [str(part) for pair in flags.items() for part in pair]
+    return ServerProcess(sys.executable, "-m", "razor_dist", "serve", *arguments)
+
+
+def ask(url: str, document: int) -> tuple[list[float], int]:
+    """Log-probabilities of an answer's tokens, and how many of the prompt's were cached."""
+    prompt = ids((document, 2000), (50 + document, 10))
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "logprobs": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=60).json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["logprobs"]["token_logprobs"], cached
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
+    world_size: int,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, store = tiny("llama"), tmp_path / "store"
+    fresh: dict[int, list[float]] = {}
+    with serve(model, store, world_size) as server:
+        url = server.url(timeout=120)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 120)
+        for document in range(4):
+            fresh[document], cached = ask(url, document)
+            assert cached < 16
+        # The last answer has come, and its prefix is being written.
+        family = server.family()
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not alive(family), 10)
+    [folder] = folders(store)
+    whole = {check_node(path).end for path in node_folders(folder)}
+    assert whole and len(node_folders(folder)) >= 2
+    for path in folder.glob("*.new/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])  # as if the kill had come in the midst of it
+    (folder / "0.dead.new").mkdir()
+    with serve(model, store, world_size) as server:
+        url = server.url(timeout=120)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 120)
+        cached = []
+        for document, logprobs in fresh.items():
+            again, found = ask(url, document)
+            np.testing.assert_allclose(again, logprobs, atol=1e-4)
+            cached.append(found)
+        assert cached[:2] == [2009, 2009]
+        disk = httpx.get(f"{url}/stats").json()["prefix_cache"]["disk"]
+        assert disk["hits"] >= 2 and disk["failures"] == 0
+        assert main(["store", "prune", str(store)]) == 2  # while a server writes there
+        assert "a server writes to" in capsys.readouterr().err
+    assert not list(folder.glob("*.new"))
+    assert main(["store", "verify", str(store)]) == 0
+    [part, *_] = folder.glob("*/state-*")
+    assert load_file(part)["k"].shape[0] > 0
+    part.write_bytes(part.read_bytes()[:-8])
+    assert main(["store", "verify", str(store)]) == 1
+    assert main(["store", "list", str(store)]) == 0
+    assert main(["store", "prune", str(store), "--max-gb", "0"]) == 0
+    assert "0 prefixes are left" in capsys.readouterr().out
+    assert not node_folders(folder)
