@@ -24,6 +24,8 @@ from razor_dist.engine.turns import Turns
 # Pages of tokens that a prompt must have in common with another to wait for it, or for the caches
 # to be kept where they part.
 _WORTH_PAGES = 4
+# Pages that an aborted prompt must have read to leave them.
+_WORTH_ABORTED = 16
 
 
 class Admission:
@@ -290,6 +292,11 @@ class Admission:
         assert self.tiers is not None
         self.tiers.pause()
 
+    def close(self) -> None:
+        """Let another process write to the store."""
+        if self.tiers is not None:
+            self.tiers.close()
+
     def take_pending(self) -> list[StepPlan]:
         """Return plans that come before those which `open` returns, once."""
         plans, self._pending = self._pending, []
@@ -399,6 +406,14 @@ class Admission:
         cache.add(request.space, tokens, request.key, holding)
         self._offer(request, tokens, request.key, holding)
         return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
+
+    def is_worth_keeping(self, request: Request) -> bool:
+        """Tell if so much of a prompt was read, though not all, that it is not to be read again."""
+        if self.prefix_cache is None or request.prefilled or not request.sound:
+            return False
+        if request.short or request.params.prompt_logprobs is not None:
+            return False
+        return request.prefilled_to - request.begin >= _WORTH_ABORTED * self.cache.page_size
 
     def _within_bounds(self, *but: Holding) -> list[StepPlan]:
         assert self.prefix_cache is not None

@@ -112,6 +112,8 @@ class EngineCore:
             return True
         running = self.scheduler.running
         requests = self._requests.values()
+        if any(r.released and not r.prefilled for r in running.values()):
+            return True
         return not all(r.pinned and r.key in running and r.prefilled for r in requests)
 
     def add(
@@ -282,6 +284,9 @@ class EngineCore:
                 answering += own
                 rows += [row] * len(own)
             row += piece.samples
+        for request, _ in step:
+            if request.released and request.prefilled:  # since it was aborted while it was read
+                self._run_all(self.scheduler.remove(request))
         if rows:
             assert logits is not None
             logits = logits if rows == list(range(row)) else logits[rows]
@@ -423,6 +428,7 @@ class EngineCore:
         while self._moves and time.monotonic() < end:
             if not self._transfer():
                 self.scheduler.admission.pause()
+        self.scheduler.admission.close()
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:

@@ -85,6 +85,12 @@ class Request:
             return self.prompt
         return np.concatenate([self.prefix.tokens, self.prompt])
 
+    def cut(self, end: int) -> None:
+        """Give up what comes after a position."""
+        self.prompt = self.prompt[: end - self.base]
+        self.stops = [stop for stop in self.stops if stop < end]
+        self.__dict__.pop("tokens", None)
+
     @property
     def length(self) -> int:
         """Tokens in the caches; an answer's last token is sampled and not read."""

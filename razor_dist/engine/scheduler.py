@@ -193,7 +193,8 @@ class Scheduler:
     def remove(self, request: Request) -> list[StepPlan]:
         """Forget a request; return the plans that free its caches or keep them, if it has any.
 
-        It stays until the requests that continue it have ended.
+        It stays until the requests that continue it have ended, or until a long prompt of which
+        much has been read can be kept.
         """
         request.released = True
         if request.continued_by:
@@ -207,8 +208,11 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
             return self._release_prefix(request)
+        if self.admission.is_worth_keeping(request):
+            # While a prompt is read in chunks, no rank has the whole window: a last one sees to it.
+            request.cut(min(request.end, request.prefilled_to + 2 * self.world_size))
+            return []
         del self.running[request.key]
-        # While a prompt is read in chunks, no rank has the whole window.
         plans = self.admission.end(request, keep=request.prefilled and request.sound)
         return [*plans, *self._release_prefix(request)]
 

@@ -342,7 +342,7 @@ class Tiers:
             parent = parent.parent
         begin = 0 if parent is None else begin
         size, chunks = self._ledger.world_size, of.holding.chunks
-        shards = np.subtract(*(shard_lengths(chunks, at, size) for at in (end, begin)))
+        after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
         tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, of.holding.tails, strict=True)]
         token_bytes = cache.page_bytes / cache.page_size
         states = self._state_parts(end)
@@ -358,7 +358,7 @@ class Tiers:
             world_size=size,
             chunks=Manifest.rows_of(chunks, begin, end),
             tails=tuple(tails),
-            kv_parts=kv_parts(int(shards.max()), token_bytes),
+            kv_parts=kv_parts(int((after - before).max()), token_bytes),
             steps=tuple(step for step, _ in states),
             state_parts=tuple(parts for _, parts in states),
             nbytes=int(nbytes + token_bytes * (end - begin)),
@@ -471,6 +471,13 @@ class Tiers:
         self._disk_failed = time.monotonic()
         self.counts["disk_failures"] += 1
         log.warning("prefix_store cannot be written: %s", error)
+
+    def close(self) -> None:
+        """Drop what is not whole, and let another process write to the store."""
+        if self._store is not None:
+            if self.saving is not None and self.saving.draft is not None:
+                self._store.discard(self.saving.draft)
+            self._store.lock.release()
 
     def pause(self) -> None:
         """Sleep until the ranks' writers are to be asked again: nothing else is to be done."""

@@ -270,11 +270,11 @@ class RankMetrics(Collector):
             values = {tier: of.get(name, 0) for tier, of in tiers.items()}
             yield self._counters(f"prefix_cache_tier_{name}", text, "tier", values)
         sizes = self._family("prefix_cache_bytes", "Keys and values that are cached.", "tier")
-        held = {"device": sum(told.get("bytes_per_rank", [])) if device else None}
-        held |= {tier: of["bytes"] for tier, of in lower.items()}
+        held = {tier: of["bytes"] for tier, of in lower.items()}
+        if device:
+            held["device"] = sum(told.get("bytes_per_rank", []))
         for tier, nbytes in held.items():
-            if nbytes is not None:
-                sizes.add_metric([*self._labels.values(), tier], nbytes)
+            sizes.add_metric([*self._labels.values(), tier], nbytes)
         yield sizes
 
     def _family(self, name: str, text: str, labels: str = "") -> GaugeMetricFamily:

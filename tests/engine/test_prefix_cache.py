@@ -206,6 +206,21 @@ def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> 
     assert (cached["long"], cached["short again"], cached["long again"]) == (0, 40, 100)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_aborted_prompt_leaves_what_was_read(world: int, ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    text = ids((1, 380))
+    asks = (
+        Ask("gone", text, steps=6),
+        Ask("again", text, dataclasses.replace(GREEDY, max_tokens=4)),
+    )
+    answers, cached, _ = ranks(world).run(serve, str(path), {}, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    assert (
+        cached["gone"] == 0 and 64 <= cached["again"] < 300 and cached["again"] % (2 * world) == 0
+    )
+
+
 def test_a_hit_above_a_thousand_tokens_is_logged(
     tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
