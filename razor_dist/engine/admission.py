@@ -272,7 +272,7 @@ class Admission:
         if tiers.loading is not None:
             return True
         node, end, size = found.node, found.node.manifest.end, self.world_size
-        chunks = tiers.layout(node)
+        chunks = node.layout(size)
         stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
         # Room for the request as well, which then takes what it begins with from there.
         need = ledger.need_of(shard_lengths(chunks, end, size), end)
@@ -316,7 +316,7 @@ class Admission:
         if not whole:
             self.ledger.close(loading.holding)
             return [StepPlan(Op.CLOSE, loading.key)]
-        tokens, holding = tiers.tokens(loading.node), loading.holding
+        tokens, holding = loading.tokens, loading.holding
         self.ledger.keep(holding, len(tokens))
         self.prefix_cache.add(loading.space, tokens, loading.key, holding, loading.tier)
         return [StepPlan(Op.KEEP, loading.key), *self._within_bounds(holding)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from razor_dist.cache.store import PrefixStore
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.advice import about_settings
@@ -26,7 +29,10 @@ from razor_dist.engine.capacity import (
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import cuda_recorder
+from razor_dist.engine.nodes import Tier
 from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.tiers import Tiers
+from razor_dist.engine.transfer import PART_BYTES, Transfers
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout
@@ -234,7 +240,7 @@ def make_engine(
             "dtype": dtype_name(dtype),
             "kv_dtype": dtype_name(kv_dtype),
         }
-        core.keep_prefixes(config, about)
+        _keep_prefixes(config, about, runner, core)
     kept = sum(map(sum, retrieval))
     info = {
         "world_size": comm.size,
@@ -248,6 +254,31 @@ def make_engine(
         "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,
     }
     return RankEngine(runner, core, info)
+
+
+def _keep_prefixes(
+    config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
+) -> None:
+    """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
+    admission, comm = core.scheduler.admission, runner.comm
+    store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
+    fingerprint = "" if store is None else store.fingerprint
+    folder = None if store is None else store.folder
+    runner.transfers = Transfers(comm, runner.caches, fingerprint, folder)
+    if comm.rank:
+        return
+    room: dict[Tier, float] = {}
+    if config.prefix_host_gb:
+        room["host"] = config.prefix_host_gb * 2**30
+    if store is not None:
+        room["disk"] = (config.prefix_store_gb or math.inf) * 2**30
+
+    def state_parts(length: int) -> list[tuple[int, int]]:
+        batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
+        return [(of[0].stop, len(of)) for of in batches]
+
+    cost = core.scheduler.turns.cost
+    admission.tiers = Tiers(admission.ledger, cost, fingerprint, store, room, state_parts)
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.cache.store import PrefixStore
 from razor_dist.config.errors import EngineError, RazorError, RequestError
-from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
 from razor_dist.engine.request import Request
@@ -25,8 +22,6 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step import Op, StepPlan, StepSeconds
 from razor_dist.engine.structured_outputs import GrammarCompiler
-from razor_dist.engine.tiers import Tier, Tiers
-from razor_dist.engine.transfer import PART_BYTES, Transfers
 from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 
@@ -81,30 +76,6 @@ class EngineCore:
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
         self._max_step = max_step
-
-    def keep_prefixes(self, config: EngineConfig, about: Mapping[str, Any]) -> None:
-        """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
-        runner, admission = self.runner, self.scheduler.admission
-        directory = config.prefix_store
-        store = None if directory is None else PrefixStore(Path(directory), dict(about))
-        fingerprint = "" if store is None else store.fingerprint
-        folder = None if store is None else store.folder
-        runner.transfers = Transfers(runner.comm, runner.caches, fingerprint, folder)
-        if runner.comm.rank or admission.prefix_cache is None:
-            return
-        room: dict[Tier, float] = {}
-        if config.prefix_host_gb:
-            room["host"] = config.prefix_host_gb * 2**30
-        if store is not None:
-            room["disk"] = (config.prefix_store_gb or math.inf) * 2**30
-
-        def state_parts(length: int) -> list[tuple[int, int]]:
-            batches = [c.batches(length, PART_BYTES) for c in runner.caches.streaming]
-            return [(of[0].stop, len(of)) for of in batches]
-
-        admission.tiers = Tiers(
-            admission.ledger, self.scheduler.turns.cost, fingerprint, store, room, state_parts
-        )
 
     @property
     def has_work(self) -> bool:

@@ -255,12 +255,12 @@ class RankMetrics(Collector):
 
     def _prefixes(self, told: Message) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
-        lower = {tier: told[tier] for tier in ("host", "disk") if tier in told}
+        lower: dict[str, Any] = {tier: told[tier] for tier in ("host", "disk") if tier in told}
         device = {name: told[name] for name in ("hits", "hit_tokens", "evictions") if name in told}
         for name in ("hits", "hit_tokens"):  # what came from below was counted above as well
             if name in device:
                 device[name] -= sum(tier[name] for tier in lower.values())
-        tiers = {"device": device, **lower} if device else lower
+        tiers: dict[str, Any] = {"device": device, **lower} if device else lower
         names = {
             "hits": "Prompts that began with what was cached, by where it was.",
             "hit_tokens": "Their tokens that were not read.",

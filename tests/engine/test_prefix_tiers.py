@@ -18,8 +18,7 @@ from razor_dist.cache.parts import BadPartError
 from razor_dist.cache.store import WriterLock, check_node, folders, node_folders, read_node
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import core as core_of
-from razor_dist.engine import transfer
+from razor_dist.engine import build, transfer
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
@@ -55,7 +54,7 @@ def life(
     comm: Communicator, path: str, changed: dict[str, Any], asks: tuple[Ask, ...]
 ) -> tuple[Answers, Told, dict[str, Any]] | None:
     # Small, so that nodes are cut into many.
-    core_of.PART_BYTES = transfer.PART_BYTES = changed.get("part_bytes", 16 << 20)
+    build.PART_BYTES = transfer.PART_BYTES = changed.get("part_bytes", 16 << 20)
     changed = {name: value for name, value in changed.items() if name != "part_bytes"}
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
