@@ -38,6 +38,10 @@ def ask(url: str, document: int) -> tuple[list[float], int]:
     return answer["choices"][0]["logprobs"]["token_logprobs"], cached
 
 
+def counters(url: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/stats").json()["prefix_cache"])
+
+
 @pytest.mark.parametrize("world_size", [2])
 def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     world_size: int,
@@ -73,8 +77,10 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
             np.testing.assert_allclose(again, logprobs, atol=1e-4)
             cached.append(found)
         assert cached[:2] == [2009, 2009]
-        disk = httpx.get(f"{url}/stats").json()["prefix_cache"]["disk"]
+        disk = counters(url)["disk"]
         assert disk["hits"] >= 2 and disk["failures"] == 0
+        ask(url, 9)
+        assert wait_until(lambda: not counters(url)["saving"], 10)
         assert main(["store", "prune", str(store)]) == 2  # while a server writes there
         assert "a server writes to" in capsys.readouterr().err
     assert not list(folder.glob("*.new"))
