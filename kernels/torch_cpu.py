@@ -14,7 +14,7 @@ from torch import Tensor
 
 from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:

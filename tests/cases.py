@@ -38,7 +38,9 @@ class Case:
     forced : tuple of int
         Decoded one by one after it, whatever the model would have chosen.
     device : str
-        Where the ranks compute, in float32; ranks on CUDA share its one device.
+        Where the ranks compute; ranks on CUDA share its one device.
+    dtype : torch.dtype
+        Of weights and computing.
     kv_dtype : torch.dtype
         Of stored keys and values.
     windows : tuple of tuple of (int or None), optional
@@ -56,15 +58,18 @@ class Case:
     exact: bool = False
     page_size: int = 16
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     windows: tuple[tuple[int | None, ...], ...] | None = None
     tail: int = 0
 
 
 @functools.cache
-def model_and_shape(path: str, device: str = "cpu") -> tuple[PreTrainedModel, ModelShape]:
+def model_and_shape(
+    path: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, ModelShape]:
     """The model in a folder, loaded once per process."""
-    model = load_model(path, device=torch.device(device), dtype=torch.float32)
+    model = load_model(path, device=torch.device(device), dtype=dtype)
     return model, ModelShape.from_config(model.config)
 
 
@@ -72,7 +77,7 @@ def make_runner(
     comm: Communicator, case: Case, sequences: int = 1, recorder: Recorder | None = None
 ) -> ModelRunner:
     """A runner with room for ``sequences`` sequences of the case's length."""
-    model, shape = model_and_shape(case.model, case.device)
+    model, shape = model_and_shape(case.model, case.device, case.dtype)
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
     longest = max(shard_sizes(0, n, total, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences

@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-_all_gather = dist.all_gather
+from razor_dist.parallel import comm
+
+_all_gather = comm.gather_into
 
 # They wait for the device or copy from the host's pageable memory.
 _FORBIDDEN = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh")
@@ -35,17 +36,17 @@ class Tape:
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
-        self._gathered: list[list[Tensor]] = []
+        self._gathered: list[Tensor] = []
 
     def warm_up(self, step: Callable[[], Tensor]) -> None:
         """Run the step, and keep what its collectives brought."""
         self._gathered = []
 
-        def gather(outs: list[Tensor], tensor: Tensor, group: Any) -> None:
-            _all_gather(outs, tensor, group=group)
-            self._gathered.append([out.clone() for out in outs])
+        def gather(out: Tensor, tensor: Tensor, group: Any) -> None:
+            _all_gather(out, tensor, group=group)
+            self._gathered.append(out.clone())
 
-        with mock.patch("torch.distributed.all_gather", gather):
+        with mock.patch("razor_dist.parallel.comm.gather_into", gather):
             step()
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -56,15 +57,14 @@ class Tape:
         self.recorded += 1
         log = _Log()
 
-        def gather(outs: list[Tensor], tensor: Tensor, group: Any) -> None:
+        def gather(out: Tensor, tensor: Tensor, group: Any) -> None:
             with _disable_current_modes():
-                for out, known in zip(outs, self._gathered.pop(0), strict=True):
-                    out.copy_(known)
-            log.calls.append(lambda: _all_gather(outs, tensor, group=group))
+                out.copy_(self._gathered.pop(0))
+            log.calls.append(lambda: _all_gather(out, tensor, group=group))
 
         # transformers looks at positions on the host unless CUDA tells it that it is captured.
         tracing = mock.patch("transformers.masking_utils.is_tracing", return_value=True)
-        with tracing, mock.patch("torch.distributed.all_gather", gather), log:
+        with tracing, mock.patch("razor_dist.parallel.comm.gather_into", gather), log:
             logits = step()
 
         def replay() -> Tensor:

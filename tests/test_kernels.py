@@ -210,6 +210,45 @@ def test_cuda_ops_get_what_they_ask_for(
         assert calls[0] == (heads, 5, 600, 16)
 
 
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("keys", [600, 700])
+def test_long_queries_are_cudnns_where_it_is(
+    there: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from razor_dist.kernels import torch_cuda
+
+    calls = []
+
+    def op(q, k, v, mask, scale):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        out, lse = _plain_op(q, k, v, mask, scale)
+        return out.to(q.dtype), lse
+
+    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
+        calls.append("cuDNN")
+        assert q.shape == (1, 6, 600, 16) and k.shape == v.shape == (1, 2, keys, 16)
+        assert mask is None and with_lse and not dropout and not debug
+        hidden = torch.full((600, keys), -math.inf).triu(1) if causal else None
+        out, lse = op(q, k, v, hidden, scale)
+        return out, lse.unsqueeze(-1), None, None
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        calls.append("flash")
+        hidden = torch.full((600, keys), -math.inf).triu(1) if causal else None
+        return *op(q, k, v, hidden, scale), None
+
+    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
+    monkeypatch.setattr(torch_cuda, "_flash", flash)
+    monkeypatch.setattr(torch_cuda, "_cudnn_takes", lambda *given: there)
+    q, k, v = (x.bfloat16() for x in draw(2, 3, 600, keys))
+    causal = keys == 600
+    got = torch_cuda.attend(q, k, v, 0.3, causal, None)
+    want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
+    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
+    assert calls == ["cuDNN" if there else "flash"]
+
+
 def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -220,7 +259,8 @@ def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["flash_attn", "torch_cuda", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 1, 3000), (1, 8, 1, 70001), (2, 4, 200, 200), (1, 8, 130, 700)]
+    "shape",
+    [(2, 4, 1, 3000), (1, 8, 1, 70001), (2, 4, 200, 200), (1, 8, 130, 700), (2, 4, 600, 600)],
 )
 @pytest.mark.parametrize("seen", ["all", "half", "few"])
 def test_cuda_backends_are_the_reference(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.cache.pages import PagePool
+from razor_dist.engine import runner
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
@@ -58,27 +60,37 @@ class Company:
 def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
     """Rank 0's logits by text and tokens read of it; and the bytes that its merges sent."""
     longest = max(company.texts, key=len)
-    runner = make_runner(comm, dataclasses.replace(company.case, prompt=longest), 4)
+    made = make_runner(comm, dataclasses.replace(company.case, prompt=longest), 4)
     for key, (text, end) in enumerate(zip(company.texts, company.chunks, strict=True)):
-        runner.execute(StepPlan(Op.OPEN, key, end=end, total=len(text), max_read=len(text)))
+        made.execute(StepPlan(Op.OPEN, key, end=end, total=len(text), max_read=len(text)))
     comm.bytes_sent.clear()
     found: dict[tuple[int, int], Tensor] = {}
     read = [0] * len(company.texts)
     for pieces in company.pieces(comm.size):
-        logits = runner.execute(StepPlan.step(pieces))
+        logits = made.execute(StepPlan.step(pieces))
         for piece in pieces:
             read[piece.sequence] += len(piece.tokens)
         if logits is not None:
             keys = [piece.sequence for piece in pieces if piece.samples]
             found |= {(k, read[k]): row.clone() for k, row in zip(keys, logits, strict=True)}
     for key in range(len(company.texts)):
-        runner.execute(StepPlan(Op.CLOSE, key))
-    assert runner.kv_bytes == 0
+        made.execute(StepPlan(Op.CLOSE, key))
+    assert made.kv_bytes == 0
     return found, comm.bytes_sent["merge"]
 
 
+def at_once(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
+    """`together`, where answers' tokens are computed as on CUDA."""
+    with mock.patch.object(runner, "available", return_value=True):
+        return together(comm, company)
+
+
 def assert_same_as_alone(
-    company: Company, ranks: Ranks, *worlds: int, tolerance: float = TOLERANCE
+    company: Company,
+    ranks: Ranks,
+    *worlds: int,
+    tolerance: float = TOLERANCE,
+    how: Callable[..., object] = together,
 ) -> None:
     alone = []
     for index, text in enumerate(company.texts):
@@ -89,7 +101,7 @@ def assert_same_as_alone(
         case = dataclasses.replace(company.case, prompt=text[:end], forced=text[end:])
         alone.append((end, ranks(1).run(logits_of, case)[0]))
     for world in worlds:
-        found, _ = ranks(world).run(together, company)[0]
+        found, _ = ranks(world).run(how, company)[0]
         assert found
         for (key, read), row in found.items():
             end, rows = alone[key]
@@ -144,6 +156,16 @@ def test_with_exact_prefill_and_keys_of_another_dtype(
     # A key on the edge between two numbers of bfloat16, 4e-3 apart, may be rounded either way.
     tolerance = 1e-3 if "kv_dtype" in settings else TOLERANCE
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "bloom", "mpt"])
+def test_answers_that_are_computed_at_once_change_nothing(
+    family: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = make_alibi(family, tmp_path) if family in ("bloom", "mpt") else tiny(family)
+    case = Case(str(path), split_of(path), POLICY, ())
+    worlds = (1, 3) if family == "llama" else (2,)
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=at_once)
 
 
 def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tiny) -> None:

@@ -49,6 +49,18 @@ def _llama() -> PretrainedConfig:
     )
 
 
+def _llama_wide() -> PretrainedConfig:
+    # The head dimension of the large models, and groups of eight.
+    return LlamaConfig(
+        **_COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=128,
+        eos_token_id=2,
+    )
+
+
 def _llama2() -> PretrainedConfig:
     # As many KV heads as query heads; head_dim follows from hidden_size.
     return LlamaConfig(**_COMMON, num_hidden_layers=3, num_attention_heads=4, eos_token_id=2)
@@ -198,6 +210,7 @@ def _glm4() -> PretrainedConfig:
 
 _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
+    "llama_wide": _llama_wide,
     "llama2": _llama2,
     "llama3": _llama3,
     "qwen2": _qwen2,

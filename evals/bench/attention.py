@@ -5,6 +5,7 @@ Letters: K key-value heads, G query heads of each, T queries, S keys, D head dim
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor
 from razor_dist import kernels
 from razor_dist.engine.graph import CudaRecorder
 from razor_dist.evals.bench.measure import Table, fastest, measure_ceilings
+from razor_dist.kernels.decode import Pages, implementation
 
 # (q [K, G, T, D], k [K, S, D], v, scale) to out [K, G, T, D] and lse [K, G, T].
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -26,6 +28,7 @@ _CHECKED_QUERIES = 8
 # Decode reads other keys at every call, of so many bytes in all: more than the caches hold.
 _ROTATED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
 _SECONDS = {"cuda": 0.5, "cpu": 0.1}
+_PAGE = 64
 
 
 def measure_attention(
@@ -113,6 +116,8 @@ def paths() -> dict[str, Attend]:
         "kernels.attend": _own,
         "kernels.attend, bias": partial(_own, bias=True),  # as steps that read padded extents
         **{f"kernels.attend, {name}": partial(_own, backend=name) for name in backends},
+        "Triton, block tables": _block_tables,
+        "Triton, scattered pages": partial(_block_tables, scattered=True),
         "flash": partial(_scaled_dot_product, cudnn=False),
         "flash, seqused_k": _seqused,
         "cuDNN": partial(_scaled_dot_product, cudnn=True),
@@ -125,6 +130,32 @@ def _own(
 ) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros(k.shape[1], device=q.device) if bias else None
     return kernels.attend(q, k, v, scale=scale, bias=zeros, backend=backend)
+
+
+def _block_tables(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, scattered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Call what a decode step calls: the attending kernel and the one that merges its splits."""
+    if q.device.type != "cuda" or q.shape[2] != 1:
+        raise NotImplementedError("decode steps only, on CUDA")
+    order, table, stored, at = _tables(len(k), k.shape[1], q.device, scattered)
+    pages = Pages(k, v, _PAGE, table, stored, at, at)
+    out = q.new_empty(1, *q.shape[:2], q.shape[3])
+    kernels = implementation(q.device)
+    found = kernels.attend(q, order, pages, None, out, scale=scale, pack=True)
+    return found[..., :-1], found[..., -1]
+
+
+@functools.cache
+def _tables(
+    heads: int, keys: int, device: torch.device, scattered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return order, block table and the other numbers, made once and not while recording."""
+    count = keys // _PAGE
+    table = torch.randperm(count) if scattered else torch.arange(count)
+    stored, at = (torch.tensor([n], device=device) for n in (keys, keys - 1))
+    order = torch.arange(heads, device=device)
+    return order, table.int().unsqueeze(0).to(device), stored, at
 
 
 def _scaled_dot_product(

@@ -2,8 +2,7 @@
 
 All ranks compute all of a step's tokens. Most are the one token that an answer has grown by; a
 `PromptPiece` is several tokens of a prompt: a short prompt as a whole, or a question that continues
-a prefix. The part of a step that is one token a sequence runs captured in a CUDA graph or not:
-`razor_dist.attention.short_inputs` says which memory is read and holds what changes.
+a prefix. On CUDA `razor_dist.attention.decode` has the part that is one token a sequence.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor
 from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import ReadExtent, StepInputs
 from razor_dist.attention.streaming_prefill import StreamingChunk
-from razor_dist.cache.pages import Segments, span_tokens
+from razor_dist.cache.pages import Segments
 from razor_dist.cache.sequence import Sequence, owned_tokens, shard_sizes
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import LayerHeads, StreamingGroup
-from razor_dist.kernels import HIDDEN, Partial, merge, merge_stacked
+from razor_dist.kernels import Partial, merge, merge_stacked
 from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.query import Keys, Query
 from razor_dist.parallel.comm import Communicator
@@ -111,8 +110,7 @@ class ShortContext:
     begins prompts.
 
     The step's first tokens are one of a sequence each, with its extent in ``extents`` and its
-    numbers in ``inputs``, which is on the caches' device; those of ``pieces`` follow. For the
-    former nothing is read back from the device, here or in `attend`, so that both can be captured.
+    numbers in ``inputs``, which is on the caches' device; those of ``pieces`` follow.
     """
 
     def __init__(
@@ -132,8 +130,6 @@ class ShortContext:
             for index, cache in enumerate(caches.streaming)
         ]
         self._biases = self._by_slot(StreamingCache.visibility)
-        # By token and span of its extent: hides what no token has filled yet.
-        self._hidden = [_unfilled(*pair) for pair in zip(extents, inputs.stored, strict=True)]
         self._distances: _Distances | None = None
 
     def _by_slot(self, of: Callable[..., Tensor]) -> list[list[Tensor]]:
@@ -239,7 +235,7 @@ class ShortContext:
         """Yield what this rank holds of the sequence of the step's token ``t``."""
         for index, (k, v) in enumerate(segments):
             where = self._distances and self._distances.segments[t][index]
-            yield Keys(k, v, self._hidden[t][index], where)
+            yield Keys(k, v, None, where)
 
     def _before(self, piece: PromptPiece, rows: slice, by_distance: bool) -> Iterator[Keys]:
         """Yield what this rank holds of the tokens before a piece."""
@@ -264,13 +260,3 @@ class _Distances(NamedTuple):
 
     streaming: list[list[Distance]]  # by streaming cache: the places of its slot
     segments: list[list[Distance]]  # the spans of the page pool
-
-
-def _unfilled(extent: ReadExtent, stored: Tensor) -> Seq[Tensor | None]:
-    """For each span that is read, the bias that hides the places after ``stored``."""
-    if extent.exact:
-        return [None] * len(extent.segments)
-    lengths = [span_tokens(span) for span in extent.segments]
-    place = torch.arange(sum(lengths), device=stored.device)
-    bias = torch.zeros(len(place), device=stored.device).masked_fill_(place >= stored, HIDDEN)
-    return bias.split(lengths)

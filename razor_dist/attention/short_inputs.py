@@ -1,8 +1,10 @@
 """One token of each of several sequences: what a short step reads, is given and leaves of it.
 
-`ReadExtent` says which memory a step touches: plain numbers and slices, fixed once a CUDA graph is
-captured. `StepInputs` holds everything else as one tensor, so that a graph is told of the next step
-by writing to that tensor (`razor_dist.engine.graph`).
+Which memory a step reads is said in one of two ways: by a `ReadExtent` for each sequence, plain
+numbers and slices for `razor_dist.attention.short`; or by `BlockTables`, in tensors, for
+`razor_dist.attention.decode`, which computes all sequences at once. `StepInputs` holds everything
+else as one tensor. So a CUDA graph of the second way is told of the next step, whatever sequences
+are in it, by writing to two tensors (`razor_dist.engine.graph`).
 """
 
 from __future__ import annotations
@@ -26,9 +28,7 @@ class ReadExtent:
     """The memory that a step touches for one sequence on this rank."""
 
     streaming: tuple[tuple[StreamingSlot, int], ...]  # by cache: what is read of which slot
-    segments: tuple[Span, ...]  # of the page pool, in order
-    # True if segments end with the newest token; else a bias hides what no token has filled yet.
-    exact: bool
+    segments: tuple[Span, ...]  # of the page pool, in order; they end with the newest token
 
 
 def streaming_widths(caches: Caches, sequence: Sequence, tokens: int) -> tuple[int, ...]:
@@ -47,22 +47,37 @@ def exact_extent(comm: Communicator, caches: Caches, sequence: Sequence) -> Read
     return ReadExtent(
         streaming=tuple(zip(sequence.streaming, widths, strict=True)),
         segments=tuple(caches.pages.spans(table, 0, table.tokens + own)),
-        exact=True,
     )
 
 
-def padded_extent(
-    caches: Caches, sequence: Sequence, widths: tuple[int, ...], stored: int
-) -> ReadExtent:
-    """The memory that every step needs until the sequence outgrows these bounds."""
-    table, pages = sequence.table, caches.pages
-    # What lies beyond the sequence's own pages is another's, and may change and hold anything.
-    within = min(stored, len(table.pages) * pages.page_size)
-    return ReadExtent(
-        streaming=tuple(zip(sequence.streaming, widths, strict=True)),
-        segments=tuple(pages.spans(table, 0, within)),
-        exact=False,
-    )
+class BlockTables(NamedTuple):
+    """The memory that a step touches for n sequences on this rank, or more than that."""
+
+    pages: Tensor  # int32 [n, pages], of each sequence's shard; zeros where it has no more
+    widths: tuple[int, ...]  # by streaming cache: places of a slot that are read at most
+
+
+def block_tables(caches: Caches, sequences: Seq[Sequence], rows: int, pages: int) -> Tensor:
+    """`BlockTables.pages` of some sequences and further rows, in the host's memory."""
+    table = torch.zeros(rows, pages, dtype=torch.int32)
+    for row, sequence in zip(table, sequences, strict=False):
+        own = torch.tensor(sequence.table.pages[:pages], dtype=torch.int32)
+        row[: len(own)] = own
+    return table
+
+
+def exact_tables(
+    comm: Communicator, caches: Caches, sequences: Seq[Sequence], rows: int
+) -> BlockTables:
+    """`BlockTables` of ``rows`` rows that the next step of some sequences needs, and no more."""
+    stored, widths = 0, [0] * len(caches.streaming)
+    for sequence in sequences:
+        own = owner_of(sequence.length, comm.size) == comm.rank
+        stored = max(stored, sequence.table.tokens + own)
+        found = streaming_widths(caches, sequence, sequence.length + 1)
+        widths = [max(pair) for pair in zip(widths, found, strict=True)]
+    pages = block_tables(caches, sequences, rows, caches.pages.pages_for(stored))
+    return BlockTables(pages.to(caches.pages.k.device), tuple(widths))
 
 
 class StepInputs(NamedTuple):
@@ -75,17 +90,24 @@ class StepInputs(NamedTuple):
     # ranks that do not keep them.
     at: Tensor
     stored: Tensor  # tokens of this rank's shard, the new one included where it is kept
-    # [windows, n]: ``s`` of the query (`razor_dist.heads.policy`), for each streaming cache.
+    # [windows, n], for each streaming cache: ``s`` of the query (`razor_dist.heads.policy`), the
+    # slot's first place, and the tokens that its ring holds.
     start: Tensor
+    offset: Tensor
+    capacity: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> StepInputs:
         """Read the rows that `step_inputs` writes."""
-        return cls(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5:])
+        return cls(*rows[:5], *rows[5:].chunk(3))
+
+    def tokens(self, count: int) -> StepInputs:
+        """Return those of the first ``count`` sequences."""
+        return StepInputs(*(values[..., :count] for values in self))
 
 
 def step_inputs(comm: Communicator, caches: Caches, tokens: Seq[tuple[Sequence, int]]) -> Tensor:
-    """`StepInputs` as rows of one tensor ``[5 + windows, n]``, in the host's memory."""
+    """`StepInputs` as rows of one tensor ``[5 + 3 windows, n]``, in the host's memory."""
     columns = []
     for sequence, token in tokens:
         position, table = sequence.length, sequence.table
@@ -93,9 +115,18 @@ def step_inputs(comm: Communicator, caches: Caches, tokens: Seq[tuple[Sequence, 
         at = caches.pages.slot(table, table.tokens) if own else caches.pages.dummy_slot
         starts = [cache.policy.start(position) for cache in caches.streaming]
         marked = position + sequence.position_mark
-        columns.append((token, position, marked, at, table.tokens + own, *starts))
-    rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 5 + len(caches.streaming))
-    return rows.T.contiguous()
+        slots = sequence.streaming
+        places = [*(slot.offset for slot in slots), *(slot.capacity for slot in slots)]
+        columns.append((token, position, marked, at, table.tokens + own, *starts, *places))
+    rows = torch.tensor(columns, dtype=torch.int64)
+    return rows.view(len(columns), 5 + 3 * len(caches.streaming)).T.contiguous()
+
+
+def padded_inputs(caches: Caches, inputs: Tensor, rows: int) -> Tensor:
+    """`step_inputs` with further columns, which no sequence has: they keep and see nothing."""
+    padded = torch.nn.functional.pad(inputs, (0, rows - inputs.shape[1]))
+    padded[3, inputs.shape[1] :] = caches.pages.dummy_slot
+    return padded
 
 
 def drop_outdated(caches: Caches, sequences: Seq[Sequence]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from razor_dist.attention.decode import DecodeContext
 from razor_dist.attention.prefill import PrefillContext
 from razor_dist.attention.short import ShortContext
 from razor_dist.kernels.query import Query
@@ -19,9 +20,11 @@ class StepContext:
     ``chunks``. What they send follows in this order on every rank.
     """
 
-    def __init__(self, short: ShortContext, chunks: Sequence[PrefillContext]) -> None:
+    def __init__(
+        self, short: Sequence[DecodeContext | ShortContext], chunks: Sequence[PrefillContext]
+    ) -> None:
         # A rank without tokens of a chunk takes part in it.
-        self._parts = [part for part in (short,) if part.tokens] + list(chunks)
+        self._parts = [part for part in short if part.tokens] + list(chunks)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         outs, end = [], 0

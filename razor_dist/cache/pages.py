@@ -69,8 +69,6 @@ class PagePool:
     ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
     ``num_pages`` pages of ``page_size`` tokens.
 
-    With ``clear``, pages are zeroed when they are taken: a reader that hides what no token has
-    filled yet by a bias (a decode step of fixed shape) needs it finite, for 0 times NaN is NaN.
     ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
     """
 
@@ -83,12 +81,10 @@ class PagePool:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        clear: bool = False,
         track_positions: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        self.clear = clear
         # Of one page more than is lent, where a step of fixed shape writes what is not kept here.
         self.dummy_slot = num_pages * page_size
         shape = (rows, self.dummy_slot + page_size, head_dim)
@@ -158,10 +154,6 @@ class PagePool:
         pages = free[begin : begin + need]
         self._references[pages] = self._users[pages] = 1
         taken: list[int] = pages.tolist()
-        if self.clear:
-            for a, b in self.extents(PageTable(taken), 0, need * self.page_size):
-                self.k[:, a:b] = 0
-                self.v[:, a:b] = 0
         return taken
 
     def release(self, table: PageTable) -> None:

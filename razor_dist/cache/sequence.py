@@ -36,9 +36,6 @@ class Sequence:
     length: int = 0  # tokens in the caches
     # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
     position_mark: int = 0
-    # Where its slots lie, and a number per rank for these and its pages, the same on every rank;
-    # made when it is asked for (`razor_dist.engine.graph`).
-    layout: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None = None
 
     def grow(self, sizes: Seq[int], rank: int) -> None:
         """Count new tokens in the caches, so many in each rank's shard; this rank is ``rank``."""

@@ -173,19 +173,14 @@ def new_caches(
     shape: ModelShape,
     cache: CacheConfig,
     device: torch.device,
-    *,
-    clear: bool = False,
 ) -> Caches:
-    """A rank's empty caches on ``device``; ``clear`` is `PagePool`'s, for retrieval heads."""
+    """A rank's empty caches on ``device``."""
     size, dim = cache.page_size, shape.head_dim
     new_pool = partial(PagePool, dtype=cache.dtype, device=device)
     scratch = None
     if cache.scratch_pages and layout.streaming_rows:
         scratch = new_pool(layout.streaming_rows, cache.scratch_pages, size, dim)
-    alibi = shape.alibi
-    pages = new_pool(
-        layout.retrieval_rows, cache.num_pages, size, dim, clear=clear, track_positions=alibi
-    )
+    pages = new_pool(layout.retrieval_rows, cache.num_pages, size, dim, track_positions=shape.alibi)
     streaming = tuple(
         # Two more than are held: a copy is made before another one goes, and one may be loaded.
         StreamingCache(

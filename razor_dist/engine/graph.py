@@ -1,28 +1,27 @@
-"""Decode steps in CUDA graphs: recorded once, replayed with other numbers.
+"""Decode steps in CUDA graphs: recorded once, replayed for any sequences.
 
-A decode step of a small batch is bound by the time it takes to launch its thousands of kernels; a
-CUDA graph launches them as one. It repeats the same kernels on the same memory, so a step is made
-of two parts (`razor_dist.attention.short_inputs`): the memory that it touches, which a recording
-fixes, and the `StepInputs`, one tensor that is written before every replay. What grows with the
-sequence is read up to a padded length, with a bias over what is not there yet.
+A decode step of a small batch is bound by the time it takes to launch its hundreds of kernels; a
+CUDA graph launches them as one. It repeats the same kernels on the same memory. Which sequences a
+step is of, and what it reads of them, is in two tensors that are written before every replay
+(`razor_dist.attention.short_inputs`); so a recording fixes no more than how many sequences there
+may be, and how long their shards and windows.
 
 Whether a collective is captured must be the same on all ranks of a step (NCCL's rule: captured
 everywhere or nowhere, replayed by all from one common capture). So everything decided here follows
-from numbers that all ranks have alike: lengths, and each sequence's `layout`, which the ranks tell
-each other once. A recording that fails, or whose logits are not those of the eager step, ends the
-use of graphs on all ranks by an all-reduce; the eager logits are served.
+from numbers that all ranks have alike: lengths. A recording that fails, or whose logits are not
+those of the eager step, ends the use of graphs on all ranks by an all-reduce; the eager logits are
+served.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,29 +29,31 @@ from torch import Tensor
 
 from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import (
-    ReadExtent,
+    BlockTables,
     StepInputs,
-    exact_extent,
-    padded_extent,
+    block_tables,
+    exact_tables,
+    padded_inputs,
     streaming_widths,
 )
 from razor_dist.cache.sequence import Sequence, owner_of
 from razor_dist.config.schema import EngineConfig
+from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
 
 log = logging.getLogger(__name__)
 
 Step = Callable[[], Tensor]
-Forward = Callable[[Seq[ReadExtent], StepInputs], Tensor]
-Key = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+Forward = Callable[[StepInputs, BlockTables], Tensor]
 
 # Lengths are padded to a multiple of this at least: 1024 tokens more cost next to nothing.
 _PAD = 1024
+_BUCKET = 8
 # Graphs kept at most. Their activations share one pool of memory, but each holds its nodes.
 _MOST = 16
 # Largest difference of logits, relative to the largest logit, between a replay and the eager step.
-# They run other kernels over other splits of the keys, so they are equal up to rounding only.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# They run the same kernels over other splits of the keys, so they are equal up to rounding only.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 class Recorder(Protocol):
@@ -109,6 +110,8 @@ def cuda_recorder(
     """The recorder of these ranks' decode steps, or None where they cannot be captured."""
     if not config.cuda_graphs or device.type != "cuda":
         return None
+    if not available(device):
+        return None  # which has been said
     if comm.size > 1 and dist.get_backend(comm.group) != "nccl":
         log.info(
             "decode runs without CUDA graphs: they cannot hold collectives of %s",
@@ -135,12 +138,28 @@ def padded_length(tokens: int, pad: int = _PAD) -> int:
     return -(-tokens // step) * step
 
 
+def batch_bucket(sequences: int) -> int:
+    """``sequences`` rounded up: to a power of 2, or to a multiple of 8 beyond 8."""
+    if sequences > _BUCKET:
+        return -(-sequences // _BUCKET) * _BUCKET
+    return 1 << (sequences - 1).bit_length()
+
+
+class Key(NamedTuple):
+    """Everything that a recording fixes; the same on every rank."""
+
+    sequences: int  # at most
+    stored: int  # tokens of the longest shard, at most
+    windows: tuple[int, ...]  # by streaming cache: tokens of the longest window, at most
+
+
 @dataclass
 class _Recording:
     """One key's graph; without ``replay`` the key has been seen, but not recorded."""
 
     inputs: Tensor | None = None
-    extents: Seq[ReadExtent] = ()  # a replay reads the slots that they hold in tensors
+    pages: Tensor | None = None
+    tables: list[list[int]] = field(default_factory=list)  # that ``pages`` holds
     replay: Step | None = None
     sent: Counter[Purpose] = field(default_factory=Counter)
 
@@ -151,11 +170,11 @@ class DecodeGraphs:
     A key's first step runs eagerly; the second is recorded, checked against the eager step and
     replayed, as are those that follow. So a step that never comes again is not recorded.
 
-    ``forward`` gives a step's logits from its extents and inputs. It may run several times for a
-    step: it must not do more than compute, and write the new token's keys and values. The page pool
-    of ``caches`` must clear the pages that it lends. Lengths are padded to ``pad``
-    (`padded_length`); beyond ``most`` recordings, the one that was not used for longest goes. While
-    ``enabled``, which is the same on every rank, steps are still recorded.
+    ``forward`` gives a step's logits from its inputs and block tables. It may run several times for
+    a step: it must not do more than compute, and write the new token's keys and values. Lengths are
+    padded to ``pad`` (`padded_length`), batches to `batch_bucket`; beyond ``most`` recordings, the
+    one that was not used for longest goes. While ``enabled``, which is the same on every rank,
+    steps are still recorded.
     """
 
     def __init__(
@@ -169,7 +188,6 @@ class DecodeGraphs:
         pad: int = _PAD,
         most: int = _MOST,
     ) -> None:
-        assert caches.pages.clear, "padded reads need pages without NaN"
         self._comm, self._caches, self._forward = comm, caches, forward
         self._recorder, self._pad, self._most = recorder, pad, most
         self._tolerance = _TOLERANCE[dtype]
@@ -199,55 +217,58 @@ class DecodeGraphs:
         self._recordings.move_to_end(key)
         if recording.replay is None:
             return self._record(recording, key, sequences, inputs)
-        return self._replay(recording, inputs)
+        return self._replay(recording, sequences, inputs)
 
     def key(self, sequences: Seq[Sequence]) -> Key:
-        """Everything that a recording for these sequences fixes; the same on every rank."""
-        found = []
+        """Return the key of a step of these sequences."""
+        stored, windows = 0, [0] * len(self._caches.streaming)
         for sequence in sequences:
-            tokens = padded_length(sequence.length + 1, self._pad)
-            widths = streaming_widths(self._caches, sequence, tokens)
             owner = owner_of(sequence.length, self._comm.size)
             longest = max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
-            found.append((self._layout(sequence), widths, padded_length(longest, self._pad)))
-        return tuple(found)
+            stored = max(stored, longest)
+            tokens = (min(slot.capacity, sequence.length + 1) for slot in sequence.streaming)
+            windows = [max(pair) for pair in zip(windows, tokens, strict=True)]
+        padded = tuple(padded_length(tokens, self._pad) for tokens in windows)
+        return Key(batch_bucket(len(sequences)), padded_length(stored, self._pad), padded)
 
-    def _layout(self, sequence: Sequence) -> tuple[int, ...]:
-        """One number per rank for where it keeps the sequence.
+    def _eager(self, sequences: Seq[Sequence], inputs: Tensor, rows: int | None = None) -> Tensor:
+        """Logits by the memory that is needed; those of a batch of ``rows`` round alike."""
+        rows = rows or len(sequences)
+        tables = exact_tables(self._comm, self._caches, sequences, rows)
+        padded = padded_inputs(self._caches, inputs, rows).to(tables.pages.device)
+        return self._forward(StepInputs.of(padded), tables)[: len(sequences)]
 
-        The ranks tell each other, for their page tables differ: once per sequence, and whenever its
-        slots have moved, which they do on all ranks alike.
-        """
-        slots = tuple((slot.index, slot.offset, slot.capacity) for slot in sequence.streaming)
-        if sequence.layout is None or sequence.layout[0] != slots:
-            own = (*slots, *sequence.table.pages)
-            digest = hashlib.sha256(repr(own).encode()).digest()
-            number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
-            numbers = self._comm.all_gather(number.to(self._caches.pages.k.device), "control")
-            sequence.layout = slots, tuple(numbers.flatten().tolist())
-        return sequence.layout[1]
-
-    def _eager(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
-        extents = [exact_extent(self._comm, self._caches, s) for s in sequences]
-        return self._forward(extents, StepInputs.of(inputs.to(self._caches.pages.k.device)))
-
-    def _replay(self, recording: _Recording, inputs: Tensor) -> Tensor:
-        assert recording.inputs is not None and recording.replay is not None
-        recording.inputs.copy_(inputs)
-        logits = recording.replay()
+    def _replay(self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
+        assert recording.replay is not None
+        self._write(recording, sequences, inputs)
+        logits = recording.replay()[: len(sequences)]
         for purpose, nbytes in recording.sent.items():
             self._comm.note(purpose, nbytes)
         return logits
+
+    def _write(self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor) -> None:
+        """Tell a recording of the next step."""
+        assert recording.inputs is not None and recording.pages is not None
+        rows, pages = recording.pages.shape
+        for sequence in sequences:
+            # What the new token may touch is cleared, which a recording cannot do.
+            streaming_widths(self._caches, sequence, sequence.length + 1)
+        recording.inputs.copy_(padded_inputs(self._caches, inputs, rows))
+        tables = [sequence.table.pages for sequence in sequences]
+        held = recording.tables
+        if len(tables) != len(held) or any(a is not b for a, b in zip(tables, held, strict=True)):
+            recording.pages.copy_(block_tables(self._caches, sequences, rows, pages))
+            recording.tables = tables
 
     def _record(
         self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
     ) -> Tensor:
         """The eager step's logits, and a recording of it unless something is wrong with that."""
-        logits = self._eager(sequences, inputs)
+        logits = self._eager(sequences, inputs, key.sequences)
         problem = self._try(self._capture, recording, key, sequences, inputs)
         if self._all_well(problem):
             # Replayed only now: a rank without a recording would leave the others waiting.
-            problem = self._try(self._compare, recording, inputs, logits)
+            problem = self._try(self._compare, recording, sequences, inputs, logits)
             if self._all_well(problem):
                 return logits
         log.warning(
@@ -260,17 +281,18 @@ class DecodeGraphs:
     def _capture(
         self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
     ) -> str | None:
-        caches = self._caches
-        extents = [
-            padded_extent(caches, s, widths, stored)
-            for s, (_, widths, stored) in zip(sequences, key, strict=True)
-        ]
-        recording.extents = extents
-        recording.inputs = inputs.to(caches.pages.k.device, copy=True)
+        caches, device = self._caches, self._caches.pages.k.device
+        pages, rows = caches.pages.pages_for(key.stored), len(inputs)
+        recording.inputs = torch.zeros(rows, key.sequences, dtype=torch.int64, device=device)
+        recording.pages = torch.zeros(key.sequences, pages, dtype=torch.int32, device=device)
+        self._write(recording, sequences, inputs)
         fields = StepInputs.of(recording.inputs)
+        rings = (cache.arena.ring for cache in caches.streaming)
+        widths = tuple(map(sum, zip(rings, key.windows, strict=True)))
+        tables = BlockTables(recording.pages, widths)
 
         def step() -> Tensor:
-            return self._forward(extents, fields)
+            return self._forward(fields, tables)
 
         self._recorder.warm_up(step)
         sent = self._comm.bytes_sent.copy()
@@ -280,8 +302,10 @@ class DecodeGraphs:
         self._comm.bytes_sent.subtract(recording.sent)
         return None
 
-    def _compare(self, recording: _Recording, inputs: Tensor, logits: Tensor) -> str | None:
-        replayed = self._replay(recording, inputs)
+    def _compare(
+        self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor, logits: Tensor
+    ) -> str | None:
+        replayed = self._replay(recording, sequences, inputs)
         if not logits.numel():
             return None  # a rank that computes no logits; rank 0's depend on its share
         error = ((replayed - logits).abs().max() / logits.abs().max()).item()

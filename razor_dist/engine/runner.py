@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from razor_dist.attention.decode import DecodeContext
 from razor_dist.attention.prefill import PrefillContext
 from razor_dist.attention.short import PromptPiece, ShortContext
 from razor_dist.attention.short_inputs import (
-    ReadExtent,
+    BlockTables,
     StepInputs,
     advance_lengths,
     drop_outdated,
     exact_extent,
+    exact_tables,
     step_inputs,
 )
 from razor_dist.attention.step import StepContext
@@ -28,6 +30,7 @@ from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.engine.transfer import Transfers, of_payload
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.kernels.decode import available
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
@@ -59,8 +62,10 @@ class ModelRunner:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
         self.device = next(model.parameters()).device
-        self.caches = new_caches(layout, shape, cache, self.device, clear=recorder is not None)
+        self.caches = new_caches(layout, shape, cache, self.device)
         self._nothing = self._integers([])
+        # Answers' tokens are computed all at once, or sequence by sequence.
+        self._batched = recorder is not None or available(self.device)
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
@@ -225,12 +230,12 @@ class ModelRunner:
         if self.graphs is not None and len(single) == len(pieces):
             logits = self.graphs.run(sequences, inputs)
         else:
-            extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
             on_device = StepInputs.of(inputs.to(self.device))
-            if wholes or chunks:
-                logits = self._mixed_logits(extents, on_device, wholes, chunks)
+            if self._batched and not (wholes or chunks):
+                tables = exact_tables(self.comm, self.caches, sequences, len(sequences))
+                logits = self.step_logits(on_device, tables)
             else:
-                logits = self.step_logits(extents, on_device)
+                logits = self._mixed_logits(sequences, on_device, wholes, chunks)
         advance_lengths(self.comm, sequences)
         for whole in wholes:
             whole.finish()
@@ -239,26 +244,26 @@ class ModelRunner:
         self._note_peak()
         return logits if self.comm.rank == 0 else None
 
-    def step_logits(self, extents: Seq[ReadExtent], inputs: StepInputs) -> Tensor:
+    def step_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
         """Logits ``[n, V]`` after one token of n sequences; only rank 0, which samples, has any."""
-        context = ShortContext(self.comm, self.caches, extents, inputs)
+        context = DecodeContext(self.comm, self.caches, inputs, tables)
         keep = 0 if self.comm.rank == 0 else self._nothing
         return self._forward(inputs.token, inputs.model_position, context, keep)
 
     def _mixed_logits(
         self,
-        extents: Seq[ReadExtent],
+        sequences: Seq[Sequence],
         inputs: StepInputs,
         wholes: Seq[PromptPiece],
         chunks: Seq[tuple[Piece, PrefillContext]],
     ) -> Tensor:
-        """The same for a step that reads prompts as well, whole ones and chunks, in this order.
+        """Logits of a step that reads prompts as well, whole ones and chunks, in this order.
 
         Note log-probabilities of the prompts' tokens where they are asked for.
         """
         first = self.comm.rank == 0  # it samples, and holds the last token of every chunk
         # This rank's tokens, their positions, and those of which logits are wanted.
-        parts = [(inputs.token, inputs.model_position, range(first * len(extents)))]
+        parts = [(inputs.token, inputs.model_position, range(first * len(sequences)))]
         for whole in wholes:
             n = len(whole.tokens)
             parts.append((whole.tokens, whole.model_positions, range(n - first, n)))
@@ -274,11 +279,11 @@ class ModelRunner:
             end += len(own)
         # A model may not take an empty sequence: a rank without tokens runs one dummy token.
         dummy = self._integers([] if end else [0])
-        short = ShortContext(self.comm, self.caches, extents, inputs, wholes)
+        contexts = self._short_contexts(sequences, inputs, wholes)
         logits = self._forward(
             torch.cat([*ids, dummy]),
             torch.cat([*positions, dummy]),
-            StepContext(short, [prefill for _, prefill in chunks]),
+            StepContext(contexts, [prefill for _, prefill in chunks]),
             self._integers(keep),
         )
         rows = list(logits.split([len(of) for of in wanted]))
@@ -288,6 +293,18 @@ class ModelRunner:
                 self.prompt_logprobs[piece.sequence] = found
                 rows[index] = rows[index][len(rows[index]) - piece.last :]
         return torch.cat(rows)
+
+    def _short_contexts(
+        self, sequences: Seq[Sequence], inputs: StepInputs, wholes: Seq[PromptPiece]
+    ) -> list[DecodeContext | ShortContext]:
+        if not self._batched:
+            extents = [exact_extent(self.comm, self.caches, s) for s in sequences]
+            return [ShortContext(self.comm, self.caches, extents, inputs, wholes)]
+        tables = exact_tables(self.comm, self.caches, sequences, len(sequences))
+        return [
+            DecodeContext(self.comm, self.caches, inputs, tables),
+            ShortContext(self.comm, self.caches, (), inputs.tokens(0), wholes),
+        ]
 
     def _gather_logprobs(self, piece: Piece, prefill: PrefillContext, logits: Tensor) -> Tensor:
         """Log-probabilities of the tokens that follow each of a chunk's, from all ranks.

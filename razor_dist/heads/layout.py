@@ -27,7 +27,8 @@ class LayerHeads:
     retrieval: Tensor  # the layer's retrieval heads, ascending
     streaming: Tensor  # its streaming heads, group by group
     groups: tuple[StreamingGroup, ...]  # by window
-    inverse: Tensor  # the model's order of what is computed in [*retrieval, *streaming]
+    order: Tensor  # [*retrieval, *streaming]
+    inverse: Tensor  # the model's order of what is computed in that one
     retrieval_rows: slice  # in the page pool
     streaming_rows: slice  # among those of all layers and windows (the scratch pool's)
 
@@ -94,12 +95,14 @@ class HeadLayout:
                     rows[window] += len(heads)
                     groups.append(StreamingGroup(index, part, slice(first, rows[window])))
                     rest += heads
+            order = torch.tensor(chosen + rest, dtype=torch.int64, device=device)
             layers.append(
                 LayerHeads(
                     torch.tensor(chosen, dtype=torch.int64, device=device),
                     torch.tensor(rest, dtype=torch.int64, device=device),
                     tuple(groups),
-                    torch.tensor(chosen + rest, dtype=torch.int64, device=device).argsort(),
+                    order,
+                    order.argsort(),
                     slice(r_row, r_row + len(chosen)),
                     slice(l_row, l_row + len(rest)),
                 )

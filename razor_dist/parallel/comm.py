@@ -14,6 +14,9 @@ from torch import Tensor
 Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "weights", "control"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
+# Older torch knows it by its other name alone.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Work(Protocol):
     """A transfer under way, such as `torch.distributed.Work`."""
@@ -132,7 +135,8 @@ class Communicator:
         dist.broadcast(tensor, self._global(0), group=self.group)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        dist.all_gather(list(out.unbind(0)), tensor, group=self.group)
+        # One after the other: gloo takes no other form.
+        gather_into(out.view(-1), tensor.view(-1), group=self.group)
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         return dist.all_reduce(tensor, group=self.group, async_op=True)

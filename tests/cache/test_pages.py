@@ -121,25 +121,6 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
         assert (store[:, b] != 0).all()
 
 
-def test_pages_are_cleared_when_they_are_taken_if_that_is_asked_for() -> None:
-    pool = PagePool(ROWS, 4, SIZE, DIM, dtype=torch.float32, device=torch.device("cpu"), clear=True)
-    for store in (pool.k, pool.v):
-        store.fill_(math.nan)
-    first = pool.allocate(6)
-    assert pool.extents(first, 0, 8) == [(0, 8)]
-    first.tokens = 6
-    other = pool.fork(first, 6, 9)
-    for store in (pool.k, pool.v):
-        assert (store[:, :16] == 0).all()
-        assert store[:, 16:].isnan().all()
-    pool.put(slice(0, ROWS), torch.tensor([14]), *NOISE)
-    pool.release(first)
-    pool.release(other)
-    again = pool.allocate(16)
-    assert again.pages == [0, 1, 2, 3]
-    assert (pool.k[:, :16] == 0).all()
-
-
 def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:
     plain = make_pool()
     assert plain.positions is None

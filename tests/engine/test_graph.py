@@ -1,7 +1,9 @@
 """Decode steps that are recorded and replayed are the eager steps, or are not used.
 
 Recordings are made by `tests.tape.Tape`, which repeats operations as a CUDA graph does, so that
-all but the capture itself is tested without a GPU.
+all but the capture itself is tested without a GPU. The kernels for block tables are their
+definition in torch (`tests/test_kernels_decode.py` holds Triton's to it); the eager steps they are
+compared with read views, sequence by sequence.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from razor_dist.engine.graph import (
     CudaRecorder,
     DecodeGraphs,
     Recorder,
+    batch_bucket,
     cuda_recorder,
     padded_length,
 )
@@ -68,7 +71,7 @@ def make_pair(
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
     graphs.graphs = DecodeGraphs(
-        comm, graphs.caches, graphs.step_logits, recorder, torch.float32, pad=pad
+        comm, graphs.caches, graphs.step_logits, recorder, case.dtype, pad=pad
     )
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
@@ -118,7 +121,7 @@ class Both:
             self.next[key] = (self.next[key] * 7 + key) % 180 + 3
 
 
-def test_slots_that_have_moved_are_recorded_anew(tiny: Tiny) -> None:
+def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")))
     for runner in (both.eager, both.graphs):
         (cache,) = runner.caches.streaming
@@ -136,7 +139,7 @@ def test_slots_that_have_moved_are_recorded_anew(tiny: Tiny) -> None:
     for _ in range(4):
         both.decode(1)
         both.choose(1)
-    assert both.tape.recorded == before + 1
+    assert both.tape.recorded == before
     assert max(both.errors) < 1e-4 and both.agree
 
 
@@ -188,7 +191,7 @@ def test_recorded_steps_are_the_eager_steps(
     assert max(errors) <= 1e-5
     assert agree
     # Each recording ran a few times at least, the check of it included; all ranks did the same.
-    assert recorded >= 8
+    assert 5 <= recorded <= 15
     assert replayed >= 70
     assert {answer[2:4] for answer in answers} == {(recorded, replayed)}
     for eager, graphs, recording in sent:
@@ -239,13 +242,17 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     assert both.tape.recorded == 1
 
 
-def test_a_key_changes_when_its_memory_does_and_not_before(tiny: Tiny) -> None:
+def test_a_key_is_of_lengths_alone(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")))
-    both.open(0, 41)
-    both.open(1, 20)
+    for key, length in enumerate((41, 20, 20, 9)):
+        both.open(key, length)
     runner, graphs = both.graphs, both.graphs.graphs
     assert graphs is not None
-    first, second = runner.sequences[0], runner.sequences[1]
+    first, second, third, fourth = (runner.sequences[key] for key in range(4))
+    assert graphs.key([second]) == graphs.key([third])
+    assert graphs.key([first, second]) == graphs.key([second, first]) == graphs.key([third, first])
+    assert graphs.key([first, second, third]) == graphs.key([first, second, third, fourth])
+    assert len({graphs.key([first, second, third][:n]) for n in (1, 2, 3)}) == 3
     keys = []
     for position in range(41, 90):
         assert first.length == position
@@ -255,13 +262,33 @@ def test_a_key_changes_when_its_memory_does_and_not_before(tiny: Tiny) -> None:
     changed = [41 + i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
     # The ring of 30 places is full by then, so that only the shard's padding matters.
     assert changed == [48, 64, 80]
-    assert graphs.key([first, second]) != graphs.key([second, first])
-    assert graphs.key([second]) != graphs.key([first])
-    assert len({graphs.key([first]), graphs.key([second]), graphs.key([first, second])}) == 3
-    other = dataclasses.replace(second, layout=None, table=first.table)
-    assert graphs.key([other]) != graphs.key([second])
-    again = dataclasses.replace(second, layout=None)
-    assert graphs.key([again]) == graphs.key([second])
+
+
+@given(st.integers(1, 300))
+def test_batches_are_padded_to_few_sizes(sequences: int) -> None:
+    bucket = batch_bucket(sequences)
+    assert sequences <= bucket < max(sequences * 2, sequences + 8)
+    assert batch_bucket(bucket) == bucket <= batch_bucket(sequences + 1)
+    assert bucket in (1, 2, 4) or bucket % 8 == 0
+
+
+def test_one_recording_serves_any_sequences(tiny: Tiny) -> None:
+    """Sequences come and go within a batch of four; pages and slots are others' every time."""
+    both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
+    for key in range(3):
+        both.open(key, 20 + 9 * key)
+    for keys in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        both.decode(*keys)
+        both.choose(*keys)
+    both.execute(StepPlan(Op.CLOSE, 0))
+    both.open(3, 50)
+    both.open(4, 11)
+    for keys in ((3, 1, 2), (4, 3, 2, 1), (1, 2, 3, 4)):
+        both.decode(*keys)
+        both.choose(*keys)
+    assert both.tape.recorded == 1
+    assert both.tape.replayed == 5  # the check of the recording included
+    assert max(both.errors) <= 1e-5 and both.agree
 
 
 def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
@@ -270,14 +297,14 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     both.graphs.graphs._most = 2
     for key in range(3):
         both.open(key, 20)
-    for key in (0, 0, 1, 1, 0):  # both are recorded, 0 was used last
-        both.decode(key)
+    for keys in ((0,), (0,), (0, 1), (0, 1), (2,)):  # both are recorded, one of one was used last
+        both.decode(*keys)
     assert both.tape.recorded == 2
-    both.decode(2)  # a third: 1 goes
-    both.decode(0)
-    assert both.tape.recorded == 2
-    both.decode(1)  # seen for the first time, again
+    both.decode(0, 1, 2)  # a third: that of two goes
     both.decode(1)
+    assert both.tape.recorded == 2
+    both.decode(0, 2)  # seen for the first time, again
+    both.decode(0, 2)
     assert both.tape.recorded == 3
     assert max(both.errors) <= 1e-5
 
@@ -358,14 +385,16 @@ def test_what_cannot_be_recorded_stays_eager_on_every_rank(
         assert recorded <= 1
 
 
-def recorder_for(comm: Communicator, device: str) -> tuple[bool, list[str]]:
-    with mock.patch("razor_dist.engine.graph.log.info") as info:
+def recorder_for(comm: Communicator, device: str, triton: bool = True) -> tuple[bool, list[str]]:
+    there = mock.patch("razor_dist.engine.graph.available", return_value=triton)
+    with there, mock.patch("razor_dist.engine.graph.log.info") as info:
         found = cuda_recorder(EngineConfig(), comm, torch.device(device)) is not None
     return found, [call.args[0] % call.args[1:] for call in info.call_args_list]
 
 
-def test_nothing_is_recorded_on_the_cpu_or_over_gloo(ranks: Ranks) -> None:
+def test_nothing_is_recorded_on_the_cpu_or_over_gloo_or_without_triton(ranks: Ranks) -> None:
     assert recorder_for(Communicator(None), "cpu") == (False, [])
+    assert recorder_for(Communicator(None), "cuda", triton=False) == (False, [])
     words = "decode runs without CUDA graphs: they cannot hold collectives of gloo"
     assert ranks(2).run(recorder_for, "cuda") == [(False, [words])] * 2
 
@@ -385,19 +414,80 @@ def test_padding_is_little_and_seldom_changes(tokens: int, pad: int) -> None:
     assert padded_length(tokens + 1, pad) >= padded
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_steps_are_the_eager_steps(tiny: Tiny) -> None:
-    case = case_of(tiny("llama"), device="cuda")
-    recorder = CudaRecorder(torch.device("cuda"))
-    eager, graphs = make_pair(Communicator(None), case, recorder)
-    for runner in (eager, graphs):
-        for key, length in ((0, 41), (1, 70)):
-            prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
-    for step in range(30):
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def recorder_on(device: str) -> Recorder:
+    return Tape() if device == "cpu" else CudaRecorder(torch.device(device))
+
+
+def logits_of_steps(runner: ModelRunner, case: Case) -> torch.Tensor:
+    """Of one sequence for some steps, and then of it and another."""
+    for key, length in ((0, 41), (1, 70)):
+        prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
+    found = []
+    for step in range(24):
         plan = answer((0, 10 + step), (1, 20 + step)) if step > 10 else answer((0, 10 + step))
-        want, got = eager.execute(plan), graphs.execute(plan)
-        assert want is not None and got is not None
-        assert (want - got).abs().max() / want.abs().max() <= 1e-4
-        assert torch.equal(want.argmax(-1), got.argmax(-1))
+        logits = runner.execute(plan)
+        assert logits is not None
+        found.append(logits.float().cpu())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["llama", "llama_wide"])
+def test_recorded_steps_are_those_of_the_cpu(
+    model: str, dtype: torch.dtype, device: str, tiny: Tiny
+) -> None:
+    """In bfloat16 as far as it goes, whose results without recordings are as far off."""
+    cpu = case_of(tiny(model), retrieval=SPLIT if model == "llama" else SPLIT[1:])
+    case = dataclasses.replace(cpu, device=device, dtype=dtype, kv_dtype=dtype)
+    exact, _ = make_pair(Communicator(None), cpu, Tape())
+    eager, graphs = make_pair(Communicator(None), case, recorder_on(device))
+    want, plain, got = (
+        logits_of_steps(runner, of) for runner, of in ((exact, cpu), (eager, case), (graphs, case))
+    )
     assert graphs.graphs is not None and graphs.graphs.enabled
+    error, usual = ((x - want).norm() / want.norm() for x in (got, plain))
+    if dtype == torch.float32:
+        assert error <= 1e-4
+    else:
+        assert error <= 1.5 * usual <= 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("row", "change"),
+    [(4, 0), (4, -1), (4, 1), (5, 8), (5, -8)],
+    ids=["right", "a key too few", "a key too many", "a block too few", "a block too many"],
+)
+def test_a_wrong_mask_is_found_when_it_is_recorded(
+    row: int, change: int, dtype: torch.dtype, device: str, tiny: Tiny
+) -> None:
+    """A recording that reads one key more or less is not used."""
+    path = tiny("llama_wide")
+    case = case_of(path, retrieval=SPLIT[1:], device=device, dtype=dtype, kv_dtype=dtype)
+    _, graphs = make_pair(Communicator(None), case, recorder_on(device))
+    prefill(graphs, 0, dataclasses.replace(case, prompt=tokens_of(45, 0)))
+    write = DecodeGraphs._write
+
+    def wrong(self: DecodeGraphs, recording: Any, *args: Any) -> None:
+        write(self, recording, *args)
+        recording.inputs[row] += change
+
+    with mock.patch.object(DecodeGraphs, "_write", wrong):
+        for token in range(3):
+            graphs.execute(answer((0, 10 + token)))
+    assert graphs.graphs is not None
+    assert graphs.graphs.enabled == (change == 0)

@@ -1,0 +1,98 @@
+"""Attention of one token of each of several sequences at once: what a decode step does in a layer.
+
+Retrieval heads see this rank's pages of their sequences, streaming heads see slots of their cache.
+Which sequences they are is in a few tensors alone, so that a CUDA graph of these operations serves
+every batch of its size. Two modules have them: `decode_torch`, the definition, in plain torch and
+of fixed shapes; and `decode_triton`, where a layer is a launch to store, one to attend and one or
+two to merge.
+
+``store(k, v, order, pages, windows)`` puts the new tokens' keys and values, ``[K, n, D]``, into the
+caches.
+
+``attend(q, order, pages, windows, out, *, scale, slopes, pack)`` attends with ``q`` ``[K, G, n,
+D]``, the new tokens included, and writes to ``out`` ``[n, K, G, D]``. With ``pack`` it returns the
+retrieval heads' results instead, ``out`` and ``lse`` side by side, float32 ``[R, G, n, D + 1]``.
+``slopes``, float32 ``[K, G]``, are ALiBi's.
+
+``merge_ranks(gathered, order, out)`` merges such results of all ranks, ``[P, R, G, n, D + 1]``,
+into ``out``.
+
+``order``, int64, says which of the K heads the rows of the caches are: first those of ``pages``,
+then those of ``windows``. Either may be None. Rows of the batch that no sequence has are written
+with ``stored`` and ``capacity`` 0; their results are 0, and nothing is stored but in a dummy slot.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+class Pages(NamedTuple):
+    """One layer's retrieval heads, and the pages of n sequences."""
+
+    k: Tensor  # [R, slots, D]
+    v: Tensor
+    page_size: int
+    table: Tensor  # int32 [n, pages]: the pages of each sequence, in the order of its shard
+    stored: Tensor  # int64 [n]: tokens of its shard, the new one included where it is kept
+    at: Tensor  # int64 [n]: where the new token's keys and values go
+    position: Tensor  # int64 [n], of the new token
+    places: Tensor | None = None  # int64 [slots]: the tokens' positions, for ALiBi
+    # float32 [R, slots], where keys and values are of 8 bits: what these are multiplied with.
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class Windows(NamedTuple):
+    """One layer's streaming heads of one window, and the slots of n sequences in their cache.
+
+    A slot is as `razor_dist.cache.streaming` describes it; of the compensation token's entries only
+    the first is read.
+    """
+
+    k: Tensor  # [S, places, D]
+    v: Tensor
+    sinks: int
+    entries: int
+    compensation: bool
+    width: int  # places of a slot that are read at most
+    position: Tensor  # int64 [n], of the new token
+    start: Tensor  # int64 [n]: where its window begins
+    offset: Tensor  # int64 [n]: the slot's first place
+    capacity: Tensor  # int64 [n]: tokens that its ring holds
+    k_scale: Tensor | None = None  # float32 [S, places]
+    v_scale: Tensor | None = None
+
+
+def implementation(device: torch.device) -> ModuleType:
+    """Return the module that computes on a device; Triton's, where it is CUDA."""
+    name = "decode_triton" if device.type == "cuda" else "decode_torch"
+    return importlib.import_module(f"razor_dist.kernels.{name}")
+
+
+def available(device: torch.device) -> bool:
+    """Tell if these operations are the fastest way to decode on a device."""
+    return device.type == "cuda" and _triton()
+
+
+@functools.cache
+def _triton() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        log.warning("triton is not installed: decoding is slower without it")
+        return False
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        log.warning("triton cannot be imported, decoding is slower without it: %s", error)
+        return False
+    return True

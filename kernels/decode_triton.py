@@ -1,0 +1,385 @@
+"""`razor_dist.kernels.decode` as Triton kernels, for CUDA.
+
+Decoding is bound by the memory's speed, so every key and value is read once: the G queries of a
+key-value head are the rows of one tile (padded to the least that tensor cores take), and the keys
+are cut into splits, each a program, so that a single sequence keeps the whole device busy
+(flash-decoding). Retrieval and streaming heads are programs of the same launch, which differ in
+how a key's place and bias follow from its index. Scores and sums are float32, in base 2; the lse
+that comes out is a natural logarithm.
+
+With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly. Its products of bfloat16 are
+wrong there, so operands are converted first.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from razor_dist.kernels.decode import Pages, Windows
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# A finite reference for rows that see no key: exp2(-inf - LEAST) is 0, and never NaN.
+_LEAST = tl.constexpr(-1e30)
+
+# Keys of a tile by the bytes of a query's number: products of float32 take more registers.
+TILES = {2: 64, 4: 16}
+# Rows that a tile has at least: tensor cores take no fewer.
+ROWS = 16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WARPS, STAGES = 4, 5
+# Programs for every multiprocessor, as nearly as splits of so many keys, a power of 2, allow.
+_PROGRAMS = 4
+_SPLITS = (256, 4096)
+# A program of the merge reads so many dimensions of so many splits at a time.
+MERGED, MERGED_WIDTH = 64, 32
+# Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
+_VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
+
+
+@triton.jit(do_not_specialize=["retrieval"])
+def store_kernel(
+    k, k_head, k_token, v, v_head, v_token, order, retrieval,
+    page_k, page_v, page_row, page_slot, at,
+    ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
+    SINKS: tl.constexpr, ENTRIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head, token = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    own, at_token = tl.load(order + head), token.to(tl.int64)
+    new_k = tl.load(k + own * k_head + at_token * k_token + d, mask=d < D)
+    new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D)
+    if head < retrieval:
+        place = head.to(tl.int64) * page_row + tl.load(at + token) * page_slot + d
+        tl.store(page_k + place, new_k.to(page_k.dtype.element_ty), mask=d < D)
+        tl.store(page_v + place, new_v.to(page_v.dtype.element_ty), mask=d < D)
+    else:
+        room, stands = tl.load(capacity + token), tl.load(position + token)
+        in_ring = SINKS + stands % tl.maximum(room, 1)
+        slot = tl.load(offset + token) + ENTRIES + tl.where(stands < SINKS, stands, in_ring)
+        place = (head - retrieval).to(tl.int64) * ring_row + slot * ring_slot + d
+        kept = (d < D) & (room > 0)
+        tl.store(ring_k + place, new_k.to(ring_k.dtype.element_ty), mask=kept)
+        tl.store(ring_v + place, new_v.to(ring_v.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def attend_kernel(
+    q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
+    page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row,
+    table, table_row, stored, places,
+    ring_k, ring_v, ring_row, ring_slot, ring_k_scale, ring_v_scale, ring_scale_row,
+    position, start, offset, capacity,
+    out, lse, page_splits, ring_splits, split,
+    SINKS: tl.constexpr, ENTRIES: tl.constexpr, COMPENSATION: tl.constexpr, PAGE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    SLOPES: tl.constexpr, PAGES_SCALED: tl.constexpr, RING_SCALED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    of_pages = program < retrieval * tokens * page_splits
+    if of_pages:
+        index, splits = program, page_splits
+    else:
+        index, splits = program - retrieval * tokens * page_splits, ring_splits
+    part, token, head = index % splits, index // splits % tokens, index // splits // tokens
+    rows, d = tl.arange(0, M), tl.arange(0, WIDTH)
+    place, room = tl.load(position + token), tl.load(capacity + token)
+    if of_pages:
+        length = tl.load(stored + token)
+    else:
+        # A row that fills the batch up has no slot.
+        length = tl.where(room > 0, ENTRIES + SINKS + tl.minimum(room, place + 1), 0)
+    low = part * split
+    high = tl.minimum(low + split, length)
+    lse_at = lse + program.to(tl.int64) * G + rows
+    if low >= high:
+        tl.store(lse_at, tl.full([M], float("-inf"), tl.float32), mask=rows < G)
+        return
+
+    if of_pages:
+        own = tl.load(order + head)
+        k_head, v_head = (
+            page_k + head.to(tl.int64) * page_row,
+            page_v + head.to(tl.int64) * page_row,
+        )
+        slot_step = page_slot
+    else:
+        own = tl.load(order + retrieval + head)
+        k_head, v_head = (
+            ring_k + head.to(tl.int64) * ring_row,
+            ring_v + head.to(tl.int64) * ring_row,
+        )
+        slot_step = ring_slot
+    if D % 16 == 0:
+        # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
+        k_head, v_head = tl.multiple_of(k_head, 16), tl.multiple_of(v_head, 16)
+        slot_step = tl.multiple_of(slot_step, 16)
+    q_at = q + own * q_head + token.to(tl.int64) * q_token + rows[:, None] * q_group + d[None, :]
+    wide = d[None, :] < D
+    queries = tl.load(q_at, mask=(rows[:, None] < G) & wide, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    if SLOPES:
+        slope = tl.load(slopes + own * G + rows, mask=rows < G, other=0.0) * _LOG2E
+
+    # What the streaming heads' query sees, as in `StreamingCache.visibility`.
+    first = tl.maximum(tl.load(start + token), SINKS)
+    newest = place % tl.maximum(room, 1)
+    begins = tl.load(offset + token)
+    weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
+    top = tl.full([M], _LEAST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, WIDTH], tl.float32)
+    for at in range(low, high, TILE):
+        i = at + tl.arange(0, TILE)
+        within = i < high
+        page = tl.load(table + token * table_row + i // PAGE, mask=within & of_pages, other=0)
+        in_ring = i - ENTRIES - SINKS
+        held = place - newest + in_ring - tl.where(in_ring > newest, room, 0)
+        means = i < ENTRIES
+        seen = tl.where(in_ring < 0, i - ENTRIES <= place, held >= first)
+        seen = tl.where(means, COMPENSATION & (i == 0) & (first > SINKS), seen)
+        seen = within & (of_pages | seen)
+        slot = tl.where(of_pages, page.to(tl.int64) * PAGE + i % PAGE, begins + i)
+        read = seen[:, None] & wide
+        keys = tl.load(k_head + slot[:, None] * slot_step + d[None, :], mask=read, other=0.0)
+        values = tl.load(v_head + slot[:, None] * slot_step + d[None, :], mask=read, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        scores *= scale * _LOG2E
+        if PAGES_SCALED:
+            scaled = page_k_scale + head.to(tl.int64) * page_scale_row + slot
+            scores *= tl.load(scaled, mask=seen & of_pages, other=1.0)[None, :]
+        if RING_SCALED:
+            scaled = ring_k_scale + head.to(tl.int64) * ring_scale_row + slot
+            scores *= tl.load(scaled, mask=seen & (of_pages == 0), other=1.0)[None, :]
+        scores += tl.where((of_pages == 0) & means, weight, 0.0)[None, :]
+        if SLOPES:
+            # The dropped tokens stand in their middle.
+            stands = tl.where(means, (first + SINKS - 1) * 0.5, held.to(tl.float32))
+            stands = tl.where((in_ring < 0) & (i >= ENTRIES), i - ENTRIES, stands)
+            kept = tl.load(places + slot, mask=seen & of_pages, other=0)
+            away = tl.where(of_pages, (kept - place).to(tl.float32), stands - place)
+            scores += slope[:, None] * away[None, :]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if PAGES_SCALED:
+            scaled = page_v_scale + head.to(tl.int64) * page_scale_row + slot
+            weights *= tl.load(scaled, mask=seen & of_pages, other=1.0)[None, :]
+        if RING_SCALED:
+            scaled = ring_v_scale + head.to(tl.int64) * ring_scale_row + slot
+            weights *= tl.load(scaled, mask=seen & (of_pages == 0), other=1.0)[None, :]
+        sums = sums * shrink[:, None] + tl.dot(
+            weights.to(queries.dtype), values.to(queries.dtype), input_precision="ieee"
+        )
+        top = higher
+    found = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
+    tl.store(lse_at, found, mask=rows < G)
+    out_at = out + (program.to(tl.int64) * G + rows[:, None]) * D + d[None, :]
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_at, sums, mask=(rows[:, None] < G) & wide)
+
+
+@triton.jit
+def _add(top, total, sums, lse, parts):
+    """Take partial results ``parts`` [n, WIDTH] with ``lse`` [n] into a running merge."""
+    higher = tl.maximum(top, tl.max(lse, 0))
+    shrink, weights = tl.exp(top - higher), tl.exp(lse - higher)
+    sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
+    return higher, total * shrink + tl.sum(weights, 0), sums
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def merge_splits_kernel(
+    parts, lse, order, tokens, retrieval, page_splits, ring_splits,
+    out, out_token, out_head, out_group, packed,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query: some dimensions of it."""
+    head, token = tl.program_id(0), tl.program_id(1)
+    g, d = tl.program_id(2) % G, tl.program_id(2) // G * WIDTH + tl.arange(0, WIDTH)
+    if head < retrieval:
+        first, splits = (head * tokens + token) * page_splits, page_splits
+    else:
+        first = retrieval * tokens * page_splits
+        first, splits = first + ((head - retrieval) * tokens + token) * ring_splits, ring_splits
+    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for low in range(0, splits, SPLITS):
+        s = low + tl.arange(0, SPLITS)
+        row = (first + s).to(tl.int64) * G + g
+        of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
+        # A split without keys has written no more than its lse.
+        read = (of > float("-inf"))[:, None] & (d < D)[None, :]
+        values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
+        top, total, sums = _add(top, total, sums, of, values)
+    sums = sums / tl.where(total > 0, total, 1.0)
+    if PACKED and head < retrieval:
+        row = (((head * G + g) * tokens + token) * (D + 1)).to(tl.int64)
+        tl.store(packed + row + d, sums, mask=d < D)
+        if tl.program_id(2) < G:
+            natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
+            tl.store(packed + row + D, natural)
+    else:
+        to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
+        tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def merge_ranks_kernel(
+    gathered, rows, order, tokens, out, out_token, out_head, out_group,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
+    head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, rank = tl.arange(0, WIDTH), tl.arange(0, PARTS)
+    row = (head * G + g) * tokens + token
+    at = (rank.to(tl.int64) * rows + row) * (D + 1)
+    of = tl.load(gathered + at + D, mask=rank < RANKS, other=float("-inf"))
+    read = (rank < RANKS)[:, None] & (d < D)[None, :]
+    values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
+    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
+    sums = sums / tl.where(total > 0, total, 1.0)
+    to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
+    tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+
+
+def store(
+    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+) -> None:
+    """See `razor_dist.kernels.decode`."""
+    heads, tokens, dim = len(order), k.shape[1], k.shape[2]
+    assert k.stride(2) == v.stride(2) == 1
+    split = 0 if pages is None else len(pages.k)
+    own = pages or windows  # a pointer of the right kind for what is not there
+    assert own is not None
+    page, ring = pages or own, windows or own
+    at = order if pages is None else pages.at
+    slot = (order,) * 3 if windows is None else (windows.position, windows.offset, windows.capacity)
+    store_kernel[(heads, tokens)](
+        k, *k.stride()[:2], v, *v.stride()[:2], order, split,
+        page.k, page.v, page.k.stride(0), page.k.stride(1), at,
+        ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
+        SINKS=0 if windows is None else windows.sinks,
+        ENTRIES=0 if windows is None else windows.entries,
+        D=dim, WIDTH=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    out: Tensor,
+    *,
+    scale: float,
+    slopes: Tensor | None = None,
+    pack: bool = False,
+) -> Tensor | None:
+    """See `razor_dist.kernels.decode`."""
+    _, group, tokens, dim = q.shape
+    assert q.stride(3) == out.stride(3) == 1
+    own = pages or windows
+    assert own is not None
+    page, ring = pages or own, windows or own
+    assert page.k.stride() == page.v.stride() and ring.k.stride() == ring.v.stride()
+    assert page.k.dtype == ring.k.dtype
+    retrieval = 0 if pages is None else len(pages.k)
+    streaming = 0 if windows is None else len(windows.k)
+    keys = 0 if pages is None else pages.table.shape[1] * pages.page_size
+    width = 0 if windows is None else windows.width
+    split = split_length(retrieval * tokens * keys + streaming * tokens * width, q.device)
+    page_splits, ring_splits = -(-keys // split), -(-width // split)
+    programs = tokens * (retrieval * page_splits + streaming * ring_splits)
+    parts = q.new_empty(programs, group, dim, dtype=torch.float32)
+    lse = q.new_empty(programs, group, dtype=torch.float32)
+    table = order if pages is None else pages.table
+    slot = (
+        (own.position,) * 3
+        if windows is None
+        else (windows.start, windows.offset, windows.capacity)
+    )
+    attend_kernel[(programs,)](
+        q, *q.stride()[:3], order, order if slopes is None else slopes, scale, tokens, retrieval,
+        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order),
+        table, table.stride(0), own.position if pages is None else pages.stored,
+        order if pages is None or pages.places is None else pages.places,
+        ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *_scales(ring, order),
+        own.position, *slot,
+        parts, lse, page_splits, ring_splits, split,
+        SINKS=0 if windows is None else windows.sinks,
+        ENTRIES=0 if windows is None else windows.entries,
+        COMPENSATION=windows is not None and windows.compensation,
+        PAGE=1 if pages is None else pages.page_size,
+        SLOPES=slopes is not None,
+        PAGES_SCALED=pages is not None and pages.k_scale is not None,
+        RING_SCALED=windows is not None and windows.k_scale is not None,
+        UPCAST=INTERPRETED,
+        **tile(group, dim, q.dtype),
+    )  # fmt: skip
+    packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
+    to = out.stride()[:3]
+    chunks = -(-dim // MERGED_WIDTH)
+    merge_splits_kernel[(retrieval + streaming, tokens, group * chunks)](
+        parts, lse, order, tokens, retrieval, page_splits, ring_splits,
+        out, *to, parts if packed is None else packed,
+        G=group, D=dim, WIDTH=MERGED_WIDTH, SPLITS=MERGED, PACKED=pack, num_warps=WARPS,
+    )  # fmt: skip
+    return packed
+
+
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+    """See `razor_dist.kernels.decode`."""
+    ranks, heads, group, tokens, width = gathered.shape
+    assert gathered.is_contiguous()
+    merge_ranks_kernel[(heads, tokens, group)](
+        gathered, heads * group * tokens, order, tokens, out, *out.stride()[:3],
+        RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
+        WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
+    )  # fmt: skip
+
+
+def tile(group: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the attending kernel's constants for a shape."""
+    width = triton.next_power_of_2(dim)
+    return {
+        "G": group, "D": dim, "WIDTH": width,
+        "M": max(ROWS, triton.next_power_of_2(group)),
+        "TILE": max(16, TILES[dtype.itemsize] * 128 // max(128, width)),
+        "num_warps": WARPS, "num_stages": STAGES,
+    }  # fmt: skip
+
+
+def split_length(keys: int, device: torch.device) -> int:
+    """Return the keys of a split, for ``keys`` keys of all heads and sequences together."""
+    least, most = _SPLITS
+    wanted = -(-keys // (_PROGRAMS * _multiprocessors(device)))
+    return min(most, max(least, triton.next_power_of_2(wanted)))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _scales(cache: Pages | Windows, absent: Tensor) -> tuple[Tensor, Tensor, int]:
+    if cache.k_scale is None or cache.v_scale is None:
+        return absent, absent, 0
+    return cache.k_scale, cache.v_scale, cache.k_scale.stride(0)

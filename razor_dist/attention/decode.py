@@ -1,0 +1,86 @@
+"""Attention on one rank to one token of each of several sequences, all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from razor_dist.attention.prefill import Caches
+from razor_dist.attention.short_inputs import BlockTables, StepInputs
+from razor_dist.heads.layout import LayerHeads, StreamingGroup
+from razor_dist.kernels.decode import Pages, Windows, implementation
+from razor_dist.kernels.query import Query
+from razor_dist.parallel.comm import Communicator
+
+
+class DecodeContext:
+    """`AttentionContext` of the next token of n sequences, by the kernels for block tables.
+
+    It computes what `razor_dist.attention.short.ShortContext` does for such tokens, in a few
+    launches a layer. Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing
+    is read back from the device, here or in `attend`, so that both can be captured.
+    """
+
+    def __init__(
+        self, comm: Communicator, caches: Caches, inputs: StepInputs, tables: BlockTables
+    ) -> None:
+        self.comm, self.caches, self._inputs, self._tables = comm, caches, inputs, tables
+        self.tokens = len(inputs.token)
+        self._kernels = implementation(inputs.token.device)
+        if caches.pages.positions is not None:
+            caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        heads, q = self.caches.layout.layers[layer], query.q
+        kv_heads, group, tokens, dim = q.shape
+        out = q.new_empty(tokens, kv_heads, group, dim)
+        pages = self._pages(heads) if len(heads.retrieval) else None
+        pack = pages is not None and self.comm.size > 1
+        found = None
+        for order, windows in self._windows(heads):
+            self._kernels.store(k, v, order, pages, windows)
+            options = {"scale": query.scale, "slopes": query.slopes, "pack": pack}
+            found = self._kernels.attend(q, order, pages, windows, out, **options)
+            if found is not None:
+                gathered = self.comm.all_gather(found, "merge")
+                self._kernels.merge_ranks(gathered, order, out)
+            pages, pack = None, False  # the first launch has had them
+        return out.flatten(1, 2)
+
+    def _pages(self, heads: LayerHeads) -> Pages:
+        pool, inputs, rows = self.caches.pages, self._inputs, heads.retrieval_rows
+        return Pages(
+            pool.k[rows],
+            pool.v[rows],
+            pool.page_size,
+            self._tables.pages,
+            inputs.stored,
+            inputs.at,
+            inputs.position,
+            pool.positions,
+        )
+
+    def _windows(self, heads: LayerHeads) -> Iterator[tuple[Tensor, Windows | None]]:
+        """Yield the streaming heads window by window, the first with the retrieval heads."""
+        split = len(heads.retrieval)
+        if not heads.groups:
+            yield heads.order, None
+        for number, group in enumerate(heads.groups):
+            begin = split + group.part.start if number else 0
+            yield heads.order[begin : split + group.part.stop], self._window(group)
+
+    def _window(self, group: StreamingGroup) -> Windows:
+        cache, inputs, index = self.caches.streaming[group.index], self._inputs, group.index
+        return Windows(
+            cache.k[group.rows],
+            cache.v[group.rows],
+            cache.policy.sinks,
+            cache.entries,
+            cache.policy.compensation,
+            self._tables.widths[index],
+            inputs.position,
+            inputs.start[index],
+            inputs.offset[index],
+            inputs.capacity[index],
+        )

@@ -1,0 +1,426 @@
+"""The kernels of decode steps: what they compute, by Triton's interpreter, and what they become.
+
+No GPU is needed. Triton decides as it is imported whether it interprets, so that one process runs
+the kernels on CPU tensors and another compiles them for GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import decode_torch
+from razor_dist.kernels.decode import Pages, Windows
+
+# A fork would have imported what its parent has.
+SPAWN = multiprocessing.get_context("spawn")
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+def _begin(interpret: bool) -> None:
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, SPAWN, _begin, (True,)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, SPAWN, _begin, (False,)) as pool:
+        yield pool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences' caches in one layer, with NaN wherever no token is."""
+
+    retrieval: int = 1  # KV heads
+    streaming: int = 1
+    group: int = 8
+    dim: int = 64
+    # Of this rank's shards. A sequence at -1 is none: it fills the batch up.
+    lengths: tuple[int, ...] = (130, 0, 1, 77)
+    positions: tuple[int, ...] = (150, 3, 170, 60)
+    page: int = 16
+    ring: int = 53
+    sinks: int = 4
+    entries: int = 4
+    compensation: bool = True
+    dtype: torch.dtype = torch.float32
+    int8: bool = False
+    slopes: bool = False
+
+    def make(self) -> tuple[Tensor, Tensor, Pages | None, Windows | None, Tensor | None]:
+        """Return queries, order, caches and slopes."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        count, heads = len(self.lengths), self.retrieval + self.streaming
+        most = -(-max(1, *self.lengths) // self.page)
+        slots = (count * most + 3) * self.page
+        # Every sequence's pages in random order, between those of the others.
+        table = torch.randperm(slots // self.page, generator=generator)[: count * most]
+        width = self.entries + self.sinks + self.ring
+        places = count * (width + 2) + 1
+        position = torch.tensor(self.positions).clamp(min=0)
+
+        def store(rows: int, size: int) -> Tensor:
+            if self.int8:
+                drawn = torch.randint(-127, 128, (rows, size, self.dim), generator=generator)
+                return drawn.to(torch.int8)
+            return torch.full((rows, size, self.dim), math.nan, dtype=self.dtype)
+
+        def scales(rows: int, size: int) -> list[Tensor | None]:
+            if not self.int8:
+                return [None, None]
+            return [torch.rand(rows, size, generator=generator) / 60 + 0.005 for _ in "kv"]
+
+        pages = Pages(
+            store(self.retrieval, slots),
+            store(self.retrieval, slots),
+            self.page,
+            table.view(count, most).int(),
+            torch.tensor(self.lengths),
+            torch.full((count,), slots - 1),
+            position,
+            torch.randint(0, 200, (slots,), generator=generator) if self.slopes else None,
+            *scales(self.retrieval, slots),
+        )
+        windows = Windows(
+            store(self.streaming, places),
+            store(self.streaming, places),
+            self.sinks,
+            self.entries,
+            self.compensation,
+            width,
+            position,
+            (position - self.ring + 5).clamp(min=0) // 4 * 4,
+            torch.arange(count) * (width + 2) + 1,
+            torch.tensor([self.ring if at >= 0 else 0 for at in self.positions]),
+            *scales(self.streaming, places),
+        )
+        if not self.int8:
+            for cache, found in ((pages, pages_of), (windows, slots_of)):
+                for b in range(count):
+                    for at, *_ in found(cache, b):
+                        for kept in (cache.k, cache.v):
+                            kept[:, at] = normal(len(kept), self.dim).to(self.dtype)
+        return (
+            normal(heads, self.group, count, self.dim).to(self.dtype),
+            torch.randperm(heads, generator=generator),
+            pages if self.retrieval else None,
+            windows if self.streaming else None,
+            torch.rand(heads, self.group, generator=generator) if self.slopes else None,
+        )
+
+
+def pages_of(pages: Pages, b: int) -> Iterator[tuple[int, float, float]]:
+    """Yield place, bias and distance of all that a retrieval head sees of a sequence."""
+    for token in range(int(pages.stored[b])):
+        index, rest = divmod(token, pages.page_size)
+        at = int(pages.table[b, index]) * pages.page_size + rest
+        far = 0 if pages.places is None else int(pages.places[at] - pages.position[b])
+        yield at, 0.0, far
+
+
+def slots_of(windows: Windows, b: int) -> Iterator[tuple[int, float, float]]:
+    """The same of a streaming head."""
+    sinks, position, room = windows.sinks, int(windows.position[b]), int(windows.capacity[b])
+    if not room:
+        return
+    first, at = max(int(windows.start[b]), sinks), int(windows.offset[b])
+    if windows.compensation and first > sinks:
+        yield at, math.log(first - sinks), (first + sinks - 1) / 2 - position
+    at += windows.entries
+    for token in range(min(sinks, position + 1)):
+        yield at + token, 0.0, token - position
+    for token in range(first, position + 1):
+        yield at + sinks + token % room, 0.0, token - position
+
+
+def literal(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Out [n, K, G, D] and lse [K, G, n] in float64, key by key."""
+    q, order, pages, windows, slopes = batch.make()
+    heads, group, count, dim = q.shape
+    out = torch.zeros(count, heads, group, dim, dtype=torch.float64)
+    lse = torch.full((heads, group, count), -math.inf, dtype=torch.float64)
+    for j, head in enumerate(order.tolist()):
+        of_pages = j < batch.retrieval
+        row = j if of_pages else j - batch.retrieval
+        for b in range(count):
+            cache: Any = pages if of_pages else windows
+            seen = list((pages_of if of_pages else slots_of)(cache, b))
+            if not seen:
+                continue
+            places, bias, far = map(torch.tensor, zip(*seen, strict=True))
+            k, v = cache.k[row, places].double(), cache.v[row, places].double()
+            if cache.k_scale is not None:
+                k = k * cache.k_scale[row, places].double().unsqueeze(-1)
+                v = v * cache.v_scale[row, places].double().unsqueeze(-1)
+            scores = q[head, :, b].double() @ k.T * SCALE + bias.double()
+            if slopes is not None:
+                scores = scores + slopes[head].double().unsqueeze(-1) * far.double()
+            lse[head, :, b] = scores.logsumexp(-1)
+            out[b, head] = scores.softmax(-1) @ v
+    return out, lse
+
+
+SCALE = 0.125
+
+
+def errors(batch: Batch) -> dict[str, float]:
+    """Largest errors of the kernels and of their definition, of one rank or of three merged."""
+    from razor_dist.kernels import decode_triton
+
+    # More splits than these lengths would have, of a few tiles each.
+    decode_triton._SPLITS = (64, 64)
+    decode_triton.TILES = {2: 32, 4: 32}
+    want, lse = literal(batch)
+    q, order, pages, windows, slopes = batch.make()
+    split = order[: batch.retrieval]
+    ranks = 3 if pages is not None and len(batch.lengths) > 1 else 1
+    found = {}
+    for module in (decode_triton, decode_torch):
+        out = torch.full(want.shape, math.nan)
+        packed = module.attend(
+            q, order, pages, windows, out, scale=SCALE, slopes=slopes, pack=ranks > 1
+        )
+        if packed is not None:
+            assert torch.equal(packed[..., -1].isfinite(), lse[split].isfinite())
+            torch.testing.assert_close(packed[..., -1].double(), lse[split], atol=1e-5, rtol=1e-6)
+            nothing = torch.zeros_like(packed)
+            nothing[..., -1] = -math.inf
+            module.merge_ranks(torch.stack([nothing, packed, packed]), order, out)
+        found[module.__name__] = (out.double() - want).abs().max().item()
+    return found
+
+
+BATCHES = {
+    "one sequence": Batch(lengths=(201,), positions=(400,), dim=128),
+    "no groups": Batch(group=1, retrieval=2, streaming=2, lengths=(33, 5), positions=(40, 9)),
+    "groups of three": Batch(group=3, dim=96, lengths=(100, 64), positions=(99, 53)),
+    "eight sequences": Batch(
+        lengths=(1, 64, 65, 0, 80, 17, 3, 0), positions=(0, 4, 52, 53, 57, 120, 1000, -1), group=1
+    ),
+    "pages of three": Batch(
+        page=3, lengths=(70, 2), positions=(71, 3), entries=1, sinks=0, group=3
+    ),
+    "no compensation": Batch(compensation=False, streaming=2, retrieval=0, group=3),
+    "retrieval only": Batch(streaming=0, retrieval=2, lengths=(130,), positions=(140,)),
+    "slopes": Batch(slopes=True, group=3, lengths=(9, 77), positions=(150, 260)),
+    "a million tokens": Batch(
+        slopes=True, retrieval=0, group=3, positions=(1 << 20,), lengths=(0,)
+    ),
+    "bfloat16": Batch(dtype=torch.bfloat16, dim=128, lengths=(90, 0), positions=(150, 20)),
+    "int8": Batch(int8=True, group=3, lengths=(0, 66), positions=(3, 66)),
+    "int8, bfloat16 queries": Batch(
+        int8=True, dtype=torch.bfloat16, slopes=True, lengths=(70,), positions=(99,)
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_kernels_are_attention(batch: Batch, interpreter: ProcessPoolExecutor) -> None:
+    found = interpreter.submit(errors, batch).result(120)
+    # Numbers of 8 bits are drawn larger.
+    assert max(found.values()) < (5e-5 if batch.int8 else 1e-5)
+
+
+def stored(batch: Batch) -> bool:
+    """Tell if the kernel stores what its definition does, and nothing else."""
+    from razor_dist.kernels import decode_triton
+
+    _, order, pages, windows, _ = batch.make()
+    assert pages is not None and windows is not None
+    count = len(batch.lengths)
+    # The last sequence is kept by another rank.
+    pages = pages._replace(at=torch.tensor([*range(3, 3 + count - 1), pages.k.shape[1] - 1]))
+    heads = batch.retrieval + batch.streaming
+    k = torch.randn(count, heads, batch.dim).to(batch.dtype).transpose(0, 1)
+    v = torch.randn(count, heads, 2 * batch.dim).to(batch.dtype)[..., : batch.dim].transpose(0, 1)
+    left = []
+    for module in (decode_triton, decode_torch):
+        caches = [x._replace(k=x.k.clone(), v=x.v.clone()) for x in (pages, windows)]
+        module.store(k, v, order, *caches)
+        left.append([store for cache in caches for store in (cache.k, cache.v)])
+    changed = (left[0][2][0, :, 0] != windows.k[0, :, 0]) & ~left[0][2][0, :, 0].isnan()
+    assert changed.sum() == sum(position >= 0 for position in batch.positions)
+    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*left, strict=True))
+
+
+@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16"])
+def test_new_keys_go_where_they_belong(name: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(stored, BATCHES[name]).result(120)
+
+
+def resources(
+    kernel: str, capability: int, types: dict[str, str], constants: dict[str, int]
+) -> Any:
+    """Compile a kernel; registers of a thread, bytes that it spills, shared bytes of a program."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from razor_dist.kernels import decode_triton, rotary_triton
+
+    module = rotary_triton if kernel == "rotate_kernel" else decode_triton
+    function = getattr(module, kernel)
+    constants = dict(constants)
+    options = {
+        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+    }
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in function.arg_names
+    }
+    # As torch allocates: pointers and the strides of rows are multiples of 16.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(function.arg_names)
+        if signature[name].startswith("*") or name.endswith(("_row", "_slot", "_head", "_token"))
+    }
+    target = GPUTarget("cuda", capability, 32)
+    made = compile(
+        ASTSource(function, signature, constants, aligned), target=target, options=options
+    )
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        command = [tool, "-res-usage", cubin.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"], made.metadata.shared
+
+
+def rotated(heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: bool) -> float:
+    """Largest error of the rotating kernel against its definition."""
+    from razor_dist.kernels import fused, rotary_triton
+
+    generator = torch.Generator().manual_seed(0)
+    # As models have them: views of what the projections give.
+    q, k = (
+        torch.randn(1, 5, count, dim, generator=generator).to(dtype).transpose(1, 2)
+        for count in (heads, 2)
+    )
+    angles = torch.randn(1, 5, width // 2, generator=generator).repeat(1, 1, 2)
+    given = (q, k, angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
+    found = zip(rotary_triton.rotate(*given), fused.rotate(*given), strict=True)
+    return max((a.float() - b.float()).abs().max().item() for a, b in found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "width", "dtype", "interleaved"),
+    [
+        (3, 64, 64, torch.float32, False),
+        (8, 128, 64, torch.float32, True),
+        (2, 96, 72, torch.bfloat16, False),
+    ],
+)
+def test_rotating_is_its_definition(
+    heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: bool,
+    interpreter: ProcessPoolExecutor,
+) -> None:  # fmt: skip
+    call = interpreter.submit(rotated, heads, dim, width, dtype, interleaved)
+    assert call.result(120) < (1e-6 if dtype == torch.float32 else 0.02)
+
+
+POINTERS = {
+    **dict.fromkeys(
+        ["order", "stored", "places", "position", "start", "offset", "capacity"], "*i64"
+    ),
+    **dict.fromkeys(["at"], "*i64"),
+    "table": "*i32",
+    "scale": "fp32",
+    **dict.fromkeys(["slopes", "lse", "parts", "packed", "gathered"], "*fp32"),
+    **{f"{store}_{part}_scale": "*fp32" for store in ("page", "ring") for part in "kv"},
+}
+
+
+def pointers(queries: str, keys: str, out: str) -> dict[str, str]:
+    stores = {f"{store}_{part}": f"*{keys}" for store in ("page", "ring") for part in "kv"}
+    new = dict.fromkeys(["k", "v", "cos", "sin", "out_q", "out_k"], f"*{out}")
+    return {**POINTERS, **stores, **new, "q": f"*{queries}", "out": f"*{out}"}
+
+
+def attending(
+    capability: int, queries: str, keys: str, group: int, dim: int, slopes: bool
+) -> tuple[int, int, int]:
+    from razor_dist.kernels import decode_triton
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[queries]
+    constants = {
+        **decode_triton.tile(group, dim, dtype),
+        **{"SINKS": 4, "ENTRIES": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
+        **dict.fromkeys(["PAGES_SCALED", "RING_SCALED"], keys == "i8"),
+        "SLOPES": slopes,
+    }
+    types = pointers(queries, keys, "fp32")
+    return resources("attend_kernel", capability, types, constants)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("queries", "keys", "group", "dim", "slopes"),
+    [
+        ("bf16", "bf16", 8, 128, False),
+        ("bf16", "bf16", 1, 128, True),
+        ("bf16", "i8", 8, 128, False),
+        ("fp32", "fp32", 3, 64, False),
+    ],
+)
+def test_attending_compiles_without_spills(
+    capability: int, queries: str, keys: str, group: int, dim: int, slopes: bool,
+    compiler: ProcessPoolExecutor,
+) -> None:  # fmt: skip
+    call = compiler.submit(attending, capability, queries, keys, group, dim, slopes)
+    registers, spilled, shared = call.result(120)
+    # Two programs of 128 threads or more fit a multiprocessor: of 64K registers, and of 164 KB of
+    # shared memory on an A100, 228 on an H100.
+    assert spilled == 0
+    assert registers <= 255
+    assert shared <= 80 << 10
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "store_kernel": {"SINKS": 4, "ENTRIES": 4, "D": 128, "WIDTH": 128, "num_warps": 1},
+    "merge_splits_kernel": {"G": 8, "D": 128, "WIDTH": 32, "SPLITS": 64, "PACKED": True},
+    "merge_ranks_kernel": {"RANKS": 8, "PARTS": 8, "G": 8, "D": 128, "WIDTH": 128},
+    "rotate_kernel": {
+        "H": 32, "K": 4, "R": 64, "D": 128, "INTERLEAVED": True, "HALF": 32, "REST": 64,
+        "num_warps": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPoolExecutor) -> None:
+    types = pointers("bf16", "bf16", "bf16")
+    call = compiler.submit(resources, kernel, 90, types, SMALL[kernel])
+    registers, spilled, shared = call.result(120)
+    assert spilled == 0
+    assert registers <= 64
+    assert shared <= 4 << 10

@@ -1,0 +1,167 @@
+"""What a decode step asks of a device: few kernels a layer, that compute what more of them did.
+
+Launching a kernel takes longer than most of a decode step's need to run, in a CUDA graph too. They
+are counted on CPU: every operation that makes or changes numbers is a kernel, and so is each of
+ours, whatever its definition in torch does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from razor_dist.attention import decode
+from razor_dist.engine import runner
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels import decode_torch, fused
+from razor_dist.models.loader import load_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from tests import cases
+from tests.cases import Case, answer, make_runner, prefill
+from tests.ranks import RankPool
+from tests.test_invariance import tokens_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
+# Memory that is set aside, not written.
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        view = all(x.untyped_storage().data_ptr() in given for x in made)
+        name = function.overloadpacket.__name__
+        if (function._schema.is_mutable or not view) and name not in _FREE:
+            self.found[name] += 1
+        return result
+
+    def as_one(self, function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+        """Count a function as the kernels ``names``, one of each."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                result = function(*args, **kwargs)
+            if self in _get_current_dispatch_mode_stack():
+                self.found.update(names)
+            return result
+
+        return call
+
+
+def step(
+    comm: Communicator, path: str, sequences: int, ours: bool
+) -> tuple[Counter[str], Tensor | None]:
+    """Kernels of one layer, which has heads of both kinds, in a step; and rank 0's logits.
+
+    It is in bfloat16, since in float32 some conversions are none. Ours are the kernels of CUDA.
+    """
+    model = load_model(path, device=torch.device("cpu"), dtype=torch.bfloat16)
+    shape = ModelShape.from_config(model.config)
+    some = tuple(head < shape.kv_heads // 2 for head in range(shape.kv_heads))
+    prompt = tokens_of(57)
+    case = Case(path, (some,) * shape.layers, POLICY, prompt, (0,) * 20)
+    case = dataclasses.replace(case, kv_dtype=torch.bfloat16)
+    layer, counted = model.base_model.layers[1], Launches()
+    family = sys.modules[type(layer).__module__]
+    kernels = mock.Mock(
+        store=counted.as_one(decode_torch.store, "store"),
+        attend=counted.as_one(decode_torch.attend, "attend", "merge splits"),
+        merge_ranks=counted.as_one(decode_torch.merge_ranks, "merge ranks"),
+    )
+    with ExitStack() as patches:
+
+        def patch(where: Any, name: str, value: Any) -> None:
+            patches.enter_context(mock.patch.object(where, name, value))
+
+        patch(cases, "model_and_shape", lambda *_: (model, shape))
+        patch(comm, "all_gather", counted.as_one(comm.all_gather, "all-gather"))
+        patch(runner, "available", lambda device: ours)
+        patch(decode, "implementation", lambda device: kernels)
+        patch(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)
+        if ours:
+            patch(fused, "_served", lambda x: True)
+            patch(fused, "_rotate", counted.as_one(fused.rotate, "rotary"))
+            patch(fused, "rms_norm", counted.as_one(fused.rms_norm, "norm"))
+            fused.use_fused_layers(model)
+        made = make_runner(comm, case, sequences)
+        for key in range(sequences):
+            prefill(made, key, case)
+        layer.register_forward_pre_hook(lambda *_: counted.__enter__() and None)
+        layer.register_forward_hook(lambda *_: counted.__exit__(None, None, None))
+        logits = made.execute(answer(*((key, 5 + key) for key in range(sequences))))
+    return counted.found, logits
+
+
+@pytest.mark.parametrize("family", ["glm", "llama", "qwen3", "phi3"])
+def test_a_layer_is_thirty_kernels_at_most(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    path = str(tiny(family))
+    for sequences in (1, 8) if family == "glm" else (2,):
+        before, want = ranks(2).run(step, path, sequences, False)[0]
+        after, got = ranks(2).run(step, path, sequences, True)[0]
+        assert after.total() <= 30
+        assert after.total() * 2 < before.total()
+        assert [after[name] for name in KERNELS] == [1, 1, 1, 1, 1, 1]
+        # bfloat16 rounds to 1/256; fused layers round less often.
+        assert (got - want).abs().max() <= 0.05 * want.abs().max()
+
+
+KERNELS = ("store", "attend", "merge splits", "all-gather", "merge ranks", "rotary")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "glm", "glm4", "phi3"])
+def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
+    path = tiny(family)
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    ids = torch.tensor([tokens_of(40)])
+    modeling = sys.modules[type(stock.base_model).__module__]
+    with (
+        torch.inference_mode(),
+        mock.patch.object(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb),
+        mock.patch.object(fused, "_served", lambda x: True),
+        mock.patch.object(fused, "_rotate", wraps=fused.rotate) as rotated,
+        mock.patch.object(fused, "rms_norm", wraps=fused.rms_norm) as normed,
+    ):
+        want = stock(ids).logits
+        fused.use_fused_layers(stock)
+        normed.reset_mock()
+        got = stock(ids).logits
+    layers = stock.config.num_hidden_layers
+    assert rotated.call_count == layers
+    assert normed.call_count >= 2 * layers + 1
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert modeling.apply_rotary_pos_emb.__module__ == modeling.__name__
