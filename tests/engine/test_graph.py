@@ -103,12 +103,14 @@ class Both:
     def decode(self, *keys: int) -> None:
         plan = answer(*((key, self.next[key]) for key in keys))
         logits, sent = [], []
-        before = self.tape.recorded
+        before, replayed = self.tape.recorded, self.tape.replayed
         for runner in (self.eager, self.graphs):
             already = self.comm.bytes_sent["merge"]
             logits.append(runner.execute(plan))
             sent.append(self.comm.bytes_sent["merge"] - already)
-        self.sent.append((sent[0], sent[1], self.tape.recorded > before))
+        # What is replayed, or recorded, is of a padded batch.
+        rows = batch_bucket(len(keys)) if self.tape.replayed > replayed else len(keys)
+        self.sent.append((sent[0] * rows // len(keys), sent[1], self.tape.recorded > before))
         if logits[0] is None or logits[1] is None:
             return
         want, got = logits
