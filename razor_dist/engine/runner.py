@@ -210,7 +210,8 @@ class ModelRunner:
     def _step(self, pieces: Seq[Piece]) -> Tensor | None:
         found = [(self.sequences[piece.sequence], piece) for piece in pieces]
         single = [(sequence, int(piece.tokens[0])) for sequence, piece in found if piece.single]
-        sequences, offset = [sequence for sequence, _ in single], len(single)
+        sequences = [sequence for sequence, _ in single]
+        offset = 0 if self._batched else len(single)  # of whole pieces, in their context's tokens
         wholes: list[PromptPiece] = []
         chunks: list[tuple[Piece, PrefillContext]] = []
         for sequence, piece in found[len(single) :]:
