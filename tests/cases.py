@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from razor_dist.attention.sources import QueryHeads
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import Arena
 from razor_dist.engine.capacity import CacheConfig
@@ -74,7 +75,11 @@ def model_and_shape(
 
 
 def make_runner(
-    comm: Communicator, case: Case, sequences: int = 1, recorder: Recorder | None = None
+    comm: Communicator,
+    case: Case,
+    sequences: int = 1,
+    recorder: Recorder | None = None,
+    source_heads: QueryHeads = (),
 ) -> ModelRunner:
     """A runner with room for ``sequences`` sequences of the case's length."""
     model, shape = model_and_shape(case.model, case.device, case.dtype)
@@ -92,7 +97,9 @@ def make_runner(
         pages if case.exact else 0,
         case.kv_dtype,
     )
-    return ModelRunner(model, shape, layout, cache, comm, recorder=recorder)
+    return ModelRunner(
+        model, shape, layout, cache, comm, recorder=recorder, source_heads=source_heads
+    )
 
 
 def answer(*tokens: tuple[int, int]) -> StepPlan:

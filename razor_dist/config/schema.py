@@ -127,6 +127,9 @@ class EngineConfig(BaseModel):
     sink_tokens: Size = _streaming(4, "First tokens that a streaming head keeps.", ge=0)
     block: Size = _streaming(128, "The window starts at a multiple of this.", ge=1)
     compensation: bool = _streaming(True, "Keep the mean of what streaming heads drop.")
+    source_heads: int = _ranks(
+        4, "Strongest retrieval heads that requests with return_sources ask.", ge=1
+    )
     ring: Literal["own", "ring_flash_attn"] = _ranks(
         "own", "Ring attention code; ring_flash_attn is CUDA's."
     )

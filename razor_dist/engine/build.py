@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from razor_dist.attention.sources import QueryHeads
 from razor_dist.cache.store import PrefixStore
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
@@ -37,6 +38,7 @@ from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.heads.sources import source_heads
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import (
     dtype_name,
@@ -146,6 +148,7 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
         eos_token_ids=loaded.eos_token_ids,
         windows=loaded.head_map.windows,
         weights=loaded.weights,
+        source_heads=source_heads(config, loaded.head_map, loaded.model.config),
     )
     if comm.rank == 0:
         for sentence in about_settings(config, loaded.head_map, engine.core.max_model_len):
@@ -186,13 +189,15 @@ def make_engine(
     windows: Windows | None = None,
     ring: RingAttention | None = None,
     weights: str = "",
+    source_heads: QueryHeads = (),
 ) -> RankEngine:
     """Return one rank's engine around a model that is loaded with our attention.
 
     For every layer and KV head, ``retrieval`` tells if it is a retrieval head, and ``windows`` a
-    streaming head's own window. ``ring`` takes the place of the one that the settings name.
-    ``weights`` is their fingerprint, if it cannot be had from the model. Raises `ConfigError` if
-    settings and model do not fit together, or the caches into memory.
+    streaming head's own window. ``ring`` takes the place of the one that the settings name, and
+    ``source_heads`` are as `ModelRunner`'s. ``weights`` is their fingerprint, if it cannot be had
+    from the model. Raises `ConfigError` if settings and model do not fit together, or the caches
+    into memory.
     """
     shape = ModelShape.from_config(model.config)
     device, dtype = model.device, model.dtype
@@ -211,7 +216,7 @@ def make_engine(
     )
     recorder = cuda_recorder(config, comm, device)
     try:
-        runner = ModelRunner(model, shape, layout, cache, comm, ring, recorder)
+        runner = ModelRunner(model, shape, layout, cache, comm, ring, recorder, source_heads)
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):

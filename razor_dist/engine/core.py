@@ -124,6 +124,12 @@ class EngineCore:
                 "priority is heard only if the engine runs under scheduling_policy: priority",
                 param="priority",
             )
+        if params.return_sources and not self.runner.source_heads.count:
+            raise RequestError(
+                "return_sources asks the strongest retrieval heads, and this engine knows of none: "
+                "it runs with attention: streaming, or full without a head map",
+                param="return_sources",
+            )
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
@@ -351,7 +357,7 @@ class EngineCore:
         if finish is not None:
             self._answers += 1
             self._end(request)
-        return {
+        message: Message = {
             "t": "token",
             "id": request.id,
             "token": sampled.token,
@@ -359,6 +365,10 @@ class EngineCore:
             "top": sampled.top,
             "finish": finish,
         }
+        if request.params.return_sources:
+            told = self.runner.sources.get(request.key)
+            message["sources"] = [] if told is None else told.merged()
+        return message
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params

@@ -26,7 +26,10 @@ Engine to frontend
     ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
                   first None, each other ``[logprob, rank, [[token, logprob], ...]]``
     ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
-                  (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length")
+                  (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length"); with
+                  ``return_sources`` also ``sources``: ``[[position, weight], ...]``, the mean
+                  attention of the strongest heads to positions of the sequence, largest first,
+                  while the token was computed; empty for the first token
     ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
                   code "engine_error", failed by no fault of its own. With the ``id`` "" it is
                   about no request: the ranks cannot start and are not to be started again

@@ -22,6 +22,7 @@ from razor_dist.attention.short_inputs import (
     exact_tables,
     step_inputs,
 )
+from razor_dist.attention.sources import QueryHeads, SourceHeads, Sources, SourceTracer, TracedContext
 from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
 from razor_dist.config.memory import resident_bytes
@@ -46,7 +47,8 @@ class ModelRunner:
     """Runs the model over this rank's tokens and keeps its caches.
 
     ``model`` is loaded with our attention implementation. ``recorder`` records decode steps for
-    replay; without it they run one operation at a time.
+    replay; without it they run one operation at a time. ``source_heads`` are asked where answers
+    come from; steps in which they are, are never replayed.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         comm: Communicator,
         ring: RingAttention = ring_attention,
         recorder: Recorder | None = None,
+        source_heads: QueryHeads = (),
     ) -> None:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
         self._ring = ring
@@ -71,6 +74,10 @@ class ModelRunner:
             self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
+        self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
+        # Of the last step's tokens that asked, by sequence; on rank 0.
+        self.sources: dict[int, Sources] = {}
+        self._tracer: SourceTracer | None = None  # of the step at hand
         # Of the last step's chunks, by sequence: `_gather_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
@@ -195,6 +202,8 @@ class ModelRunner:
         self, ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor | int
     ) -> Tensor:
         """float32 logits ``[n, V]`` of the tokens at indices ``keep``; 0 keeps all."""
+        if self._tracer is not None:
+            context = TracedContext(context, self._tracer)
         output = self.model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -227,8 +236,13 @@ class ModelRunner:
                 offset += len(tokens)
         drop_outdated(self.caches, sequences)
         inputs = step_inputs(self.comm, self.caches, single)
-        self.prompt_logprobs = {}
-        if self.graphs is not None and len(single) == len(pieces):
+        self.prompt_logprobs, self.sources = {}, {}
+        asking = [(t, piece.sequence) for t, piece in enumerate(pieces) if piece.sources]
+        self._tracer = None
+        if asking:
+            of = [(t, self.sequences[key]) for t, key in asking]
+            self._tracer = SourceTracer(self.comm, self.caches, self.source_heads, of)
+        if self.graphs is not None and len(single) == len(pieces) and not asking:
             logits = self.graphs.run(sequences, inputs)
         else:
             on_device = StepInputs.of(inputs.to(self.device))
@@ -237,6 +251,9 @@ class ModelRunner:
                 logits = self.step_logits(on_device, tables)
             else:
                 logits = self._mixed_logits(sequences, on_device, wholes, chunks)
+        if self._tracer is not None:
+            told = self._tracer.gather()
+            self.sources = dict(zip([key for _, key in asking], told, strict=False))
         advance_lengths(self.comm, sequences)
         for whole in wholes:
             whole.finish()

@@ -15,6 +15,7 @@ from razor_dist.engine.structured_outputs import StructuredOutputsParams
 SamplingDefaults = Mapping[str, Any]
 
 MAX_LOGPROBS = 20
+MAX_SOURCES = 100
 MAX_N = 128
 # They are looked at with every token, by the frontend and by rank 0.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1000, 1024
@@ -38,6 +39,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("repetition_penalty", lambda p: 0.01 <= p <= 100.0, "between 0.01 and 100"),
     ("logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda n: 0 <= n <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ("return_sources", lambda n: 0 <= n <= MAX_SOURCES, f"between 0 and {MAX_SOURCES}"),
 )
 
 
@@ -65,6 +67,7 @@ class SamplingParams:
     ``logprobs``            return the model's log-probability of each token, before penalties, and
                             those of this many likeliest
     ``prompt_logprobs``     the same for every prompt token but the first
+    ``return_sources``      tell which passages of the prompt an answer came from, so many at most
     ``priority``            lower numbers go first, under ``scheduling_policy: priority``
 
     Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.
@@ -88,6 +91,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_sources: int = 0
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -148,7 +152,7 @@ class SamplingParams:
             raise RequestError(
                 f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
             )
-        for name in ("n", "min_tokens", "top_k", "priority"):
+        for name in ("n", "min_tokens", "top_k", "return_sources", "priority"):
             _check_int(name, getattr(self, name))
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -120,7 +120,10 @@ class Scheduler:
         short = [r for r in unread if self.turns.joins(r)]
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = self.turns.together(short, part=0.5 if long else 1.0)
-        pieces = [Piece(r.key, torch.tensor(r.generated[-1:])) for r in answering]
+        pieces = [
+            Piece(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
+            for r in answering
+        ]
         pieces += [self._piece(r, math.inf) for r in joining]
         if long:
             request = self.turns.choose(long)

@@ -20,7 +20,7 @@ from razor_dist.parallel.comm import Communicator
 
 FRAME = 512
 HEADER = 16
-_ROW = 6  # numbers that describe a piece beside its tokens
+_ROW = 5  # numbers that describe a piece beside its tokens
 
 
 class Op(IntEnum):
@@ -54,6 +54,8 @@ class Piece:
     prompt_logprobs: int = -1
     # The prompt's token after them, if log-probabilities are asked for and there is one.
     following: int = -1
+    # Of a single token: tell where the strongest heads look (`razor_dist.attention.sources`).
+    sources: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.int64))
@@ -62,6 +64,10 @@ class Piece:
     def single(self) -> bool:
         """True for one token on every rank, which may be part of a recorded step."""
         return len(self.tokens) == 1 and not self.sharded
+
+    @property
+    def flags(self) -> int:
+        return self.sharded | self.last << 1 | self.sources << 2
 
     @property
     def samples(self) -> bool:
@@ -97,8 +103,7 @@ class StepPlan:
         ordered = sorted(pieces, key=lambda piece: (piece.sharded, not piece.single))
         # The number of pieces, a row of numbers for each, and the tokens of all.
         rows = [
-            (p.sequence, len(p.tokens), p.sharded, p.last, p.prompt_logprobs, p.following)
-            for p in ordered
+            (p.sequence, len(p.tokens), p.flags, p.prompt_logprobs, p.following) for p in ordered
         ]
         table = torch.tensor(rows, dtype=torch.int64).flatten()
         tokens = [piece.tokens for piece in ordered]
@@ -112,8 +117,8 @@ class StepPlan:
         rows = self.payload[1:tokens].view(count, _ROW).tolist()
         of_each = self.payload[tokens:].split([row[1] for row in rows])
         return [
-            Piece(key, of, bool(sharded), bool(last), logprobs, following)
-            for (key, _, sharded, last, logprobs, following), of in zip(rows, of_each, strict=True)
+            Piece(key, of, bool(flags & 1), bool(flags & 2), logprobs, following, bool(flags & 4))
+            for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
         ]
 
     def send(self, comm: Communicator, device: torch.device) -> None:

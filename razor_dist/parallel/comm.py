@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "weights", "control"]
+Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "sources", "weights", "control"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 # Older torch knows it by its other name alone.

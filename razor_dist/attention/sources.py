@@ -1,0 +1,166 @@
+"""Where answers come from: the positions that the strongest retrieval heads attend to.
+
+While an answer's token is computed, the chosen heads' queries are held against the rank's own keys
+once more. Each rank keeps the few largest scores and the logarithm of the sum of all; with those of
+the other ranks a position's weight is ``exp(score - logsumexp)``, its softmax weight over the whole
+sequence, whatever the number of ranks. Steps in which nobody asks do nothing of this.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.prefill import Caches
+from razor_dist.attention.short_inputs import exact_extent
+from razor_dist.cache.sequence import Sequence, shard_positions
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.bridge import AttentionContext
+from razor_dist.kernels.query import Query
+from razor_dist.parallel.comm import Communicator
+
+# Positions that are told for each head and token.
+TOP = 8
+# Keys of another dtype than float32 that are widened at a time.
+_WIDENED = 1 << 16
+
+QueryHeads = Seq[tuple[int, int]]  # layer and query head
+
+
+class Sources(NamedTuple):
+    """One token's largest attention weights, by head: ``[heads, TOP]``, largest first.
+
+    Where a head has fewer positions, the weight is 0 and the position -1.
+    """
+
+    positions: Tensor  # int64
+    weights: Tensor  # float32
+
+    def merged(self) -> list[tuple[int, float]]:
+        """Return positions with their mean weight over the heads, largest first."""
+        found: dict[int, float] = {}
+        count = len(self.positions)
+        pairs = zip(self.positions.flatten().tolist(), self.weights.flatten().tolist(), strict=True)
+        for position, weight in pairs:
+            if weight > 0:
+                found[position] = found.get(position, 0.0) + weight / count
+        return sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+class _Head(NamedTuple):
+    row: int  # of its keys in the page pool
+    kv: int  # its KV head
+    group: int  # its number among that head's query heads
+    place: int  # its number among all that are asked
+
+
+class SourceHeads:
+    """The query heads that are asked, all of which share the keys of a retrieval head."""
+
+    def __init__(self, layout: HeadLayout, heads: QueryHeads, group: int) -> None:
+        self.count = len(heads)
+        self.by_layer: dict[int, list[_Head]] = {}
+        for place, (layer, head) in enumerate(heads):
+            of = layout.layers[layer]
+            row = of.retrieval_rows.start + of.retrieval.tolist().index(head // group)
+            found = _Head(row, head // group, head % group, place)
+            self.by_layer.setdefault(layer, []).append(found)
+
+
+class SourceTracer:
+    """Looks on during one forward pass; ``tokens`` are those that ask, by index in the step."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        caches: Caches,
+        heads: SourceHeads,
+        tokens: Seq[tuple[int, Sequence]],
+    ) -> None:
+        self._comm, self._pages, self._heads, self._tokens = comm, caches.pages, heads, tokens
+        self._spans = [exact_extent(comm, caches, sequence).segments for _, sequence in tokens]
+        shape, device = (len(tokens), heads.count), caches.pages.k.device
+        # Scores, indices in the rank's shard, and the lse, for each token and head.
+        self._scores = torch.full((*shape, TOP), -torch.inf, device=device)
+        self._indices = torch.zeros((*shape, TOP), dtype=torch.int64, device=device)
+        self._lse = torch.full(shape, -torch.inf, device=device)
+
+    def look(self, layer: int, query: Query) -> None:
+        """Score the keys of one layer, those of the new tokens among them.
+
+        The step's single tokens are the first of ``query``, which is of all heads.
+        """
+        for head in self._heads.by_layer.get(layer, ()):
+            for index, (t, sequence) in enumerate(self._tokens):
+                q = query.scale * query.q[head.kv, head.group, t].float()
+                parts = []
+                for span in self._spans[index]:
+                    keys = self._pages.k[head.row, span]
+                    scores = torch.cat([part.float() @ q for part in keys.split(_WIDENED)])
+                    if query.slopes is not None:
+                        assert self._pages.positions is not None
+                        distance = (self._pages.positions[span] - sequence.length).float()
+                        scores += query.slopes[head.kv, head.group] * distance
+                    parts.append(scores)
+                if not parts:
+                    continue
+                scores = torch.cat(parts)
+                top = scores.topk(min(TOP, len(scores)))
+                at = index, head.place
+                self._scores[at][: len(top.values)] = top.values
+                self._indices[at][: len(top.values)] = top.indices
+                self._lse[at] = scores.logsumexp(0)
+
+    def gather(self) -> list[Sources]:
+        """Return, on rank 0, each token's sources; all ranks must call it, after the pass."""
+        rows = [
+            positions_of_shard(self._comm, sequence, indices.flatten().tolist())
+            for (_, sequence), indices in zip(self._tokens, self._indices.cpu(), strict=True)
+        ]
+        positions = torch.tensor(rows, dtype=torch.float64).view(self._indices.shape)
+        # They are exact in float64.
+        parts = [
+            self._scores.double(),
+            positions.to(self._lse.device),
+            self._lse.double()[..., None],
+        ]
+        every = self._comm.all_gather(torch.cat(parts, dim=-1), "sources").cpu()
+        if self._comm.rank:
+            return []
+        scores, at, lse = every[..., :TOP], every[..., TOP : 2 * TOP], every[..., -1]
+        weights = (scores - lse.logsumexp(0)[..., None]).exp()  # [P, tokens, heads, TOP]
+        top = weights.movedim(0, -2).flatten(-2).topk(TOP)
+        found = at.movedim(0, -2).flatten(-2).gather(-1, top.indices).long()
+        found[top.values == 0] = -1
+        return [Sources(*pair) for pair in zip(found, top.values.float(), strict=True)]
+
+
+class TracedContext:
+    """An `AttentionContext` whose queries a tracer is shown."""
+
+    def __init__(self, context: AttentionContext, tracer: SourceTracer) -> None:
+        self._context, self._tracer = context, tracer
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        out = self._context.attend(layer, query, k, v)
+        # By now the new tokens' keys are stored.
+        self._tracer.look(layer, query)
+        return out
+
+
+def positions_of_shard(comm: Communicator, sequence: Sequence, indices: Seq[int]) -> list[int]:
+    """Return the positions of tokens of this rank's shard, by their indices in it."""
+    if sequence.runs is None:
+        # Those of the answer, too, however long it gets.
+        runs = shard_positions(sequence.chunks, sequence.total, comm.rank, comm.size)
+        sequence.runs = runs, list(itertools.accumulate(map(len, runs), initial=0))
+    runs, begins = sequence.runs
+    if not runs:
+        return [0] * len(indices)
+    at = [bisect.bisect_right(begins, index, hi=len(runs)) - 1 for index in indices]
+    return [runs[run][index - begins[run]] for run, index in zip(at, indices, strict=True)]
