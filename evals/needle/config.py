@@ -219,6 +219,10 @@ class PlacesConfig(GridConfig):
     haystack: str = _as("haystack", "essays")
 
 
+class SourcesConfig(PlacesConfig):
+    """Settings of ``eval sources``: the places of ``eval grid``, with a needle and without."""
+
+
 class HeadsConfig(GridConfig):
     percents: Annotated[tuple[float, ...], LISTED] = Field(
         default=(10, 15, 25, 50),

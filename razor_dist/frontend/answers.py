@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.engine.messages import Message, Tokens
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient, RequestStream
+from razor_dist.frontend.outputs import Source
+from razor_dist.frontend.passages import Trace
 from razor_dist.frontend.prompts import Checked
 
 
@@ -35,6 +37,9 @@ class Choice:
     cached_tokens: int = 0  # of the prompt, that were not read for it
     # The entries of the engine's ``prompt`` messages, the same list for all answers to a prompt.
     prompt_entries: list[Any] = field(default_factory=list)
+    # As in `CompletionOutput`.
+    sources: list[Source] | None = None
+    grounded: float | None = None
 
     @property
     def text(self) -> str:
@@ -68,14 +73,18 @@ class LiveChoices:
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        for tokens, params in prompts:
+        for tokens, params, text in prompts:
             streams = client.submit(
                 uuid.uuid4().hex, tokens, params, prefix=prefix, cache_salt=cache_salt
             )
             entries: list[Any] = []
             for answer, stream in enumerate(streams):
                 choice = Choice(tokens, answer, prompt_entries=entries)
-                pump = self._pump(len(self.choices), stream, Assembler(tokenizer, params), choice)
+                trace = None
+                if params.return_sources:
+                    trace = Trace(tokens, text, tokenizer, params.return_sources)
+                assembler = Assembler(tokenizer, params)
+                pump = self._pump(len(self.choices), stream, assembler, choice, trace)
                 self._streams.append(stream)
                 self._tasks.append(asyncio.create_task(pump))
                 self.choices.append(choice)
@@ -117,7 +126,12 @@ class LiveChoices:
             stream.close()
 
     async def _pump(
-        self, index: int, stream: RequestStream, assembler: Assembler, choice: Choice
+        self,
+        index: int,
+        stream: RequestStream,
+        assembler: Assembler,
+        choice: Choice,
+        trace: Trace | None,
     ) -> None:
         try:
             with stream:
@@ -130,6 +144,10 @@ class LiveChoices:
                         choice.prompt_entries += message["logprobs"]  # a message per chunk
                     elif message["t"] == "token":
                         piece = assembler.push(message)
+                        if trace is not None:
+                            trace.add(message.get("sources", ()))
+                            if piece.finish_reason is not None:
+                                choice.sources, choice.grounded = trace.sources()
                         choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:

@@ -38,6 +38,21 @@ class RequestMetrics:
         return (tokens - 1) / seconds if seconds > 0 else None
 
 
+@dataclass(frozen=True)
+class Source:
+    """A passage of a prompt that an answer came from.
+
+    ``start`` and ``end`` count characters of the message ``message``, or of a prompt that is text;
+    tokens, of one that is token ids.
+    """
+
+    start: int
+    end: int
+    weight: float  # in [0, 1]: the share of what the answer's tokens looked up that is here
+    text: str | None = None  # None for a model without a tokenizer
+    message: int | None = None  # its index in a conversation
+
+
 @dataclass
 class CompletionOutput:
     """One generated answer, or as much of it as there is; what was not asked for is ``None``."""
@@ -52,6 +67,10 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop" or "length"; None while it is generated
     # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
+    # With ``return_sources``, once the answer has ended: passages, the heaviest first, and how
+    # likely it is, in [0, 1], that the answer came from any; None for an answer of one token.
+    sources: list[Source] | None = None
+    grounded: float | None = None
 
 
 @dataclass

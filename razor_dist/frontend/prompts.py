@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.messages import Tokens, as_tokens
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.detokenizer import token_texts
+from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
 
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4
@@ -26,6 +30,50 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
+
+    def text_with_ends(self, text: str) -> tuple[list[int], PromptText]:
+        """Return a text's tokens as `text` does, and where they are in it."""
+        ids, ends = self._encode(text, "prompt", special_tokens=True)
+        return ids, PromptText([Part(text, 0, question_begin(text))], ends)
+
+    def chat_with_ends(
+        self, messages: Sequence[Mapping[str, Any]], /, **template: Any
+    ) -> tuple[list[int], PromptText]:
+        """Return a conversation's tokens as `chat` does, and where they are in its messages."""
+        text = self.chat_text(messages, **template)
+        contents = {
+            index: message["content"]
+            for index, message in enumerate(messages)
+            if isinstance(message.get("content"), str) and message["content"].strip()
+        }
+        marks = {index: f"<content-{index}-{uuid.uuid4().hex}>" for index in contents}
+        marked = [dict(message) for message in messages]
+        for index, mark in marks.items():
+            marked[index]["content"] = mark
+        users = [index for index in contents if messages[index].get("role") == "user"]
+        parts = conversation_parts(
+            text, self.chat_text(marked, **template), marks, contents, users[-1] if users else -1
+        )
+        ids, ends = self._encode(text, "messages", special_tokens=False)
+        return ids, PromptText(parts, ends)
+
+    def _encode(
+        self, text: str, param: str, *, special_tokens: bool
+    ) -> tuple[list[int], npt.NDArray[np.int32]]:
+        tokenizer = self._need("text prompts", param)
+        encoded = tokenizer(text, add_special_tokens=special_tokens)
+        if not encoded.encodings:
+            raise RequestError(
+                "return_sources needs a tokenizer that knows where tokens are in a text, which "
+                "those without a tokenizer.json do not",
+                param="return_sources",
+            )
+        encoding = encoded.encodings[0]
+        count = len(encoding)
+        # One after the other: a million pairs at once would take 120 MB.
+        spans = map(encoding.token_to_chars, range(count))
+        ends = np.fromiter((0 if span is None else span[1] for span in spans), np.int32, count)
+        return encoded["input_ids"], ends
 
     def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return a text's tokens, without ``special_tokens`` if it continues another."""
@@ -94,6 +142,7 @@ class PromptEncoder:
 class Checked(NamedTuple):
     tokens: Tokens
     params: SamplingParams
+    text: PromptText | None = None  # for ``return_sources``, unless the prompt was token ids
 
 
 def check_prompt(
@@ -105,6 +154,7 @@ def check_prompt(
     has_tokenizer: bool,
     param: str = "prompt",
     before: int = 0,
+    text: PromptText | None = None,
 ) -> Checked:
     """Check that a request can be served, and settle ``max_tokens``: None is all that still fits.
 
@@ -136,4 +186,5 @@ def check_prompt(
             param=param,
             code=CONTEXT_EXCEEDED,
         )
-    return Checked(tokens, replace(params, max_tokens=params.max_tokens or max_model_len - length))
+    params = replace(params, max_tokens=params.max_tokens or max_model_len - length)
+    return Checked(tokens, params, text)

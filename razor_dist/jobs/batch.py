@@ -28,6 +28,7 @@ from razor_dist.frontend.outputs import CompletionOutput, RequestOutput, TokenLo
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
+from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.server.errors import Failure
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
@@ -150,10 +151,12 @@ def _answer(
     digest = hashlib.sha256(item_id.encode()).hexdigest()
     params = [
         p if p.seed is not None else replace(p, seed=(int(digest[:12], 16) + number * p.n))
-        for number, (_, p) in enumerate(parsed.prompts)
+        for number, (_, p, _) in enumerate(parsed.prompts)
     ]
-    salt = {} if parsed.cache_salt is None else {"cache_salt": parsed.cache_salt}
-    prompts = [{"prompt_token_ids": tokens.tolist(), **salt} for tokens, _ in parsed.prompts]
+    prompts = [
+        Encoded(None, tokens.tolist(), parsed.cache_salt, text)
+        for tokens, _, text in parsed.prompts
+    ]
     outputs = llm.generate(prompts, params)
     choices = [
         _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
@@ -181,7 +184,8 @@ def _served(
         stop_reason=answer.stop_reason,
     )
     prompt = np.array(output.prompt_token_ids, np.int32)
-    return Choice(prompt, answer.index, pieces, cached, _entries(output))
+    told = answer.sources, answer.grounded
+    return Choice(prompt, answer.index, pieces, cached, _entries(output), *told)
 
 
 def _entries(output: RequestOutput) -> list[Any]:

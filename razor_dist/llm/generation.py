@@ -16,11 +16,11 @@ from razor_dist.frontend.answers import LiveChoices
 from razor_dist.frontend.assembler import TextPiece, prompt_logprobs
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import PromptBar, UseTqdm
 
-Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -28,11 +28,16 @@ class Encoded(NamedTuple):
     text: str | None
     ids: list[int]
     cache_salt: str | None = None
+    where: PromptText | None = None  # of its tokens, for ``return_sources``
+
+
+# One that is encoded is taken as it is.
+Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]] | Encoded
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list; a list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Encoded):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
@@ -46,11 +51,20 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
 
 
 def params_for(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    default: SamplingParams,
+    prefix: Prefix | None,
 ) -> list[SamplingParams]:
     """Return the parameters of each of ``count`` prompts; `RequestError` unless one or as many."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
+        params = [params or default] * count
+    if prefix is not None and any(own.return_sources for own in params):
+        raise RequestError(
+            "return_sources needs the whole prompt, not one that continues a pinned prefix: the "
+            "prefix cache keeps what was read without one",
+            param="return_sources",
+        )
     if len(params) != count:
         raise RequestError(
             f"sampling_params must be one or as many as the prompts: {len(params)} for {count}",
@@ -59,12 +73,18 @@ def params_for(
     return list(params)
 
 
-def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None) -> Encoded:
+def encode(
+    encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None, *, ends: bool = False
+) -> Encoded:
     """Return a prompt as token ids; what continues a prefix gets no special tokens.
+
+    With ``ends``, which no prefix goes with, tell where the tokens are in a text.
 
     Raises `RequestError` if it is not a prompt, or a text for a model without a tokenizer.
     """
     salt: Any = None
+    if isinstance(prompt, Encoded):
+        return prompt
     if isinstance(prompt, Mapping):
         if set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
             raise RequestError(
@@ -83,6 +103,9 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
         if isinstance(prompt, str) != (key == "prompt"):
             raise RequestError(f"{key} cannot hold {prompt!r:.80}", param=key)
     if isinstance(prompt, str):
+        if ends:
+            tokens, where = encoder.text_with_ends(prompt)
+            return Encoded(prompt, tokens, salt, where)
         if prefix is None:
             return Encoded(prompt, encoder.text(prompt), salt)
         return Encoded(prompt, encoder.continuation(prefix.border, prompt), salt)
@@ -90,16 +113,24 @@ def encode(encoder: PromptEncoder, prompt: Prompt, prefix: Prefix | None = None)
         raise RequestError(
             f"a prompt is a text or a list of token ids, not {prompt!r:.80}", param="prompt"
         )
-    return Encoded(None, [int(token) for token in prompt], salt)
+    return Encoded(None, [int(token) for token in cast("Sequence[int]", prompt)], salt)
 
 
 def encode_chat(
-    encoder: PromptEncoder, messages: Conversation, prefix: Prefix | None, /, **template: Any
+    encoder: PromptEncoder,
+    messages: Conversation,
+    prefix: Prefix | None,
+    ends: bool,
+    /,
+    **template: Any,
 ) -> Encoded:
     """Return a conversation as token ids; with a prefix, of what is beyond it.
 
     Raises `RequestError` if the chat template refuses it, or it does not begin as the prefix does.
     """
+    if ends:
+        tokens, where = encoder.chat_with_ends(messages, **template)
+        return Encoded(None, tokens, None, where)
     if prefix is None:
         return Encoded(None, encoder.chat(messages, **template))
     rest = prefix.rest_of(encoder.chat_text(messages, **template))
@@ -145,7 +176,7 @@ class GenerationCall:
         self, prompt: CheckedPrompt, bar: PromptBar | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the output, which grows, with each token; its last state is ``finished``."""
-        (text, ids, salt), checked = prompt
+        (text, ids, salt, _), checked = prompt
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
         result.outputs = [_unfinished(index, params) for index in range(params.n)]
@@ -177,7 +208,9 @@ class GenerationCall:
                     if params.prompt_logprobs is not None:
                         entries = live.choices[0].prompt_entries
                         result.prompt_logprobs = prompt_logprobs(self.tokenizer, ids, entries)
-                _grow(result.outputs[event.index], event.what)
+                answer, choice = result.outputs[event.index], live.choices[event.index]
+                _grow(answer, event.what)
+                answer.sources, answer.grounded = choice.sources, choice.grounded
                 if all(output.finish_reason for output in result.outputs):
                     result.metrics.total_seconds, result.finished = seconds, True
                 yield result

@@ -130,8 +130,13 @@ class LLM:
         """
         if prefix is not None:
             prefix.stream_for(self._client)  # refused before anything is tokenised
-        encoded = [encode(self._encoder, prompt, prefix) for prompt in prompts_of(prompts)]
-        return self._answer(encoded, sampling_params, use_tqdm, prefix)
+        asked = prompts_of(prompts)
+        params = self._params(sampling_params, len(asked), prefix)
+        encoded = [
+            encode(self._encoder, prompt, prefix, ends=own.return_sources > 0)
+            for prompt, own in zip(asked, params, strict=True)
+        ]
+        return self._answer(encoded, params, use_tqdm, prefix)
 
     def stream(
         self,
@@ -162,7 +167,9 @@ class LLM:
         """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`."""
         if prefix is not None:
             prefix.stream_for(self._client)
-        return self._outputs(encode(self._encoder, prompt, prefix), sampling_params, prefix)
+        [params] = self._params(sampling_params, 1, prefix)
+        encoded = encode(self._encoder, prompt, prefix, ends=params.return_sources > 0)
+        return self._outputs(encoded, params, prefix)
 
     def chat_outputs_of(
         self,
@@ -174,15 +181,16 @@ class LLM:
         """Return what `outputs_of` returns, of one conversation; ``template`` as for `chat`."""
         if prefix is not None:
             prefix.stream_for(self._client)
-        encoded = encode_chat(self._encoder, messages, prefix, **template)
-        return self._outputs(encoded, sampling_params, prefix)
+        [params] = self._params(sampling_params, 1, prefix)
+        ends = params.return_sources > 0
+        encoded = encode_chat(self._encoder, messages, prefix, ends, **template)
+        return self._outputs(encoded, params, prefix)
 
     def _outputs(
-        self, encoded: Encoded, sampling_params: SamplingParams | None, prefix: Prefix | None
+        self, encoded: Encoded, params: SamplingParams, prefix: Prefix | None
     ) -> AsyncGenerator[RequestOutput]:
-        params = sampling_params or self.get_default_sampling_params()
         before = 0 if prefix is None else prefix.num_tokens
-        [checked] = self._check([encoded.ids], [params], before)
+        [checked] = self._check([encoded], [params], before)
         return self._call(prefix).stream((encoded, checked))
 
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
@@ -248,15 +256,17 @@ class LLM:
         """
         if prefix is not None:
             prefix.stream_for(self._client)  # refused before anything is tokenised
+        conversations = conversations_of(messages)
+        params = self._params(sampling_params, len(conversations), prefix)
         encoded = [
             encode_chat(
-                *(self._encoder, conversation, prefix),
+                *(self._encoder, conversation, prefix, own.return_sources > 0),
                 add_generation_prompt=add_generation_prompt,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in conversations_of(messages)
+            for conversation, own in zip(conversations, params, strict=True)
         ]
-        return self._answer(encoded, sampling_params, use_tqdm, prefix)
+        return self._answer(encoded, params, use_tqdm, prefix)
 
     def stats(self) -> Message:
         """The engine's counters: see ``stats`` in `razor_dist.engine.messages`."""
@@ -305,7 +315,7 @@ class LLM:
                 "max_num_seqs of at least 2",
                 param="max_num_seqs",
             )
-        [checked] = self._check([ids], [SamplingParams(max_tokens=1)])
+        [checked] = self._check([Encoded(None, ids)], [SamplingParams(max_tokens=1)])
         request_id = str(next(self._ids))
         return self.loop.run(
             read_prefix(self._engine.client, request_id, checked, self._bar(use_tqdm), chat_text)
@@ -314,15 +324,22 @@ class LLM:
     def _answer(
         self,
         prompts: Sequence[Encoded],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: list[SamplingParams],
         use_tqdm: UseTqdm | None,
         prefix: Prefix | None,
     ) -> list[RequestOutput]:
-        params = params_for(sampling_params, len(prompts), self.get_default_sampling_params())
         before = 0 if prefix is None else prefix.num_tokens
-        checked = self._check([prompt.ids for prompt in prompts], params, before)
+        checked = self._check(prompts, params, before)
         ready = list(zip(prompts, checked, strict=True))
         return self.loop.run(self._call(prefix).run(ready, self._bar(use_tqdm)))
+
+    def _params(
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        prefix: Prefix | None,
+    ) -> list[SamplingParams]:
+        return params_for(given, count, self.get_default_sampling_params(), prefix)
 
     def _call(self, prefix: Prefix | None) -> GenerationCall:
         return GenerationCall(
@@ -337,19 +354,20 @@ class LLM:
         return self.use_tqdm if use_tqdm is None else use_tqdm
 
     def _check(
-        self, prompts: list[list[int]], params: list[SamplingParams], before: int = 0
+        self, prompts: Sequence[Encoded], params: list[SamplingParams], before: int = 0
     ) -> list[Checked]:
         info = self.info
         return [
             check_prompt(
-                ids,
+                prompt.ids,
                 p,
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
                 has_tokenizer=self._encoder.tokenizer is not None,
                 before=before,
+                text=prompt.where,
             )
-            for ids, p in zip(prompts, params, strict=True)
+            for prompt, p in zip(prompts, params, strict=True)
         ]
 
 

@@ -104,7 +104,7 @@ async def read_prefix(
 ) -> Prefix:
     """Prefill a prompt that the engine then keeps; arguments as in `PromptBar` and `Prefix`."""
     tokens = len(prompt.tokens)
-    stream = client.generate(request_id, *prompt, pin=True)
+    stream = client.generate(request_id, prompt.tokens, prompt.params, pin=True)
     try:
         with PromptBar(use_tqdm, [tokens]) as bar:
             async for message in stream:

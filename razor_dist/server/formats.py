@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -154,7 +154,7 @@ class ChatFormat(Format):
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
-            news.append({"finish_reason": finish})
+            news.append({"finish_reason": finish, **told_sources(self._choices[index])})
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
@@ -169,6 +169,7 @@ class ChatFormat(Format):
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
             "finish_reason": finish,
+            **told_sources(self._choices[index]),
         }
 
     def _empty(self, index: int) -> Json:
@@ -240,10 +241,22 @@ class CompletionFormat(Format):
             "text": text,
             "logprobs": legacy_logprobs(self._tokenizer, pieces),
             "finish_reason": pieces[-1].finish_reason,
+            **told_sources(self._choices[index]),
         }
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
+
+
+def told_sources(choice: Choice) -> Json:
+    """``sources`` and ``grounded`` of a choice that has ended, if they were asked for."""
+    if choice.sources is None:
+        return {}
+    sources = [asdict(source) for source in choice.sources]
+    for source in sources:
+        if source["message"] is None:
+            del source["message"]
+    return {"sources": sources, "grounded": choice.grounded}
 
 
 def chat_logprobs(

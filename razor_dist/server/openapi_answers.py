@@ -49,6 +49,14 @@ _OUTPUT_CALL = _object(
         **dict.fromkeys(("call_id", "name", "arguments"), TEXT),
     }
 )
+_SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
+_SOURCE = _object(
+    {"start": _COUNT, "end": _COUNT, "weight": _SHARE, "text": or_null(TEXT)}, message=_COUNT
+)
+_SOURCES: Json = {
+    "sources": {"type": "array", "items": _SOURCE},
+    "grounded": or_null(_SHARE),
+}
 ANSWERS: Json = {
     "Error": _object(
         {
@@ -73,7 +81,8 @@ ANSWERS: Json = {
                         "message": _ANSWER_MESSAGE,
                         "logprobs": _LOGPROBS,
                         "finish_reason": _FINISH,
-                    }
+                    },
+                    **_SOURCES,
                 )
             ),
             "usage": _USAGE,
@@ -92,6 +101,7 @@ ANSWERS: Json = {
                         "finish_reason": _FINISH,
                     },
                     token_ids={"type": "array", "items": _COUNT},
+                    **_SOURCES,
                 )
             ),
             "usage": _USAGE,

@@ -37,6 +37,7 @@ from razor_dist.engine.messages import (
 )
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.guard import guarded, send_signal
+from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
@@ -157,14 +158,18 @@ def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
     except Exception:
         log.exception("a body cannot be read")
         return {"error": error_message("", EngineError(_FAILED))}
-    prompts = [[pack(prompt.tokens), asdict(prompt.params)] for prompt in parsed.prompts]
+    prompts = [
+        [pack(tokens), asdict(params), text and text.to_wire()]
+        for tokens, params, text in parsed.prompts
+    ]
     flags = {k: v for k, v in vars(parsed).items() if k != "prompts"}
     return {"prompts": prompts, "flags": flags}
 
 
 def _parsed_of(answer: Message) -> ParsedRequest:
     prompts = [
-        Checked(unpack(tokens), SamplingParams(**params)) for tokens, params in answer["prompts"]
+        Checked(unpack(tokens), SamplingParams(**params), text and PromptText.from_wire(text))
+        for tokens, params, text in answer["prompts"]
     ]
     flags = answer["flags"]
     tools = flags["tools"] and ToolUse(*flags["tools"])

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingDefaults
+from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
 from razor_dist.server.responses import NEUTRAL, ResponsesBody, renamed
 from razor_dist.server.schema import ChatBody, CompletionBody, parse
@@ -99,8 +100,9 @@ def _parsed(
             vocab_size=limits.vocab_size,
             has_tokenizer=encoder.tokenizer is not None,
             param="messages" if isinstance(body, ChatBody) else "prompt",
+            text=text,
         )
-        for prompt in _encode(body, encoder, limits)
+        for prompt, text in _encode(body, encoder, limits, ends=params.return_sources > 0)
     ]
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return ParsedRequest(
@@ -126,8 +128,9 @@ def _tools(body: ChatBody | CompletionBody, encoder: PromptEncoder) -> ToolUse |
 
 
 def _encode(
-    body: ChatBody | CompletionBody, encoder: PromptEncoder, limits: Limits
-) -> list[list[int]]:
+    body: ChatBody | CompletionBody, encoder: PromptEncoder, limits: Limits, *, ends: bool
+) -> list[tuple[list[int], PromptText | None]]:
+    """Return each prompt's tokens, and with ``ends`` where they are in its text, if it has one."""
     prompts = 1 if isinstance(body, ChatBody) else len(body.prompt)
     count, param, what = prompts * (body.n or 1), "n", "answers"
     if prompts > 1:
@@ -146,8 +149,17 @@ def _encode(
         tools = [tool.model_dump(exclude_none=True) for tool in body.used_tools]
         messages = [message.for_template() for message in body.messages]
         arguments = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        return [encoder.chat(messages, **arguments)]
-    return [encoder.text(p) if isinstance(p, str) else p for p in body.prompt]
+        if ends:
+            return [encoder.chat_with_ends(messages, **arguments)]
+        return [(encoder.chat(messages, **arguments), None)]
+    return [
+        (p, None)
+        if not isinstance(p, str)
+        else encoder.text_with_ends(p)
+        if ends
+        else (encoder.text(p), None)
+        for p in body.prompt
+    ]
 
 
 def check_model(name: str, served: str) -> None:

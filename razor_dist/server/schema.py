@@ -42,7 +42,7 @@ _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "return_sources"),
 }
 Body = TypeVar("Body", bound=Strict)
 
@@ -144,6 +144,7 @@ class GenerateBody(Hints):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    return_sources: Int | None = None
     n: Int | None = None
 
     @property

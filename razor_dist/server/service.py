@@ -133,7 +133,7 @@ class Service:
         if parsed.answer is not None:
             return await asyncio.to_thread(JSONResponse, parsed.answer)
         _, reader = self._require_ready()  # again: it may have died while the request was read
-        charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p in parsed.prompts))
+        charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p, _ in parsed.prompts))
         tokenizer = reader.encoder.tokenizer
         choices = LiveChoices(
             self.client,

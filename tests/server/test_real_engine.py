@@ -104,6 +104,47 @@ def test_what_was_read_before_is_told_and_answers_are_the_same(server: ServerPro
         ask("What colour is the door?", cache_salt="")
 
 
+def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    fact = "The secret code of the castle \N{CASTLE} is 48213."
+    filler = "Größe zählt nicht. The grass is green. The sky is blue. The sun is yellow. " * 12
+    documents = ["Here is a letter. It says nothing of castles.", f"{filler}{fact} {filler}"]
+    messages = [{"role": "user", "content": text} for text in documents]
+    messages[1:1] = [{"role": "assistant", "content": "Thank you."}]
+    messages[-1]["content"] += "\n\nWhat is the secret code of the castle?"
+    asked = {"model": "smollm2", "temperature": 0, "max_tokens": 24}
+
+    def ask(**more: Any) -> Any:
+        extra = {"return_sources": 3, **more}
+        return client.chat.completions.create(messages=messages, **asked, extra_body=extra)
+
+    choice = ask().choices[0]
+    assert "48213" in choice.message.content
+    top, *others = choice.sources
+    assert (top["text"], top["message"]) == (fact, 2)
+    assert len(others) == 2 and top["weight"] > 2 * others[0]["weight"] > 0
+    for source in choice.sources:
+        content = messages[source["message"]]["content"]
+        assert content[source["start"] : source["end"]] == source["text"]
+    assert 0.5 < choice.grounded <= 1
+    # The same from the cache, from a stream, and in the completion's prompt.
+    assert ask().choices[0].sources == choice.sources
+    chunks = list(ask(stream=True))
+    assert chunks[-1].choices[0].sources == choice.sources
+    assert all(not hasattr(chunk.choices[0], "sources") for chunk in chunks[:-1])
+    prompt = f"{documents[1]}\n\nQuestion: What is the secret code of the castle?\n\nAnswer: It is"
+    found = client.completions.create(prompt=prompt, **asked, extra_body={"return_sources": 1})
+    [source] = found.choices[0].sources
+    assert source["text"] == fact and prompt[source["start"] : source["end"]] == fact
+    assert "message" not in source
+    # Nothing is told where nobody asked, and nothing is known of an answer of one token.
+    assert not hasattr(ask(return_sources=0).choices[0], "sources")
+    single = client.completions.create(
+        prompt="A", model="smollm2", max_tokens=1, extra_body={"return_sources": 1}
+    )
+    assert (single.choices[0].sources, single.choices[0].grounded) == ([], None)
+
+
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=12)
     country: Literal["France", "Spain"]

@@ -1,0 +1,246 @@
+"""Sources of right, wrong and impossible answers: does the top passage hold what was asked for?
+
+Every document of `eval grid` is asked once with its needle and once without. The engine's strongest
+retrieval heads are traced one by one, so that one run tells how many of them are best, and what
+random ones would say. BM25 over the document's sentences, asked with question and answer, stands
+beside them.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from razor_dist.attention.sources import TOP, Sources
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
+from razor_dist.engine.build import build_engine
+from razor_dist.engine.device import torch_device
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.needle.config import Place, SourcesConfig
+from razor_dist.evals.needle.documents import Haystack, Prompter
+from razor_dist.evals.needle.grid import PRESET, place_seed
+from razor_dist.evals.needle.task import same_haystack
+from razor_dist.frontend.outputs import Source
+from razor_dist.frontend.passages import PromptText, Trace, sentence_around
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.jobs.host_engine import host_pool
+from razor_dist.jobs.job import run_task
+from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import ExternalEngineConfig, Item
+from razor_dist.models.registry import display_name, resolve_model
+from razor_dist.parallel.comm import Communicator
+
+_RANDOM_DRAWS = 5
+_WORD = re.compile(r"\w+")
+
+
+class Document(NamedTuple):
+    messages: list[dict[str, str]]
+    question: str
+    expected: str
+    needle: tuple[int, int] | None  # characters of what was asked for, if it is there
+
+
+def document_at(
+    prompter: Prompter, haystack: Haystack, place: Place, seed: int, *, absent: bool
+) -> Document:
+    """Make the document at a place, and its question; the needle may be ``absent``."""
+    length, depth, _ = place
+    own = place_seed(place, seed)
+    [fact] = PRESET.draw([depth], own)
+    hidden = [] if absent else [(fact.sentence, float(depth))]
+    text = prompter.decode(haystack.hide(length, hidden, own)).strip()
+    content = text + PRESET.layouts["after"].fill("after", fact)
+    needle = None
+    if not absent:
+        begin = content.index(fact.sentence) + fact.sentence.index(fact.answer)
+        needle = begin, begin + len(fact.answer)
+    return Document([{"role": "user", "content": content}], fact.question, fact.answer, needle)
+
+
+class TracedConfig(ExternalEngineConfig):
+    """Settings of a one-rank engine in this process of which every step's trace is seen."""
+
+    def open(self) -> TracedModel:
+        return TracedModel(self)
+
+
+class TracedModel:
+    failed = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        trust = config.trust_remote_code
+        path = resolve_model(config.model, trust_remote_code=trust)
+        self.prompter = Prompter.of_model(path, trust_remote_code=trust)
+        self.encoder = PromptEncoder(self.prompter.tokenizer)
+        torch.set_num_threads(config.threads_per_rank(1))
+        self._engine = build_engine(config, Communicator(None), torch_device(config, 0))
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, ids: Sequence[int]) -> tuple[list[int], list[Any]]:
+        """Return the answer's tokens and, of each but the first, its sources head by head."""
+        core, runner = self._engine.core, self._engine.runner
+        # Greedy, so that the answer is the prompt's and the settings' alone.
+        params = SamplingParams(temperature=0, max_tokens=PRESET.answer_tokens, return_sources=1)
+        core.add("question", ids, params)
+        tokens: list[int] = []
+        told: list[Any] = []
+        while core.has_work:
+            for message in core.step():
+                if message["t"] == "token":
+                    tokens.append(message["token"])
+                    told += runner.sources.values()
+        return tokens, told
+
+
+@dataclass(frozen=True)
+class SourcesTask:
+    """A task of `razor_dist.jobs`; build it with `plan`."""
+
+    config: SourcesConfig
+    traced: TracedConfig
+    haystack: tuple[str, str]  # name and fingerprint
+
+    @classmethod
+    def plan(cls, config: SourcesConfig) -> SourcesTask:
+        name, paragraphs = haystack_paragraphs(config.haystack)
+        own = config.model_dump(include=set(EngineConfig.model_fields))
+        # Every query head of the retrieval heads, the strongest first.
+        traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
+        return cls(config, traced, (name, fingerprint(paragraphs)))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        name, text = self.haystack
+        about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
+        return {"kind": "sources", "model": display_name(self.config.model), **about}
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        return {"traced": self.traced}
+
+    def items(self) -> Sequence[Item]:
+        return [
+            Item("/".join(map(str, (kind, *place))), place[0], "traced", {"at": (kind, place)})
+            for place, kind in itertools.product(self.config.places, ("needle", "absent"))
+        ]
+
+    def document(self, prompter: Prompter, item: Item) -> Document:
+        kind, place = item.data["at"]
+        haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        absent = kind == "absent"
+        return document_at(prompter, haystack, place, self.config.seed, absent=absent)
+
+    def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
+        model: TracedModel = llm
+        document = self.document(model.prompter, item)
+        ids = model.encoder.chat(document.messages)
+        tokens, told = model.answer(ids)
+        answer = model.prompter.decode(tokens)
+        shape = (len(told), -1, TOP)
+        positions = np.array([t.positions.numpy() for t in told], "<i4").reshape(shape)
+        weights = np.array([t.weights.numpy() for t in told], "<f4").reshape(shape)
+        return {
+            "kind": item.data["at"][0],
+            "length": item.data["at"][1][0],
+            "depth": item.data["at"][1][1],
+            "prompt_tokens": len(ids),
+            "expected": document.expected,
+            "answer": answer,
+            "score": PRESET.score(answer, document.expected),
+            "heads": positions.shape[1],
+            "positions": base64.b64encode(positions.tobytes()).decode(),
+            "weights": base64.b64encode(weights.tobytes()).decode(),
+        }
+
+    def run_in(self, folder: Path) -> list[dict[str, Any]]:
+        """Run what a folder lacks, or refuse it; return the results of this task's items."""
+        summary = run_task(self, folder, host_pool(self), JobConfig(retry_failed=True))
+        found = {record["id"]: record for record in read_job(summary.folder).records}
+        records = [found[item.id] for item in self.items()]
+        for record in records:
+            if record["status"] == "failed":
+                raise ConfigError(f"{record['id']} failed: {record['error']['message']}")
+        return [record["result"] for record in records]
+
+
+class Asked(NamedTuple):
+    """A document that was asked, and what its answer's tokens attended to."""
+
+    document: Document
+    text: PromptText
+    result: Mapping[str, Any]
+    positions: torch.Tensor  # [tokens, heads, TOP]
+    weights: torch.Tensor
+
+    @property
+    def right(self) -> bool:
+        return self.result["score"] == 1
+
+    def sources(self, heads: Sequence[int]) -> tuple[list[Source], float]:
+        """Return what the engine would say if it asked these heads."""
+        ids = np.empty(self.result["prompt_tokens"], np.int32)
+        trace = Trace(ids, self.text, None, 1 << 20)
+        for positions, weights in zip(self.positions, self.weights, strict=True):
+            trace.add(Sources(positions[list(heads)], weights[list(heads)]).merged())
+        sources, grounded = trace.sources()
+        return sources, grounded or 0.0
+
+    def rank(self, sources: Sequence[Source]) -> int | None:
+        """Return the place, from 1, of the source that holds what was asked for."""
+        assert self.document.needle is not None
+        begin, end = self.document.needle
+        holds = (n for n, s in enumerate(sources, 1) if s.start <= begin and end <= s.end)
+        return next(holds, None)
+
+    def bm25(self) -> list[Source]:
+        """Return the document's sentences by their likeness to question and answer."""
+        [part] = self.text.parts
+        found, at = [], 0
+        while at < part.searched:
+            begin, end = sentence_around(part.text, at, part.searched)
+            found.append(Source(begin, end, 0.0, part.text[begin:end], part.message))
+            at = end + len(part.text[end:]) - len(part.text[end:].lstrip())
+        query = _words(f"{self.document.question} {self.result['answer']}")
+        scores = bm25(query, [_words(source.text or "") for source in found])
+        return [found[i] for i in sorted(range(len(found)), key=lambda i: -scores[i])]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def bm25(
+    query: Sequence[str], sentences: Sequence[Sequence[str]], k1: float = 1.2, b: float = 0.75
+) -> list[float]:
+    """Score sentences for a query by Okapi BM25."""
+    counts = [Counter(words) for words in sentences]
+    mean = sum(map(len, sentences)) / max(1, len(sentences))
+    scores = [0.0] * len(sentences)
+    for word in query:
+        having = sum(word in count for count in counts)
+        idf = math.log(1 + (len(sentences) - having + 0.5) / (having + 0.5))
+        for i, count in enumerate(counts):
+            length = k1 * (1 - b + b * len(sentences[i]) / mean)
+            scores[i] += idf * count[word] * (k1 + 1) / (count[word] + length)
+    return scores
+
+
+def roc_auc(yes: Sequence[float], no: Sequence[float]) -> float:
+    """Return the chance that one of ``yes`` is above one of ``no``; half for equal ones."""
+    pairs = [(a > b) + 0.5 * (a == b) for a in yes for b in no]
+    return sum(pairs) / len(pairs)

@@ -1,0 +1,127 @@
+"""Passages are the sentences that tokens came from, in characters of the text as it was sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from razor_dist.frontend.passages import (
+    SINKS,
+    Part,
+    PromptText,
+    Trace,
+    conversation_parts,
+    question_begin,
+    sentence_around,
+)
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def encoder() -> PromptEncoder:
+    return PromptEncoder(load_tokenizer(resolve_model("smollm2")))
+
+
+texts = st.text(st.sampled_from("aß🙂é .!?\n界。A1"), max_size=60)
+
+
+@settings(max_examples=25)
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_every_token_is_found_in_the_message_that_it_came_from(
+    encoder: PromptEncoder, contents: list[str]
+) -> None:
+    messages = [{"role": "user", "content": text} for text in contents]
+    ids, text = encoder.chat_with_ends(messages)
+    assert ids == encoder.chat(messages)
+    whole = encoder.chat_text(messages)
+    for part in text.parts:
+        assert part.message is not None and part.text == contents[part.message]
+        assert whole[part.begin : part.begin + len(part.text)] == part.text
+    assert [part.message for part in text.parts] == [i for i, c in enumerate(contents) if c.strip()]
+    everything = [part._replace(searched=len(part.text)) for part in text.parts]
+    found = {PromptText(everything, text.ends).locate(i) for i in range(len(ids))} - {None}
+    # Every character is the last of some token, or within one.
+    assert len(found) >= sum(len(c) > 0 for c in contents if c.strip())
+    assert PromptText.from_wire(text.to_wire()).parts == text.parts
+
+
+def test_a_template_may_strip_and_leave_out() -> None:
+    contents = {0: "rules", 1: "  user \n", 3: "user"}
+    marks = {i: f"<{i}>" for i in contents}
+    text, marked = "[user]user[user]user[end]", "[user]<1>[user]<3>[end]"
+    parts = conversation_parts(text, marked, marks, contents, 3)
+    assert [(p.message, p.begin, p.text) for p in parts] == [(1, 4, "  user \n"), (3, 16, "user")]
+    assert text[parts[0].begin + 2 : parts[0].begin + 6] == "user"
+    assert [part.searched for part in parts] == [8, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("Some text. More.\n\nWhat is it?", "What is it?"),
+        ("What is it?", "What is it?"),
+        ("Text. " * 200 + "What is it?", "What is it?"),
+        ("Text. " * 200 + "\nWhat is it?\nAnswer:", "What is it?\nAnswer:"),
+        ("Text.\n\n" + "word " * 200, ""),
+        ("", ""),
+    ],
+)
+def test_the_question_is_the_end(text: str, question: str) -> None:
+    begin = question_begin(text)
+    if question:
+        assert text[begin:] == question
+    else:
+        assert 500 <= len(text) - begin <= 501 or not text
+
+
+def test_sentences() -> None:
+    text = (
+        'He said: "Go! Now." Then e.g. nothing. A wrapped\nline goes on.\n\nA title\nA row 1.5 m\n'
+        "界の文。次の文。"
+    )
+    found, at = [], 0
+    while at < len(text):
+        begin, end = sentence_around(text, at, len(text))
+        found.append(text[begin:end])
+        at = end + len(text[end:]) - len(text[end:].lstrip())
+    assert found == [
+        'He said: "Go!',
+        'Now."',
+        "Then e.g. nothing.",
+        "A wrapped\nline goes on.",
+        "A title",
+        "A row 1.5 m",
+        "界の文。",
+        "次の文。",
+    ]
+    assert sentence_around("x" * 9000, 5000, 9000) == (4000, 6000)
+
+
+def trace_of(text: str, pairs: list[tuple[int, float]], searched: int | None = None) -> Trace:
+    """A trace of a prompt whose tokens are characters."""
+    part = Part(text, 0, len(text) if searched is None else searched)
+    ends = np.arange(1, len(text) + 1, dtype=np.int32)
+    trace = Trace(np.zeros(len(text), np.int32), PromptText([part], ends), None, 2)
+    trace.add(pairs)
+    return trace
+
+
+def test_what_is_no_source_is_left_out() -> None:
+    text = "One is here. Two is there. Which?"
+    pairs = [(0, 0.3), (SINKS, 0.1), (6, 0.1), (20, 0.2), (28, 0.2), (len(text) + 5, 0.1)]
+    sources, _ = trace_of(text, pairs, text.index("Which")).sources()
+    assert [source.text for source in sources] == ["One is here.", "Two is there."]
+    assert all(text[s.start : s.end] == s.text for s in sources)
+    assert trace_of(text, []).sources() == ([], None)
+
+
+def test_token_ids_are_cut_into_runs() -> None:
+    trace = Trace(np.zeros(100, np.int32), None, None, 5)
+    trace.add([(30, 0.2), (31, 0.2), (40, 0.1), (80, 0.3), (120, 0.2)])
+    sources, _ = trace.sources()
+    assert [(s.start, s.end) for s in sources] == [(30, 41), (80, 81)]
+    assert all(source.text is None for source in sources)
