@@ -256,6 +256,7 @@ def make_engine(
         "attention": config.attention,
         "prefill": config.prefill,
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
+        "source_heads": len(source_heads),
         "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,
     }
     return RankEngine(runner, core, info)

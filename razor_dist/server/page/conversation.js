@@ -39,6 +39,19 @@ export class Conversation {
     return before.messages();
   }
 
+  /** The document of a message, and where in it, at an index of the message's content. */
+  documentAt(message, index) {
+    const documents = message % 2 ? [] : (this.turns[message / 2]?.documents ?? []);
+    let end = 0;
+    for (const [document, { name, text }] of documents.entries()) {
+      const begin = end + documentHead(name).length;
+      end = begin + text.length;
+      if (index >= begin && index < end) return { document, begin: index - begin };
+      end += BETWEEN.length;
+    }
+    return { document: -1, begin: index };
+  }
+
   get characters() {
     const documents = [...this.turns.flatMap((turn) => turn.documents), ...this.pending];
     return documents.reduce((sum, document) => sum + document.text.length, 0);
@@ -58,6 +71,10 @@ export class Conversation {
   }
 }
 
+const BETWEEN = "\n\n";
+
+const documentHead = (name) => `Document ${JSON.stringify(name)}:\n\n`;
+
 function documentsText(documents) {
-  return documents.map(({ name, text }) => `Document ${JSON.stringify(name)}:\n\n${text}\n\n`).join("");
+  return documents.map(({ name, text }) => documentHead(name) + text + BETWEEN).join("");
 }

@@ -6,6 +6,7 @@ import { count, roughTokens } from "./format.js";
 import { Gauge } from "./gauge.js";
 import { Reading } from "./reading.js";
 import { ask, stateWords } from "./session.js";
+import { locate } from "./sources.js";
 import * as store from "./store.js";
 import { $, TurnView, documentItem, documentSize, download, usageWords } from "./views.js";
 
@@ -13,9 +14,12 @@ import { $, TurnView, documentItem, documentSize, download, usageWords } from ".
 const LOOK = 4000;
 const SAVE = 2000;
 const SETTINGS = "razor_dist settings";
+// Passages that are told of an answer.
+const SOURCES = 3;
 
 let conversation = new Conversation();
 let model = null;
+let tellsSources = false; // the server's heads tell where answers come from
 let working = null; // the AbortController of the request at hand
 let uploads = 0;
 let asksLater = false; // the question waits for a document that is being added
@@ -101,7 +105,8 @@ function tell(error) {
 async function body(messages, maxTokens) {
   await knowModel();
   const temperature = settings.temperature === "" ? {} : { temperature: Number(settings.temperature) };
-  return { model: model.id, messages, max_tokens: maxTokens, ...temperature };
+  const sources = tellsSources ? { return_sources: SOURCES } : {};
+  return { model: model.id, messages, max_tokens: maxTokens, ...temperature, ...sources };
 }
 
 /** Runs a request; `use` gets its chunks. Returns the error it ended with, if any. */
@@ -133,7 +138,7 @@ async function run(request, reading, use) {
 
 async function send(question) {
   const turn = conversation.ask(question);
-  const view = new TurnView(turn);
+  const view = viewOf(turn);
   $("turns").append(view.element);
   showPending();
   store.save(conversation);
@@ -146,6 +151,10 @@ async function send(question) {
     if (chunk.usage) turn.usage = chunk.usage;
     const choice = chunk.choices?.[0];
     finish = choice?.finish_reason ?? finish;
+    if (choice?.sources) {
+      turn.sources = locate(choice.sources, conversation);
+      turn.grounded = choice.grounded;
+    }
     const text = choice?.delta?.content;
     if (!text) return;
     reading.end();
@@ -167,6 +176,12 @@ async function send(question) {
   }
   store.save(conversation);
   showState();
+}
+
+/** A turn as an element; its sources may be documents of earlier ones. */
+function viewOf(turn) {
+  const mine = conversation;
+  return new TurnView(turn, (index) => mine.turns[index]?.documents ?? []);
 }
 
 /** Puts a question without an answer back where it was written. */
@@ -223,6 +238,7 @@ async function look(counters = true) {
     const found = await api.stats();
     gauge.show(found);
     $("ahead").dataset.known = "prefix_cache" in found;
+    tellsSources = found.source_heads > 0;
   } catch (error) {
     if (error.wantsKey && !keyAsked) {
       keyAsked = true;
@@ -324,11 +340,12 @@ listen("export", "click", () => download("conversation.md", conversation.toMarkd
 listen("open-settings", "click", () => openSettings());
 listen("save-settings", "click", saveSettings);
 listen("close-settings", "click", () => $("settings").close());
+listen("close-reader", "click", () => $("reader").close());
 listen("settings", "keydown", (event) => {
   if (event.key === "Enter" && event.target.matches("input")) saveSettings();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !$("settings").open) working?.abort();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) working?.abort();
 });
 document.addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -355,7 +372,7 @@ async function begin() {
       notice("The page was loaded again before an answer came.");
     }
   }
-  $("turns").replaceChildren(...conversation.turns.map((turn) => new TurnView(turn).element));
+  $("turns").replaceChildren(...conversation.turns.map((turn) => viewOf(turn).element));
   showPending();
   document.documentElement.dataset.loaded = "";
   for (let looks = 0; ; looks++) {

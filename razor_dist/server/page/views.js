@@ -1,6 +1,7 @@
 // Documents and turns as elements. What comes from outside becomes text, never markup.
 
 import { count, plural, roughTokens } from "./format.js";
+import { sourceItems } from "./sources.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -24,8 +25,10 @@ export function documentItem(name, size, remove, problem = false) {
 }
 
 export class TurnView {
-  constructor(turn) {
+  /** `documentsOf` gives the documents of a turn by its index, for sources. */
+  constructor(turn, documentsOf) {
     this.turn = turn;
+    this.documentsOf = documentsOf;
     this.element = copyOf("turn-template");
     this.part(".question").textContent = turn.question;
     for (const { name, text } of turn.documents) {
@@ -63,6 +66,10 @@ export class TurnView {
     this.part(".note").hidden = !note;
     this.part(".usage").textContent = usage ? usageWords(usage) : "";
     this.part(".copy").hidden = !answer;
+    const { sources = [], grounded = null } = this.turn;
+    this.part(".sources").hidden = grounded === null;
+    this.part(".sources ol").replaceChildren(...sourceItems(sources, this.documentsOf));
+    this.part(".sources p").textContent = grounded === null ? "" : groundedWords(grounded);
   }
 
   async copy(button) {
@@ -70,6 +77,12 @@ export class TurnView {
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 2000);
   }
+}
+
+/** What the server's score says; docs/sources.md has the measurement. */
+function groundedWords(grounded) {
+  if (grounded >= 0.5) return `Found in what was read (${Math.round(100 * grounded)} %).`;
+  return `Hardly found in what was read (${Math.round(100 * grounded)} %): rather the model's own words.`;
 }
 
 export function usageWords({ prompt_tokens, completion_tokens, prompt_tokens_details }) {
