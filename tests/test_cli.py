@@ -36,8 +36,8 @@ SERVE_OPTIONS = """
     --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
-    --shutdown-timeout --sink-tokens --ssl-certfile --ssl-keyfile --threads --trust-remote-code
-    --url-file --weights --window-max --window-min --window-ratio --world-size
+    --shutdown-timeout --sink-tokens --source-heads --ssl-certfile --ssl-keyfile --threads
+    --trust-remote-code --url-file --weights --window-max --window-min --window-ratio --world-size
 """
 
 
@@ -111,13 +111,18 @@ NEEDLE_OPTIONS = """
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
-    --shared-memory --sink-tokens --threads --trust-remote-code --weights --window-max --window-min
-    --window-ratio --world-size
+    --shared-memory --sink-tokens --source-heads --threads --trust-remote-code --weights
+    --window-max --window-min --window-ratio --world-size
 """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
     "grid": {*GRID_OPTIONS - {"--prefill"}, *MODEL_OPTIONS.split(), "--methods"},
+    "sources": {
+        *GRID_OPTIONS,
+        *ENGINE_OPTIONS.split(),
+        *("--attention", "--head-map", "--source-heads"),
+    },
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {
         *("--out", "--config", "--tasks", "--lengths", "--samples", "--methods", "--haystack"),

@@ -13,7 +13,13 @@ import typer
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.needle.config import GridConfig, HeadsConfig, NeedleConfig, PlacesConfig
+from razor_dist.evals.needle.config import (
+    GridConfig,
+    HeadsConfig,
+    NeedleConfig,
+    PlacesConfig,
+    SourcesConfig,
+)
 from razor_dist.evals.ruler.config import RulerConfig
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ _MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threa
 # A grid runs on one rank, and its methods decide the rest by themselves.
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
 _NOT_ABLATIONS = _NOT_GRID - _WINDOW - {"head_map"}
+_NOT_SOURCES = _NOT_GRID - _WINDOW - {"attention", "head_map", "source_heads", "prefill"}
 _NOT_HEADS = _NOT_GRID - _WINDOW - {"compensation"}
 _PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
 
@@ -126,6 +133,20 @@ def grid(
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     results = _run_grid(config, list(map(named_method, names)), (), out)
     _write_page(out / "report.md", results.table(names))
+
+
+@eval.command("sources")
+@with_config_flags(SourcesConfig, leave_out=_NOT_SOURCES)
+def sources(config: SourcesConfig, out: Out) -> None:
+    """See if an answer's sources hold what was asked for, at 50 places, and where there is none."""
+    from razor_dist.evals.needle.sources import SourcesReport, SourcesTask
+    from razor_dist.evals.run_notes import write_json
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    task = SourcesTask.plan(config)
+    found = SourcesReport.of(task, task.run_in(out))
+    write_json(out / "sources.json", found.summary())
+    _write_page(out / "report.md", found.page())
 
 
 @eval.command("heads")

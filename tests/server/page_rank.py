@@ -13,6 +13,8 @@ from tests.fake_engine import EOS, FakeEngine, main
 LONG, STEPS, SECONDS = 256, 8, 0.25
 # The token that begins a message, and tokens of a question that are its answer.
 START, TAIL = 1, 36
+# " castle", which all answers come from.
+CASTLE = 13592
 
 
 class PageEngine(FakeEngine):
@@ -21,10 +23,16 @@ class PageEngine(FakeEngine):
     def __init__(self, config: dict[str, Any], world_size: int) -> None:
         super().__init__(config, world_size)
         self.known: list[list[int]] = []
+        self.looks: dict[str, list[tuple[int, float]]] = {}  # by answer, where its tokens look
+
+    def info(self) -> dict[str, Any]:
+        return super().info() | {"source_heads": 4}
 
     def send(self, **message: Any) -> None:
         if message["t"] == "stats":
             message["prefix_cache"] = {"queries": 0, "hits": 0}
+        if message["t"] == "token":
+            message["sources"] = self.looks.get(message["id"], [])
         super().send(**message)
 
     async def beat(self) -> None:
@@ -44,6 +52,7 @@ class PageEngine(FakeEngine):
         if len(prompt) < 3:
             await super().prefill(id, prompt, params)
             return
+        self.looks[id] = [(at, 0.8) for at, token in enumerate(prompt) if token == CASTLE]
         cached = max((_common(prompt, other) for other in self.known), default=0)
         new = len(prompt) - cached
         steps = STEPS if new > LONG else 1

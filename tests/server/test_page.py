@@ -170,6 +170,36 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
     expect(reader.page.locator("article")).to_have_count(0)
 
 
+def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
+    fact = "The \U0001f3f0 castle fell at noon."
+    text = f"{STORY}\n\n\U0001f98a {fact} {STORY}"
+    reader.add(("fox.txt", STORY.encode()), ("history \U0001f4dc.txt", text.encode()))
+    expect(reader.pending.locator("li")).to_have_count(2)
+    turn = reader.answered("When did it fall?")
+    sources = turn.get_by_role("region", name="Sources")
+    expect(sources.get_by_role("listitem")).to_have_text(f"{fact} history \U0001f4dc.txt, 80 %")
+    expect(sources).to_contain_text("Found in what was read (80 %)")
+    button = sources.get_by_role("button")
+    button.focus()
+    reader.page.keyboard.press("Enter")
+    window = reader.page.get_by_role("dialog", name="Source 1: history \U0001f4dc.txt")
+    lit = window.locator("mark")
+    expect(lit).to_have_text(fact)
+    expect(lit).to_be_in_viewport()
+    shown = window.get_by_role("region", name="Text of the document")
+    expect(shown).to_be_focused()
+    assert shown.inner_text().replace("\n", "") == text.strip().replace("\n", "")
+    reader.page.keyboard.press("Escape")
+    expect(window).to_be_hidden()
+    expect(button).to_be_focused()
+    # A later answer may come from an earlier question's document; a reload keeps what was found.
+    later = reader.answered("And then?")
+    expect(later.get_by_role("listitem")).to_have_text(f"{fact} history \U0001f4dc.txt, 80 %")
+    reader.open()
+    reader.page.locator("article").last.get_by_role("button", name=fact).click()
+    expect(reader.page.locator("#reader mark")).to_have_text(fact)
+
+
 def _new_tokens(turn: Locator) -> int:
     found = USAGE.fullmatch(turn.locator(".usage").inner_text())
     assert found is not None
@@ -314,13 +344,17 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
     context = browser.new_context(bypass_csp=True)
     reader = Reader(context, server.url())
     page = reader.page
-    reader.add(("fox-3.txt", STORY.encode()), ("cat.png", b"\0"))
+    reader.add(("fox-3.txt", f"{STORY} A castle.".encode()), ("cat.png", b"\0"))
     expect(reader.pending).to_contain_text("neither text")
     turn = reader.ask("Who?")
     expect(turn.get_by_role("progressbar")).to_be_visible()
     assert _faults(page) == []
     expect(turn.locator(".copy")).to_be_visible()
     assert _faults(page) == []
+    turn.get_by_role("button", name="A castle.").press("Enter")
+    expect(page.locator("#reader mark")).to_be_in_viewport()
+    assert _faults(page) == []
+    page.keyboard.press("Escape")
     reader.open_settings.focus()
     page.keyboard.press("Enter")
     expect(reader.key).to_be_focused()
