@@ -121,7 +121,7 @@ EVAL_OPTIONS = {
     "sources": {
         *GRID_OPTIONS,
         *ENGINE_OPTIONS.split(),
-        *("--attention", "--head-map", "--source-heads"),
+        *("--attention", "--head-map", "--source-heads", "--absent-lengths"),
     },
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {

@@ -20,12 +20,14 @@ from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import exact_extent
 from razor_dist.cache.sequence import Sequence, shard_positions
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.models.bridge import AttentionContext
 from razor_dist.kernels.query import Query
+from razor_dist.models.bridge import AttentionContext
 from razor_dist.parallel.comm import Communicator
 
 # Positions that are told for each head and token.
 TOP = 8
+# The least weight, the mean over the heads, of which a request is told.
+LEAST = 0.002
 # Keys of another dtype than float32 that are widened at a time.
 _WIDENED = 1 << 16
 
@@ -42,14 +44,18 @@ class Sources(NamedTuple):
     weights: Tensor  # float32
 
     def merged(self) -> list[tuple[int, float]]:
-        """Return positions with their mean weight over the heads, largest first."""
+        """Return positions with their mean weight over the heads, largest first.
+
+        Those below `LEAST` are left out: there are many, and they come to nothing.
+        """
         found: dict[int, float] = {}
         count = len(self.positions)
         pairs = zip(self.positions.flatten().tolist(), self.weights.flatten().tolist(), strict=True)
         for position, weight in pairs:
             if weight > 0:
                 found[position] = found.get(position, 0.0) + weight / count
-        return sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+        kept = (pair for pair in found.items() if pair[1] >= LEAST)
+        return sorted(kept, key=lambda pair: (-pair[1], pair[0]))
 
 
 class _Head(NamedTuple):

@@ -139,7 +139,8 @@ def grid(
 @with_config_flags(SourcesConfig, leave_out=_NOT_SOURCES)
 def sources(config: SourcesConfig, out: Out) -> None:
     """See if an answer's sources hold what was asked for, at 50 places, and where there is none."""
-    from razor_dist.evals.needle.sources import SourcesReport, SourcesTask
+    from razor_dist.evals.needle.sources import SourcesTask
+    from razor_dist.evals.needle.sources_report import SourcesReport
     from razor_dist.evals.run_notes import write_json
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

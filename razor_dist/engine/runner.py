@@ -22,7 +22,13 @@ from razor_dist.attention.short_inputs import (
     exact_tables,
     step_inputs,
 )
-from razor_dist.attention.sources import QueryHeads, SourceHeads, Sources, SourceTracer, TracedContext
+from razor_dist.attention.sources import (
+    QueryHeads,
+    SourceHeads,
+    Sources,
+    SourceTracer,
+    TracedContext,
+)
 from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
 from razor_dist.config.memory import resident_bytes

@@ -147,7 +147,8 @@ class LiveChoices:
                         if trace is not None:
                             trace.add(message.get("sources", ()))
                             if piece.finish_reason is not None:
-                                choice.sources, choice.grounded = trace.sources()
+                                found = await asyncio.to_thread(trace.sources)
+                                choice.sources, choice.grounded = found
                         choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:

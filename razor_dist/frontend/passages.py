@@ -8,8 +8,9 @@ those in one sentence become a passage, in characters of the text as it was sent
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,11 @@ _CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
 _NEAR = 16
 
 
+# A passage: its part (-1 for token ids), begin and end; and what is none.
+Place = tuple[int, int, int]
+_NOWHERE: Place = (-1, -1, -1)
+
+
 class Part(NamedTuple):
     """A text that was sent, within the text that was tokenised."""
 
@@ -52,15 +58,13 @@ class PromptText:
     parts: Sequence[Part]
     ends: npt.NDArray[np.int32]  # [n], characters of the whole; 0 for a token without text
 
-    def locate(self, position: int) -> tuple[int, int] | None:
-        """Return the part and its character at which a token ends; None outside all parts."""
-        if position >= len(self.ends):
-            return None
+    def passage(self, position: int) -> Place:
+        """Return the sentence in which a token ends; `_NOWHERE` outside all parts."""
         at = int(self.ends[position]) - 1
         for index, part in enumerate(self.parts):
             if 0 <= at - part.begin < part.searched:
-                return index, at - part.begin
-        return None
+                return index, *sentence_around(part.text, at - part.begin, part.searched)
+        return _NOWHERE
 
     def to_wire(self) -> list[Any]:
         """Return what a message between processes can hold, for `from_wire`."""
@@ -74,62 +78,61 @@ class PromptText:
 
 @dataclass
 class Trace:
-    """What an answer's tokens attended to, added up; of a prompt of token ids without ``text``."""
+    """What an answer's tokens attended to; of a prompt of token ids without ``text``."""
 
     prompt: Tokens
     text: PromptText | None
     tokenizer: PreTrainedTokenizerBase | None
     most: int  # sources to return
-    weights: dict[int, float] = field(default_factory=dict)  # by position
-    tokens: int = 0
+    # Of each token but the first: positions, and the strongest heads' mean attention to them.
+    tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
 
-    def add(self, pairs: Iterable[tuple[int, float]]) -> None:
+    def add(self, pairs: Sequence[tuple[int, float]]) -> None:
         """Add what one token's message tells; the first token's tells nothing."""
-        told = False
-        for position, weight in pairs:
-            self.weights[position] = self.weights.get(position, 0.0) + weight
-            told = True
-        self.tokens += told
+        if pairs:
+            self.tokens.append(pairs)
 
     def sources(self) -> tuple[list[Source], float | None]:
-        """Return the sources, heaviest first, and how well they ground the answer."""
-        if not self.tokens:
-            return [], None
-        found = self._token_passages() if self.text is None else self._passages(self.text)
-        found = [replace(source, weight=source.weight / self.tokens) for source in found]
-        return found[: self.most], found[0].weight if found else 0.0
+        """Return the sources, heaviest first, and how well they ground the answer.
 
-    def _passages(self, text: PromptText) -> list[Source]:
-        found: dict[tuple[int, int, int], float] = {}
-        for position, weight in self.weights.items():
-            place = text.locate(position) if position >= SINKS else None
-            if place is not None:
-                index, at = place
-                part = text.parts[index]
-                key = (index, *sentence_around(part.text, at, part.searched))
-                found[key] = found.get(key, 0.0) + weight
-        ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-        return [
-            Source(begin, end, weight, text.parts[index].text[begin:end], text.parts[index].message)
-            for (index, begin, end), weight in ordered
-        ]
+        Both are shares of what was looked up: attention to anything but what is no source.
+        """
+        places = self._places({position for pairs in self.tokens for position, _ in pairs})
+        found: Counter[Place] = Counter()
+        looked_up = grounded = 0.0
+        for pairs in self.tokens:
+            own: Counter[Place] = Counter()
+            for position, weight in pairs:
+                own[places[position]] += weight
+            looked_up += max(0.0, 1.0 - own.pop(_NOWHERE, 0.0))
+            grounded += max(own.values(), default=0.0)
+            found += own
+        if not looked_up:
+            return [], 0.0 if self.tokens else None
+        ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))[: self.most]
+        sources = [self._source(at, weight / looked_up) for at, weight in ordered]
+        return sources, grounded / looked_up
 
-    def _token_passages(self) -> list[Source]:
-        """Return runs of near positions, counted in tokens."""
-        runs: list[list[int]] = []
-        for position in sorted(self.weights):
-            if SINKS <= position < len(self.prompt):
-                if runs and position - runs[-1][-1] <= _NEAR:
-                    runs[-1].append(position)
-                else:
-                    runs.append([position])
-        found = []
-        for run in runs:
-            own = self.prompt[run[0] : run[-1] + 1].tolist()
-            text = None if self.tokenizer is None else str(self.tokenizer.decode(own))
-            weight = sum(self.weights[position] for position in run)
-            found.append(Source(run[0], run[-1] + 1, weight, text))
-        return sorted(found, key=lambda source: (-source.weight, source.start))
+    def _places(self, positions: Iterable[int]) -> dict[int, Place]:
+        """Return each position's passage, `_NOWHERE` for what is no source."""
+        places = dict.fromkeys(positions, _NOWHERE)
+        mine = sorted(at for at in places if SINKS <= at < len(self.prompt))
+        if self.text is not None:
+            return places | {at: self.text.passage(at) for at in mine}
+        begins = [at for n, at in enumerate(mine) if not n or at - mine[n - 1] > _NEAR]
+        for begin, following in zip(begins, [*begins[1:], len(self.prompt)], strict=True):
+            run = [at for at in mine if begin <= at < following]
+            places |= dict.fromkeys(run, (-1, begin, run[-1] + 1))
+        return places
+
+    def _source(self, place: Place, weight: float) -> Source:
+        index, begin, end = place
+        if self.text is not None:
+            part = self.text.parts[index]
+            return Source(begin, end, weight, part.text[begin:end], part.message)
+        own = self.prompt[begin:end].tolist()
+        text = None if self.tokenizer is None else str(self.tokenizer.decode(own))
+        return Source(begin, end, weight, text)
 
 
 def conversation_parts(

@@ -43,9 +43,10 @@ def test_every_token_is_found_in_the_message_that_it_came_from(
         assert whole[part.begin : part.begin + len(part.text)] == part.text
     assert [part.message for part in text.parts] == [i for i, c in enumerate(contents) if c.strip()]
     everything = [part._replace(searched=len(part.text)) for part in text.parts]
-    found = {PromptText(everything, text.ends).locate(i) for i in range(len(ids))} - {None}
-    # Every character is the last of some token, or within one.
-    assert len(found) >= sum(len(c) > 0 for c in contents if c.strip())
+    for position, end in enumerate(text.ends):
+        index, begin, after = PromptText(everything, text.ends).passage(position)
+        if index >= 0:
+            assert begin <= end - 1 - everything[index].begin < after + 9  # or in the space behind
     assert PromptText.from_wire(text.to_wire()).parts == text.parts
 
 
@@ -113,8 +114,10 @@ def trace_of(text: str, pairs: list[tuple[int, float]], searched: int | None = N
 def test_what_is_no_source_is_left_out() -> None:
     text = "One is here. Two is there. Which?"
     pairs = [(0, 0.3), (SINKS, 0.1), (6, 0.1), (20, 0.2), (28, 0.2), (len(text) + 5, 0.1)]
-    sources, _ = trace_of(text, pairs, text.index("Which")).sources()
+    sources, grounded = trace_of(text, pairs, text.index("Which")).sources()
     assert [source.text for source in sources] == ["One is here.", "Two is there."]
+    assert [source.weight for source in sources] == [pytest.approx(0.5), pytest.approx(0.5)]
+    assert grounded == pytest.approx(0.5)
     assert all(text[s.start : s.end] == s.text for s in sources)
     assert trace_of(text, []).sources() == ([], None)
 
@@ -125,3 +128,13 @@ def test_token_ids_are_cut_into_runs() -> None:
     sources, _ = trace.sources()
     assert [(s.start, s.end) for s in sources] == [(30, 41), (80, 81)]
     assert all(source.text is None for source in sources)
+
+
+def test_every_token_may_come_from_another_passage() -> None:
+    text = "One is here. Two is there. Which?"
+    trace = trace_of(text, [(6, 0.8), (0, 0.2)])
+    trace.add([(0, 0.6), (20, 0.3), (8, 0.1)])
+    trace.add([(0, 1.0)])
+    sources, grounded = trace.sources()
+    assert [source.weight for source in sources] == [pytest.approx(0.75), pytest.approx(0.25)]
+    assert grounded == pytest.approx((0.8 + 0.3) / 1.2)
