@@ -8,7 +8,7 @@ those in one sentence become a passage, in characters of the text as it was sent
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -98,15 +98,16 @@ class Trace:
         Both are shares of what was looked up: attention to anything but what is no source.
         """
         places = self._places({position for pairs in self.tokens for position, _ in pairs})
-        found: Counter[Place] = Counter()
+        found: defaultdict[Place, float] = defaultdict(float)
         looked_up = grounded = 0.0
         for pairs in self.tokens:
-            own: Counter[Place] = Counter()
+            own: defaultdict[Place, float] = defaultdict(float)
             for position, weight in pairs:
                 own[places[position]] += weight
             looked_up += max(0.0, 1.0 - own.pop(_NOWHERE, 0.0))
             grounded += max(own.values(), default=0.0)
-            found += own
+            for place, weight in own.items():
+                found[place] += weight
         if not looked_up:
             return [], 0.0 if self.tokens else None
         ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))[: self.most]
