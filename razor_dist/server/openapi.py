@@ -32,6 +32,7 @@ _RANGES: dict[str, Json] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"minimum": 0.01, "maximum": 100},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "return_sources": {"minimum": 0, "maximum": MAX_SOURCES},
     "max_completion_tokens": {"minimum": 1, "maximum": _INT64},
     "max_output_tokens": {"minimum": 1, "maximum": _INT64},
     "seed": {"minimum": -(2**63), "maximum": _INT64},
