@@ -14,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.engine.logits import LogitsProcessors
-from razor_dist.engine.messages import Message, Tokens, answer_ids, as_tokens, error_message
+from razor_dist.engine.messages import (
+    Message,
+    Tokens,
+    answer_ids,
+    as_tokens,
+    error_message,
+    prompt_message,
+    token_message,
+)
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Sampled, sample
@@ -316,7 +324,7 @@ class EngineCore:
             return []
         if request.key in self.runner.prompt_logprobs:
             found = self.runner.prompt_logprobs[request.key]
-            messages.append(_prompt_message(request.id, first, found))
+            messages.append(prompt_message(request.id, first, found.tolist()))
         return [*messages, _progress_message(request, done, self._clock())]
 
     def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
@@ -357,18 +365,9 @@ class EngineCore:
         if finish is not None:
             self._answers += 1
             self._end(request)
-        message: Message = {
-            "t": "token",
-            "id": request.id,
-            "token": sampled.token,
-            "logprob": sampled.logprob,
-            "top": sampled.top,
-            "finish": finish,
-        }
-        if request.params.return_sources:
-            told = self.runner.sources.get(request.key)
-            message["sources"] = [] if told is None else told.merged()
-        return message
+        told = self.runner.sources.get(request.key)
+        found = sampled.token, sampled.logprob, sampled.top, finish
+        return token_message(request.id, *found, told and told.merged())
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params
@@ -446,13 +445,3 @@ def _progress_message(request: Request, processed: int, now: float) -> Message:
         "prefix": request.base,
         "seconds": now - request.began if processed > request.begin else 0.0,
     }
-
-
-def _prompt_message(request_id: str, first: bool, found: Tensor) -> Message:
-    """The ``prompt`` message of one chunk; the first chunk's begins with None for token 0."""
-    entries: list[Any] = [None] if first else []
-    for logprob, rank, *top in found.tolist():
-        half = len(top) // 2
-        pairs = zip(top[half:], top[:half], strict=True)
-        entries.append([logprob, int(rank), [[int(token), value] for token, value in pairs]])
-    return {"t": "prompt", "id": request_id, "logprobs": entries}

@@ -30,7 +30,7 @@ Engine to frontend
                   (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length"); with
                   ``return_sources`` also ``sources``: ``[[position, weight], ...]``, the mean
                   attention of the strongest heads to positions of the sequence, largest first,
-                  while the token was computed; empty for the first token
+                  while the token was computed; not for the first token
     ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
                   code "engine_error", failed by no fault of its own. With the ``id`` "" it is
                   about no request: the ranks cannot start and are not to be started again
@@ -98,6 +98,30 @@ def error_message(request_id: str, error: RazorError) -> Message:
         param, code = error.param, error.code
     fields = {"message": str(error), "param": param, "code": code}
     return {"t": "error", "id": request_id, **fields}
+
+
+def prompt_message(request_id: str, first: bool, rows: Sequence[Sequence[float]]) -> Message:
+    """The ``prompt`` message of one chunk; the first chunk's begins with None for token 0."""
+    entries: list[Any] = [None] if first else []
+    for logprob, rank, *top in rows:
+        half = len(top) // 2
+        pairs = zip(top[half:], top[:half], strict=True)
+        entries.append([logprob, int(rank), [[int(token), value] for token, value in pairs]])
+    return {"t": "prompt", "id": request_id, "logprobs": entries}
+
+
+def token_message(
+    request_id: str,
+    token: int,
+    logprob: float | None,
+    top: Sequence[Any],
+    finish: str | None,
+    sources: Sequence[tuple[int, float]] | None,
+) -> Message:
+    """The ``token`` message of one token; without ``sources`` nobody asked, or it is the first."""
+    found = {"token": token, "logprob": logprob, "top": top, "finish": finish}
+    told = {} if sources is None else {"sources": sources}
+    return {"t": "token", "id": request_id, **found, **told}
 
 
 def exception_of(message: Message) -> RequestError | EngineError:

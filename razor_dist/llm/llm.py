@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,12 +31,11 @@ from razor_dist.llm.generation import (
     params_for,
     prompts_of,
 )
+from razor_dist.llm.loop_thread import LoopThread
 from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import UseTqdm
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
-
-T = TypeVar("T")
 
 
 class LLM:
@@ -369,43 +366,6 @@ class LLM:
             )
             for prompt, p in zip(prompts, params, strict=True)
         ]
-
-
-class LoopThread:
-    """An event loop in a thread of its own, for callers that are not asynchronous."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        # A daemon: else the interpreter would wait for it before it runs the exit handlers.
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="razor-engine", daemon=True
-        )
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = self.submit(coroutine)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        async def last() -> None:
-            try:
-                await coroutine
-            finally:
-                self._loop.call_soon(self._loop.stop)
-
-        future = asyncio.run_coroutine_threadsafe(last(), self._loop)
-        # Garbage collection may end an LLM in this very thread, which cannot wait for itself.
-        if threading.current_thread() is not self._thread:
-            future.result()
-            self._thread.join()
-            self._loop.close()
 
 
 async def closed(outputs: AsyncGenerator[RequestOutput]) -> None:

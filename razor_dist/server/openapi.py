@@ -9,6 +9,7 @@ from razor_dist import __version__
 from razor_dist.engine.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
+    MAX_SOURCES,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,

@@ -1,0 +1,48 @@
+"""An event loop in a thread of its own, for callers that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines, for any thread, until it is finished."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        # A daemon: else the interpreter would wait for it before it runs the exit handlers.
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="razor-engine", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        async def last() -> None:
+            try:
+                await coroutine
+            finally:
+                self._loop.call_soon(self._loop.stop)
+
+        future = asyncio.run_coroutine_threadsafe(last(), self._loop)
+        # Garbage collection may end an LLM in this very thread, which cannot wait for itself.
+        if threading.current_thread() is not self._thread:
+            future.result()
+            self._thread.join()
+            self._loop.close()
