@@ -23,11 +23,13 @@ from razor_dist.frontend.outputs import Source
 # A sequence's first tokens, to which heads attend when they have nothing to look for.
 SINKS = 4
 _END, _CLOSING = ".!?\u3002\uff01\uff1f", "\"')\\]\u2019\u201d\u00bb"
-# Where a sentence ends, in a group, and the space after it. A line that goes on with a small letter
+# Where a sentence ends, in a group, and the space after it. A point before a small letter may be an
+# abbreviation's, unless it follows a longer word or a space. A line that goes on with a small letter
 # is a wrapped one.
 _BREAK = re.compile(
-    rf"([.!?][{_CLOSING}]*)\s+(?![a-z])|([\u3002\uff01\uff1f][{_CLOSING}]*)\s*"
-    r"|\s*\n\s*\n\s*|\s*\n(?!\s*[a-z])\s*"
+    rf"((?<=[^\W\d_]{{4}})[.!?][{_CLOSING}]*|(?<=\s)[.!?]"
+    rf"|[.!?][{_CLOSING}]*(?=\s+[^\sa-z]))\s+"
+    rf"|([\u3002\uff01\uff1f][{_CLOSING}]*)\s*|\s*\n\s*\n\s*|\s*\n(?!\s*[a-z])\s*"
 )
 _LONGEST = 1000  # characters of a sentence on each side of a token
 _PARAGRAPH = re.compile(r"\n\s*\n")

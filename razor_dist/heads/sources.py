@@ -32,8 +32,8 @@ def strongest_heads(head_map: HeadMap, count: int) -> list[tuple[int, int]]:
     """Return the retrieval heads' query heads of the largest scores, largest first.
 
     The score is that of induction if the map has it, else its first; a KV head's counts for all
-    query heads of its group. Nothing tells which is strongest in a map without scores: then all
-    of them are returned. Ties break by index.
+    query heads of its group. Of a map without scores they are those that it names as induction
+    heads, or else all: nothing tells which is strongest. Ties break by index.
     """
     group = head_map.group
     heads = [
@@ -49,4 +49,5 @@ def strongest_heads(head_map: HeadMap, count: int) -> list[tuple[int, int]]:
     if by_kv:
         table = next(iter(by_kv.values()))
         return sorted(heads, key=lambda at: -table[at[0]][at[1] // group])[:count]
-    return heads
+    named = head_map.selected.get("induction", ())
+    return [at for at in heads if at in named] or heads

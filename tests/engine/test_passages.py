@@ -82,7 +82,7 @@ def test_the_question_is_the_end(text: str, question: str) -> None:
 def test_sentences() -> None:
     text = (
         'He said: "Go! Now." Then e.g. nothing. A wrapped\nline goes on.\n\nA title\nA row 1.5 m\n'
-        "界の文。次の文。"
+        "界の文。次の文。 it ended. and so on . remember this"
     )
     found, at = [], 0
     while at < len(text):
@@ -98,6 +98,9 @@ def test_sentences() -> None:
         "A row 1.5 m",
         "界の文。",
         "次の文。",
+        "it ended.",
+        "and so on .",
+        "remember this",
     ]
     assert sentence_around("x" * 9000, 5000, 9000) == (4000, 6000)
 
