@@ -23,9 +23,9 @@ from razor_dist.frontend.outputs import Source
 # A sequence's first tokens, to which heads attend when they have nothing to look for.
 SINKS = 4
 _END, _CLOSING = ".!?\u3002\uff01\uff1f", "\"')\\]\u2019\u201d\u00bb"
-# Where a sentence ends, in a group, and the space after it. A point before a small letter may be an
-# abbreviation's, unless it follows a longer word or a space. A line that goes on with a small letter
-# is a wrapped one.
+# Where a sentence ends, in a group, and the space after it. A point before a small letter may be
+# an abbreviation's, unless it follows a longer word or a space. A line that goes on with a small
+# letter is a wrapped one.
 _BREAK = re.compile(
     rf"((?<=[^\W\d_]{{4}})[.!?][{_CLOSING}]*|(?<=\s)[.!?]"
     rf"|[.!?][{_CLOSING}]*(?=\s+[^\sa-z]))\s+"
