@@ -172,7 +172,7 @@ def test_a_book_is_read_once_and_asked_about_twice(reader: Reader, tmp_path: Pat
 
 def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
     fact = "The \U0001f3f0 castle fell at noon."
-    text = f"{STORY}\n\n\U0001f98a {fact} {STORY}"
+    text = f"{STORY}\n\n\U0001f98a!\n\n{fact} {STORY}"
     reader.add(("fox.txt", STORY.encode()), ("history \U0001f4dc.txt", text.encode()))
     expect(reader.pending.locator("li")).to_have_count(2)
     turn = reader.answered("When did it fall?")
