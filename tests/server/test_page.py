@@ -188,7 +188,7 @@ def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
     expect(lit).to_be_in_viewport()
     shown = window.get_by_role("region", name="Text of the document")
     expect(shown).to_be_focused()
-    assert shown.inner_text().replace("\n", "") == text.strip().replace("\n", "")
+    assert shown.inner_text().split() == text.split()
     reader.page.keyboard.press("Escape")
     expect(window).to_be_hidden()
     expect(button).to_be_focused()

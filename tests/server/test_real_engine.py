@@ -114,9 +114,9 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     messages[-1]["content"] += "\n\nWhat is the secret code of the castle?"
     asked = {"model": "smollm2", "temperature": 0, "max_tokens": 24}
 
-    def ask(**more: Any) -> Any:
-        extra = {"return_sources": 3, **more}
-        return client.chat.completions.create(messages=messages, **asked, extra_body=extra)
+    def ask(count: int = 3, **more: Any) -> Any:
+        extra = {"return_sources": count}
+        return client.chat.completions.create(messages=messages, **asked, **more, extra_body=extra)
 
     choice = ask().choices[0]
     assert "48213" in choice.message.content
@@ -139,7 +139,7 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     assert source["text"] == fact and prompt[source["start"] : source["end"]] == fact
     assert "message" not in source
     # Nothing is told where nobody asked, and nothing is known of an answer of one token.
-    assert not hasattr(ask(return_sources=0).choices[0], "sources")
+    assert not hasattr(ask(0).choices[0], "sources")
     single = client.completions.create(
         prompt="A", model="smollm2", max_tokens=1, extra_body={"return_sources": 1}
     )
