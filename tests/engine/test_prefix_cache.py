@@ -114,12 +114,12 @@ def alone(ranks: Ranks, path: Path, asks: tuple[Ask, ...], **changed: Any) -> An
     return ranks(1).run(serve, str(path), changed, plain)[0][0]
 
 
-def assert_alike(found: Answers, want: Answers) -> None:
+def assert_alike(found: Answers, want: Answers, tolerance: float = 1e-4) -> None:
     assert found.keys() == want.keys()
     for name, answer in want.items():
         assert [token for token, _ in found[name]] == [token for token, _ in answer], name
         got = [logprob for _, logprob in found[name]]
-        assert got == pytest.approx([logprob for _, logprob in answer], abs=1e-4), name
+        assert got == pytest.approx([logprob for _, logprob in answer], abs=tolerance), name
 
 
 def ids(*parts: tuple[int, int]) -> tuple[int, ...]:

@@ -111,15 +111,16 @@ def q(number: int, tokens: int = 12) -> Ask:
     return Ask(f"q{number}", ids((1, 150), (10 + number, tokens)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "kv"), [(1, "fp32"), (2, "bf16"), (4, "fp32")])
 def test_a_later_engine_begins_from_what_is_on_disk(
-    world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+    world: int, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
-    path, store = tiny("qwen2"), {"prefix_store": str(tmp_path)}
+    path, store = tiny("qwen2"), {"prefix_store": str(tmp_path), "kv_dtype": kv}
     before, after = (q(0),), (q(1), q(2, 90), Ask("turn", (*q(2, 90).ids, *ids((40, 9)))))
     first, second = ranks(world).run(lives, str(path), store, before, after)[0]
-    want = alone(ranks, path, before + after)
-    assert_alike(first[0] | second[0], want)
+    want = alone(ranks, path, before + after, kv_dtype=kv)
+    # What differs in the last bits before it is rounded to bf16 may differ in those after it.
+    assert_alike(first[0] | second[0], want, 1e-4 if kv == "fp32" else 5e-3)
     assert first[1] == {"q0": 0} and second[1] == {"q1": 150, "q2": 150, "turn": 240}
     stats = second[2]["disk"]
     assert (stats["hits"], stats["hit_tokens"], stats["failures"]) == (1, 150, 0)
@@ -210,9 +211,12 @@ def test_what_is_damaged_is_read_anew_and_healed(
         assert_alike(answers, want)
         assert cached["q0"] in ((0, 161) if how == "leave" else (0, 161, 150))
         assert cached["q1"] == 150
+    new = Ask("new", ids((6, 100)))
+    [(answers, cached, _)] = ranks(world).run(lives, str(path), store, (q(0), new))[0]
+    assert cached == {"q0": 161, "new": 0}
+    assert_alike({"q0": answers["q0"]}, {"q0": want["q0"]})
     [folder] = folders(tmp_path)
-    assert [check_node(path).end for path in node_folders(folder)]
-    assert not [p for p in folder.iterdir() if "." in p.name and p.name != "about.json"]
+    assert not list(folder.glob("*.new")) and not list(folder.glob("*.old"))
 
 
 def test_a_damaged_prefix_is_one_line_in_the_log(
@@ -294,7 +298,6 @@ def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
     bound=st.sampled_from([None, 2e-4]),
     part=st.sampled_from([2000, 1 << 20]),
     tail=st.sampled_from([0, 24]),
-    kv=st.sampled_from(["fp32", "bf16"]),
     seed=st.integers(0, 99),
 )
 def test_any_history_of_engines_is_answered_as_if_nothing_were_kept(
@@ -303,14 +306,13 @@ def test_any_history_of_engines_is_answered_as_if_nothing_were_kept(
     bound: float | None,
     part: int,
     tail: int,
-    kv: str,
     seed: int,
     ranks: Ranks,
     tiny: Tiny,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     path, store = tiny("llama"), tmp_path_factory.mktemp("store")
-    both = {"kv_dtype": kv, "prefix_tail_tokens": tail, "kv_tokens": 600}
+    both = {"prefix_tail_tokens": tail, "kv_tokens": 600}
     changed = {"prefix_store": str(store), "prefix_host_gb": host, "prefix_store_gb": bound}
     changed |= {"part_bytes": part, **both}
     for world, damage, asks in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -13,8 +14,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from razor_dist import LLM, SamplingParams
 from razor_dist.cache.store import check_node, folders, node_folders
 from razor_dist.cli import main
+from razor_dist.commands.prefill import page_text
+from razor_dist.evals.needle.documents import hide_words
+from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from tests.engine.test_prefix_cache import ids
 from tests.server.process import ServerProcess, alive, wait_until
 
@@ -93,3 +98,32 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     assert main(["store", "prune", str(store), "--max-gb", "0"]) == 0
     assert "0 prefixes are left" in capsys.readouterr().out
     assert not node_folders(folder)
+
+
+def test_documents_that_are_read_ahead_of_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_needle_model(tmp_path / "needle")
+    settings = {"max_model_len": 1200, "head_map": str(model / HEAD_MAP), "threads": 1}
+    flags = [part for name, value in settings.items() for part in (_flag(name), str(value))]
+    flags += ["--model", str(model), "--store", str(tmp_path / "store")]
+    text, [fact] = hide_words(900, [50])
+    (tmp_path / "one.txt").write_text(text)
+    (tmp_path / "long.txt").write_text(hide_words(1300, [50])[0])
+    files = [str(tmp_path / name) for name in ("one.txt", "long.txt")]
+    assert main(["prefill", *files, *flags]) == 1
+    told = capsys.readouterr()
+    assert "one.txt: " in told.out and "1 of 2 documents read" in told.out
+    assert "skipped" in told.err and "maximum context length is 1200" in told.err
+    assert main(["prefill", files[0], *flags]) == 0
+    [total, there] = re.findall(r"(\d+) tokens, (\d+) of them", capsys.readouterr().out)[0]
+    assert int(there) == int(total) - 1
+    asked = [{"role": "user", "content": page_text("one.txt", text) + fact.question}]
+    with LLM(str(model), **settings, prefix_store=str(tmp_path / "store")) as llm:
+        [output] = llm.chat(asked, SamplingParams(max_tokens=8, temperature=0))
+    assert fact.answer in output.outputs[0].text
+    assert output.num_cached_tokens >= 900
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
