@@ -258,14 +258,21 @@ class StreamingCache:
             self.write(rows, slot, at, *in_ring)
             self.put_tail(rows, slot, slot.tail_begin, window, *in_tail)
 
-    def fork(self, slot: StreamingSlot, length: int, total: int) -> StreamingSlot:
+    def fork(
+        self, slot: StreamingSlot, length: int, total: int, *, instead: bool = False
+    ) -> StreamingSlot:
         """Return a slot with room for ``total`` tokens that has seen the first ``length``.
 
-        The tail has what left the window after them (`Arena.least_cut`).
+        The tail has what left the window after them (`Arena.least_cut`). With ``instead``, it takes
+        the place of ``slot``, which is released: all of it is copied out first.
         """
+        states = ((rows, self.state(slot, rows, length)) for rows in self.batches(length))
+        copied = list(states) if instead else states
+        if instead:
+            self.release(slot)
         copy = self.allocate(total)
-        for rows in self.batches(length):
-            self.restore(copy, rows, self.state(slot, rows, length))
+        for rows, state in copied:
+            self.restore(copy, rows, state)
         return copy
 
     def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,14 +151,23 @@ class Admission:
         if hit is not None and self._promotes(request, hit):
             return []
         short, request.cached = request.short, 0
-        for source, holding in self._sources(request, hit):
+        for source, holding, instead in self._sources(request, hit):
             begin, end, total = request.begin, request.end, request.total
             stored, read = self._begun(holding, begin), self._read(request, holding)
             need = self.ledger.need(stored, begin, request.chunks_end, total)
+            if instead and holding is not None:
+                need = need - self.ledger.places(holding)
             each = self.ledger.need(read, end, end, total)  # fork when the prompt has been read
             evicting = self._make_room(need + len(request.siblings) * each, *_some(holding))
             if evicting is not None:
-                return [*evicting, self._open(request, hit, source, holding)]
+                if not instead:
+                    return [*evicting, self._open(request, hit, source, holding)]
+                evicting += self._forget(source)
+                opened = replace(self._open(request, hit, source, holding), instead=True)
+                assert self.prefix_cache is not None and holding is not None
+                self.prefix_cache.remove(source)
+                self.ledger.close(holding)
+                return [*evicting, opened]
             request.short, request.cached = short, 0
         return None
 
@@ -205,17 +215,25 @@ class Admission:
                 self.prefix_cache.grown(other.key, other.length)
         return self.prefix_cache.find(request.space, request.tokens, request.end - 1)
 
-    def _sources(self, request: Request, hit: Hit | None) -> Iterator[tuple[int, Holding | None]]:
-        """Stream what a request may continue, the best first; it is set to begin there."""
+    def _sources(
+        self, request: Request, hit: Hit | None
+    ) -> Iterator[tuple[int, Holding | None, bool]]:
+        """Stream what a request may continue, the best first; it is set to begin there.
+
+        True says that it takes its source's place: there may be no room beside it.
+        """
         prefix = request.prefix
         least = max(self.cache.page_size, request.base + 1)  # less is read as soon as copied
         if hit is not None and hit.entry is not None and hit.tokens >= least:
             request.cached = hit.tokens
             request.short = self._turns.is_short(request)
-            if not request.pinned or self._is_even(request, hit.entry.holding):
-                yield hit.entry.key, hit.entry.holding
+            held = hit.entry.holding
+            if not request.pinned or self._is_even(request, held):
+                yield hit.entry.key, held, False
+                if held.cached and held not in self._saved:
+                    yield hit.entry.key, held, True
         request.cached = 0
-        yield (0, None) if prefix is None else (prefix.key, prefix.holding)
+        yield (0, None, False) if prefix is None else (prefix.key, prefix.holding, False)
 
     def _is_even(self, request: Request, source: Holding) -> bool:
         """Tell if a pinned prefix takes of all ranks what `check` has counted for it."""
@@ -276,7 +294,9 @@ class Admission:
         stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
         # Room for the request as well, which then takes what it begins with from there.
         need = ledger.need_of(shard_lengths(chunks, end, size), end)
-        need = need + ledger.need(stored, found.tokens, request.end, request.total)
+        # It may take the place of what is loaded (`_sources`).
+        beside = ledger.need(stored, found.tokens, request.end, request.total)
+        need = np.maximum(need, need + beside - ledger.places_of(end))
         evicting = self._make_room(need)
         if evicting is None:
             return False

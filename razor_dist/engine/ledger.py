@@ -129,6 +129,17 @@ class Ledger:
             need[-1],
         )
 
+    def places(self, holding: Holding) -> Ints:
+        """Return the places of the arenas that a sequence has."""
+        none = np.zeros(self.world_size, np.int64)
+        pairs = zip(self.cache.arenas, holding.totals, strict=True)
+        return self._table(none, [arena.width(total) for arena, total in pairs], none)
+
+    def places_of(self, total: int) -> Ints:
+        """Return the places that a sequence of so many tokens takes."""
+        none = np.zeros(self.world_size, np.int64)
+        return self._table(none, [arena.width(total) for arena in self.cache.arenas], none)
+
     def need_of(self, sizes: Seq[int], total: int) -> Ints:
         """Return what a sequence takes that has so many tokens on each rank, ``total`` in all."""
         none = np.zeros(self.world_size, np.int64)

@@ -158,13 +158,15 @@ class ModelRunner:
             table=self.caches.pages.fork(source.table, mine, mine + new),
             shard_tokens=stored,
             streaming=tuple(
-                cache.fork(slot, cut, plan.total)
+                cache.fork(slot, cut, plan.total, instead=plan.instead)
                 for cache, slot in zip(self.caches.streaming, source.streaming, strict=True)
             ),
             length=cut,
             position_mark=source.position_mark,
             chunks=cut_chunks(source.chunks, cut),
         )
+        if plan.instead:
+            self.caches.pages.release(self.sequences.pop(plan.source).table)
         self._note_peak()
 
     def _keep(self, key: int) -> None:

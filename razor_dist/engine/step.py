@@ -92,6 +92,7 @@ class StepPlan:
     end: int = 0
     total: int = 0  # OPEN, FORK, LOAD: tokens to reserve, prompt and answer
     source: int = 0  # FORK: key of the sequence to copy
+    instead: bool = False  # FORK: its source ends, which nobody else uses
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
     # STEP: its pieces; SAVE and LOAD: with the first part, what to do.
@@ -148,7 +149,7 @@ class StepPlan:
             comm.broadcast(sent, "control")
             payload = sent.cpu()
         numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
-        numbers |= {"op": Op(numbers["op"])}
+        numbers |= {"op": Op(numbers["op"]), "instead": bool(numbers["instead"])}
         return cls(**numbers, payload=payload)
 
 

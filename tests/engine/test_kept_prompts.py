@@ -86,7 +86,17 @@ class PagesOnly:
                     ]
             case Op.FORK:
                 assert 0 < plan.begin <= self.lengths[plan.source]
+                if plan.instead:
+                    assert plan.source in self.cached
+                    for cache, slot in zip(self.streaming, self.slots[plan.source], strict=True):
+                        cache.release(slot)
                 self._take(plan, self.tables[plan.source], self.chunks[plan.source])
+                if plan.instead:
+                    self.slots[plan.source] = []
+                    for pool, table in zip(self.pools, self.tables.pop(plan.source), strict=True):
+                        pool.release(table)
+                    del self.lengths[plan.source], self.slots[plan.source]
+                    self.cached.discard(plan.source)
             case Op.KEEP:
                 assert plan.sequence not in self.scratch_tables
                 self.cached.add(plan.sequence)

@@ -207,6 +207,19 @@ def test_long_and_short_frequencies_are_kept_apart(ranks: Ranks, tiny: Tiny) -> 
 
 
 @pytest.mark.parametrize("world", [1, 2])
+def test_a_prompt_takes_the_place_of_what_it_continues(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    """In caches that hold one sequence there is no room for another beside it."""
+    path, one = tiny("llama"), {"max_num_seqs": 1, "max_model_len": 200}
+    asks = tuple(Ask(f"q{n}", ids((1, 150), (10 + n, 12))) for n in range(4))
+    answers, cached, stats = ranks(world).run(serve, str(path), one, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks, **one))
+    assert cached == {"q0": 0, "q1": 150, "q2": 150, "q3": 150}
+    assert stats["prefix_cache"]["evictions"] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_an_aborted_prompt_leaves_what_was_read(world: int, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     text = ids((1, 380))
