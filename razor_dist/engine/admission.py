@@ -225,13 +225,13 @@ class Admission:
         prefix = request.prefix
         least = max(self.cache.page_size, request.base + 1)  # less is read as soon as copied
         if hit is not None and hit.entry is not None and hit.tokens >= least:
-            request.cached = hit.tokens
-            request.short = self._turns.is_short(request)
             held = hit.entry.holding
-            if not request.pinned or self._is_even(request, held):
-                yield hit.entry.key, held, False
-                if held.cached and held not in self._saved:
-                    yield hit.entry.key, held, True
+            for instead in (False, True):
+                request.cached = hit.tokens
+                request.short = self._turns.is_short(request)
+                free = held.cached and held not in self._saved
+                if (free or not instead) and (not request.pinned or self._is_even(request, held)):
+                    yield hit.entry.key, held, instead
         request.cached = 0
         yield (0, None, False) if prefix is None else (prefix.key, prefix.holding, False)
 
