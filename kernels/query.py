@@ -41,7 +41,8 @@ class Query(NamedTuple):
         """Group a model's ``q`` ``[Hq, T, D]`` and slopes ``[Hq]`` by KV head."""
         if slopes is not None:
             slopes = slopes.unflatten(0, (kv_heads, -1))
-        return cls(q.unflatten(0, (kv_heads, -1)), scale, slopes)
+        group = len(q) // max(1, kv_heads)  # a rank may have no heads of a layer
+        return cls(q.unflatten(0, (kv_heads, group)), scale, slopes)
 
     @property
     def by_distance(self) -> bool:

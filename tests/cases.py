@@ -16,12 +16,16 @@ from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, Piece, StepPlan
-from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.tensor import TensorParallel, is_compact
 from razor_dist.parallel.zigzag import chunks
+
+# Models that compute a rank's part of short steps, as the last runner wants it.
+_SHARED: dict[str, TensorParallel] = {}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Case:
         Per layer and KV head, a streaming head's own window.
     tail : int
         Dropped tokens that streaming caches keep.
+    tensor : bool
+        Several ranks share short steps.
     """
 
     model: str
@@ -63,6 +69,7 @@ class Case:
     kv_dtype: torch.dtype = torch.float32
     windows: tuple[tuple[int | None, ...], ...] | None = None
     tail: int = 0
+    tensor: bool = False
 
 
 @functools.cache
@@ -86,7 +93,16 @@ def make_runner(
     n, total = len(case.prompt), len(case.prompt) + len(case.forced)
     longest = max(shard_sizes(0, n, total, comm.size))
     pages = (-(-longest // case.page_size) + 1) * sequences
-    layout = HeadLayout.from_decision(case.retrieval, torch.device(case.device), case.windows)
+    tensor, share = case.tensor and comm.size > 1, None
+    if case.model in _SHARED:
+        _SHARED.pop(case.model).remove()
+    if tensor:
+        share = HeadShare(comm.rank, comm.size, shape.group, is_compact(model))
+    layout = HeadLayout.from_decision(
+        case.retrieval, torch.device(case.device), case.windows, share
+    )
+    if tensor:
+        _SHARED[case.model] = TensorParallel(model, shape, layout, comm)
     policies = [case.policy.with_window(window) for window in layout.windows]
     cache = CacheConfig(
         tuple(Arena.of(policy, model.dtype, total, sequences, case.tail) for policy in policies),
@@ -98,7 +114,14 @@ def make_runner(
         case.kv_dtype,
     )
     return ModelRunner(
-        model, shape, layout, cache, comm, recorder=recorder, source_heads=source_heads
+        model,
+        shape,
+        layout,
+        cache,
+        comm,
+        recorder=recorder,
+        source_heads=source_heads,
+        tensor=_SHARED.get(case.model),
     )
 
 

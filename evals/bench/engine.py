@@ -34,7 +34,7 @@ from razor_dist.evals.bench.measure import (
     synchronize,
     take_turns,
 )
-from razor_dist.evals.bench.settings import EngineBenchSettings
+from razor_dist.evals.bench.settings import Decode, EngineBenchSettings
 from razor_dist.llm.llm import LLM
 from razor_dist.parallel.comm import Communicator
 
@@ -43,9 +43,11 @@ log = logging.getLogger(__name__)
 STOCK = "transformers generate (sdpa)"
 OWN = {attention: f"razor_dist, attention {attention}" for attention in ("razor", "full")}
 
+_MODES: tuple[Decode, ...] = ("replicated", "tensor")
+
 # Purposes of the bytes that are sent in each phase; the other counters stay at zero.
 _PREFILL = ("ring", "halo", "sinks", "compensation", "control")
-_DECODE = ("merge", "control")
+_DECODE = ("merge", "tensor", "control")
 
 
 def run(settings: EngineBenchSettings) -> BenchRecord:
@@ -154,13 +156,16 @@ def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], list[
 def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]:
     """Time our engine on ranks of this host, razor, then full attention, at every world size.
 
-    Razor's take turns, so that a busy machine slows them alike; full attention's run once, for
-    bytes, which `Timing.stats` has.
+    Razor's take turns, so that a busy machine slows them alike, with several ranks in both modes of
+    decoding; full attention's run once, for bytes, which `Timing.stats` has.
     """
     with ExitStack() as stack:
         llms = {
-            rank_name("razor", size): stack.enter_context(_llm(settings, "razor", size))
+            rank_name("razor", size, decode): stack.enter_context(
+                _llm(settings, "razor", size, decode)
+            )
             for size in settings.ranks
+            for decode in (_MODES if size > 1 else _MODES[:1])
         }
         engines = {name: _generate_with(llm) for name, llm in llms.items()}
         timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats)
@@ -175,12 +180,19 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
     return timings
 
 
-def rank_name(attention: str, world_size: int) -> str:
-    return f"{attention}, P={world_size}"
+def rank_name(attention: str, world_size: int, decode: Decode = "replicated") -> str:
+    name = f"{attention}, P={world_size}"
+    return name if decode == "replicated" else f"{name}, {decode}"
 
 
-def _llm(settings: EngineBenchSettings, attention: str, world_size: int) -> LLM:
-    return LLM(**settings.config(attention, world_size).model_dump(exclude_unset=True))
+def _llm(
+    settings: EngineBenchSettings,
+    attention: str,
+    world_size: int,
+    decode: Decode = "replicated",
+) -> LLM:
+    config = settings.config(attention, world_size, decode)
+    return LLM(**config.model_dump(exclude_unset=True))
 
 
 def _generate_with(llm: LLM) -> Generate:
@@ -224,7 +236,11 @@ def ratios(
     single: Mapping[str, Timing], parallel: Mapping[str, Timing], world_sizes: Sequence[int]
 ) -> list[Ratio]:
     """Return the comparisons that matter, with their bars: prefill's and decode's."""
-    bars: dict[Any, tuple[float | None, float | None]] = {"razor": (0.75, 0.6), (1, 8): (1.5, None)}
+    bars: dict[Any, tuple[float | None, float | None]] = {
+        "razor": (0.75, 0.6),
+        (1, 8): (1.5, None),
+        (1, 8, "tensor"): (1.5, 2.0),
+    }
     pairs: list[tuple[str, Timing, Timing, Any]] = [
         (f"{attention} / transformers", single[name], single[STOCK], attention)
         for attention, name in OWN.items()
@@ -234,6 +250,8 @@ def ratios(
     for size in others:
         many = parallel[rank_name("razor", size)]
         pairs.append((f"razor, P={size} / P={first}", many, one, (first, size)))
+        shared = parallel[rank_name("razor", size, "tensor")]
+        pairs.append((f"razor, P={size}, tensor / P={first}", shared, one, (first, size, "tensor")))
     return [
         Ratio(f"{phase}, {name}", value, bar, None if bar is None else value <= bar)
         for name, a, b, key in pairs

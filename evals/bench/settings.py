@@ -28,6 +28,7 @@ RECALLED_TOKENS = 320
 # Fields that name files to write.
 _FILES = ("json", "markdown", "plot", "answers")
 
+Decode = Literal["replicated", "tensor"]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")]
 NewTokens = Annotated[int, Option(min=2, help="Tokens generated after it.")]
 Repeats = Annotated[int, Option(min=1, help="Timed runs of each engine.")]
@@ -110,13 +111,16 @@ class EngineBenchSettings(FileBenchSettings):
     def ranks(self) -> tuple[int, ...]:
         return _sizes("world_sizes", self.world_sizes)
 
-    def config(self, attention: str, world_size: int = 1) -> EngineConfig:
+    def config(
+        self, attention: str, world_size: int = 1, decode: Decode = "replicated"
+    ) -> EngineConfig:
         """Return the engine's settings; those not named here have the model's defaults."""
         return build_config(
             EngineConfig,
             model=self.model,
             attention=attention,
             world_size=world_size,
+            decode=decode,
             threads=max(1, self.threads // world_size),
             prefix_cache=False,  # what is measured is read
         )

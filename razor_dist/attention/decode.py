@@ -8,7 +8,7 @@ from torch import Tensor
 
 from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import BlockTables, StepInputs
-from razor_dist.heads.layout import LayerHeads, StreamingGroup
+from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels.decode import Pages, Windows, implementation
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
@@ -32,10 +32,10 @@ class DecodeContext:
             caches.pages.positions.index_copy_(0, inputs.at, inputs.position)
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        heads, q = self.caches.layout.layers[layer], query.q
+        heads, q = self.caches.layout.short[layer], query.q
         kv_heads, group, tokens, dim = q.shape
         out = q.new_empty(tokens, kv_heads, group, dim)
-        pages = self._pages(heads) if len(heads.retrieval) else None
+        pages = self._pages(heads) if heads.retrieval else None
         pack = pages is not None and self.comm.size > 1
         found = None
         for order, windows in self._windows(heads):
@@ -46,9 +46,10 @@ class DecodeContext:
                 gathered = self.comm.all_gather(found, "merge")
                 self._kernels.merge_ranks(gathered, order, out)
             pages, pack = None, False  # the first launch has had them
-        return out.flatten(1, 2)
+        results = out.flatten(1, 2)
+        return results if heads.projected is None else results.index_select(1, heads.projected)
 
-    def _pages(self, heads: LayerHeads) -> Pages:
+    def _pages(self, heads: ShortHeads) -> Pages:
         pool, inputs, rows = self.caches.pages, self._inputs, heads.retrieval_rows
         return Pages(
             pool.k[rows],
@@ -61,10 +62,10 @@ class DecodeContext:
             pool.positions,
         )
 
-    def _windows(self, heads: LayerHeads) -> Iterator[tuple[Tensor, Windows | None]]:
+    def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
         """Yield the streaming heads window by window, the first with the retrieval heads."""
         split = len(heads.retrieval)
-        if not heads.groups:
+        if not heads.groups and heads.retrieval:
             yield heads.order, None
         for number, group in enumerate(heads.groups):
             begin = split + group.part.start if number else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from razor_dist.attention.streaming_prefill import StreamingChunk, StreamingTransfers
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import Sequence, shard_positions
+from razor_dist.cache.sequence import Sequence, SharedWindow, shard_positions
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
 from razor_dist.kernels.query import Query
@@ -84,11 +85,21 @@ class PrefillContext:
         self._earlier_positions: dict[bool, list[Tensor]] = {}
         self._device = caches.pages.k.device
         windows = sequence.window or [{} for _ in caches.streaming]
+        shared: Seq[SharedWindow | None] = sequence.shared or [None for _ in caches.streaming]
+        each = zip(caches.streaming, sequence.streaming, windows, shared, strict=True)
         self._streaming = [
-            StreamingChunk(comm, cache, slot, sequence, window, chunk, exact=self.exact, last=last)
-            for cache, slot, window in zip(
-                caches.streaming, sequence.streaming, windows, strict=True
+            StreamingChunk(
+                comm,
+                cache,
+                slot,
+                sequence,
+                window,
+                chunk,
+                exact=self.exact,
+                last=last,
+                shared=of_all,
             )
+            for cache, slot, window, of_all in each
         ]
 
     def _slots_of(self, pool: PagePool, table: PageTable) -> tuple[list, list]:
@@ -126,7 +137,7 @@ class PrefillContext:
             streaming = query.heads(heads.streaming_index)
             for group, transfer in zip(heads.groups, transfers, strict=True):
                 found = self._streaming[group.index].finish(
-                    layer, group.rows, streaming.heads(group.part), transfer
+                    layer, group, streaming.heads(group.part), transfer
                 )
                 if found is not None:
                     out_KGTD[heads.streaming[group.part]] = found.to(dtype)
@@ -171,7 +182,7 @@ class PrefillContext:
                         stored.append(KVPiece(at, pool.k[rows, a:b], pool.v[rows, a:b]))
                         done += b - a
         chunk = self._streaming[group.index]
-        return chunk.start(layer, group.rows, stored, k[group.part], v[group.part])
+        return chunk.start(layer, group, stored, k[group.part], v[group.part])
 
     @property
     def positions(self) -> Tensor:
@@ -194,7 +205,7 @@ class PrefillContext:
         if not self.exact:
             sequence.window = None if self.last else window
         if self.last:
-            sequence.done = []
+            sequence.done, sequence.shared = [], None
             if sequence.scratch is not None:
                 assert self.caches.scratch is not None
                 self.caches.scratch.release(sequence.scratch)

@@ -20,7 +20,7 @@ from razor_dist.attention.streaming_prefill import StreamingChunk
 from razor_dist.cache.pages import Segments
 from razor_dist.cache.sequence import Sequence, owned_tokens, shard_sizes
 from razor_dist.cache.streaming import StreamingCache
-from razor_dist.heads.layout import LayerHeads, StreamingGroup
+from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels import Partial, merge, merge_stacked
 from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.query import Keys, Query
@@ -86,8 +86,7 @@ class PromptPiece:
     ) -> Tensor:
         """Attention of the streaming heads of one window: float32 ``[K, G, T, D]``."""
         chunk = self._streaming[group.index]
-        transfers = chunk.start(layer, group.rows, [], k, v)
-        found = chunk.finish(layer, group.rows, query, transfers)
+        found = chunk.finish(layer, group, query, chunk.start(layer, group, [], k, v))
         return self.own(query, k, v).out.float() if found is None else found
 
     def finish(self) -> None:
@@ -104,10 +103,10 @@ class PromptPiece:
 class ShortContext:
     """`AttentionContext` of what all ranks compute in one step.
 
-    Streaming heads are computed on every rank from the replicated cache, without traffic. Retrieval
-    heads attend to each rank's shard; one all-gather per layer carries ``out`` and ``lse``, packed
-    together. A layer without retrieval heads makes no collective at all, nor does a step that only
-    begins prompts.
+    Streaming heads are computed from the rank's cache, without traffic: all of them on every rank,
+    or in tensor mode those that the rank keeps. Retrieval heads attend to each rank's shard; one
+    all-gather per layer carries ``out`` and ``lse``, packed together. A layer without retrieval
+    heads makes no such collective, nor does a step that only begins prompts.
 
     The step's first tokens are one of a sequence each, with its extent in ``extents`` and its
     numbers in ``inputs``, which is on the caches' device; those of ``pieces`` follow.
@@ -148,22 +147,27 @@ class ShortContext:
         ]
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        heads = self.caches.layout.layers[layer]
+        heads = self.caches.layout.short[layer]
         k, v = self.caches.stored(k, v)
         if query.by_distance and self._distances is None:
             self._distances = self._measure(query.q.dtype)
         parts = []
-        if len(heads.retrieval):
+        if heads.retrieval:
             of = heads.retrieval_index
-            parts.append(self._retrieval(heads, query.heads(of), k[of], v[of]))
-        if len(heads.streaming):
+            found = self._retrieval(heads, query.heads(of), k[of], v[of])
+            parts.append(found if heads.taken is None else found.flatten(0, 1)[heads.taken])
+        if heads.streaming:
             of = heads.streaming_index
-            parts.append(self._streaming(layer, heads, query.heads(of), k[of], v[of]))
-        if len(parts) == 1 and len(heads.groups) <= 1:
-            (out_KGTD,) = parts
-        else:
-            out_KGTD = torch.cat(parts)[heads.inverse]
-        return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2).to(query.q.dtype)
+            found = self._streaming(layer, heads, query.heads(of), k[of], v[of])
+            parts.append(found if heads.taken is None else found.flatten(0, 1))
+        if not parts:  # of this layer the rank has no head
+            return query.q.new_empty(query.q.shape[2], 0, query.q.shape[3])
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if heads.inverse is not None:
+            out = out[heads.inverse]
+        if heads.taken is None:
+            out = out.flatten(0, 1)
+        return out.transpose(0, 1).to(query.q.dtype)
 
     def _measure(self, dtype: torch.dtype) -> _Distances:
         """Note where the new tokens stand; return how far from them is all that is read."""
@@ -181,7 +185,7 @@ class ShortContext:
         return _Distances(measured(self._by_slot(StreamingCache.distance)), measured(segments))
 
     def _streaming(
-        self, layer: int, heads: LayerHeads, query: Query, k: Tensor, v: Tensor
+        self, layer: int, heads: ShortHeads, query: Query, k: Tensor, v: Tensor
     ) -> Tensor:
         outs = []
         for group in heads.groups:
@@ -204,7 +208,7 @@ class ShortContext:
             batch.append((slice(t, t + 1), [Keys(*seen, self._biases[t][group.index], where)]))
         return query.attend_each(batch).out.float()
 
-    def _retrieval(self, heads: LayerHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
+    def _retrieval(self, heads: ShortHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
         pages, rows, first = self.caches.pages, heads.retrieval_rows, len(self._extents)
         batch: list[tuple[slice, Iterator[Keys]]] = []
         if first:

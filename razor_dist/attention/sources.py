@@ -60,7 +60,7 @@ class Sources(NamedTuple):
 
 class _Head(NamedTuple):
     row: int  # of its keys in the page pool
-    kv: int  # its KV head
+    kv: int  # its KV head, among those that the model hands to attention
     group: int  # its number among that head's query heads
     place: int  # its number among all that are asked
 
@@ -72,9 +72,10 @@ class SourceHeads:
         self.count = len(heads)
         self.by_layer: dict[int, list[_Head]] = {}
         for place, (layer, head) in enumerate(heads):
-            of = layout.layers[layer]
-            row = of.retrieval_rows.start + of.retrieval.tolist().index(head // group)
-            found = _Head(row, head // group, head % group, place)
+            of = layout.short[layer]
+            number = of.retrieval.index(head // group)
+            row = of.retrieval_rows.start + number
+            found = _Head(row, int(of.order[number]), head % group, place)
             self.by_layer.setdefault(layer, []).append(found)
 
 
@@ -99,7 +100,7 @@ class SourceTracer:
     def look(self, layer: int, query: Query) -> None:
         """Score the keys of one layer, those of the new tokens among them.
 
-        The step's single tokens are the first of ``query``, which is of all heads.
+        The step's single tokens are the first of ``query``, which is of all retrieval heads.
         """
         for head in self._heads.by_layer.get(layer, ()):
             for index, (t, sequence) in enumerate(self._tokens):

@@ -53,10 +53,12 @@ class WindowPlan:
     halo: Exchange
     sinks: Exchange
     new_sinks: Interval  # sinks among the chunk's tokens
-    # Positions to store in the replicated cache at the prompt's end, those of its tail before
-    # those of the window.
+    # Positions to store in the streaming cache at the prompt's end, those of its tail before those
+    # of the window.
     window: Interval | None
     keep: int  # where the window of the next query begins; earlier tokens are in the sums
+    # In tensor mode: brings them to the ranks that keep them, each for heads of its own.
+    handover: Exchange | None = None
 
     @property
     def changes_sums(self) -> bool:
@@ -73,12 +75,14 @@ def plan_window(
     held: Sequence[tuple[Interval, int]],
     last: bool,
     tail: int = 0,
+    shared: bool = False,
 ) -> WindowPlan:
     """Plan one chunk with local prefill; ``last`` says that the prompt ends with it.
 
     The compensation sums cover ``[N0, base)`` when the chunk begins. ``held`` names the ranks that
     hold parts of ``[base - tail, chunk.begin)``; it is empty if every rank holds all of it. At the
-    end every rank keeps ``tail`` tokens more than the window has.
+    end every rank keeps ``tail`` tokens more than the window has: for all heads, unless these are
+    ``shared`` out.
     """
     sinks = policy.sinks
     # Sinks are kept for good: a window, and what is dropped, begin after them.
@@ -88,7 +92,8 @@ def plan_window(
 
     window = _stored(sinks, next_start, chunk.end, tail) if last else None
     # At a prompt's end every rank wants the window, which decode reads without traffic.
-    wants: list[list[Interval]] = [[window] if window else [] for _ in range(chunk.world_size)]
+    at_end = [[window] if window else [] for _ in range(chunk.world_size)]
+    wants: list[list[Interval]] = [[] if shared else list(want) for want in at_end]
     for owner in range(chunk.world_size):
         for index in chunk.indices(owner):
             if len(chunk.shards[index]):
@@ -114,6 +119,7 @@ def plan_window(
         *_plan_sinks(sinks, chunk, own, rank),
         window,
         next_start,
+        Exchange([*held, *own], at_end, rank) if shared and last else None,
     )
 
 
@@ -122,7 +128,12 @@ def _stored(sinks: int, start: int, end: int, tail: int) -> Interval:
 
 
 def plan_compression(
-    policy: StreamingPolicy, done: Sequence[Chunk], rank: int, tail: int = 0
+    policy: StreamingPolicy,
+    done: Sequence[Chunk],
+    rank: int,
+    tail: int = 0,
+    *,
+    shared: bool = False,
 ) -> WindowPlan:
     """Plan the end of an exact prefill: sinks, sums and window of all chunks of the prompt."""
     world_size, end = done[-1].world_size, done[-1].end
@@ -130,13 +141,15 @@ def plan_compression(
     window = _stored(policy.sinks, next_start, end, tail)
     whole = Chunk(done[0].begin, end, world_size)
     held = holdings(done, whole.span)
+    windows, nothing = Exchange(held, [[window]] * world_size, rank), Exchange([], [], rank)
     return WindowPlan(
         [policy.sinks, next_start],
         [],
-        Exchange(held, [[window]] * world_size, rank),
+        nothing if shared else windows,
         *_plan_sinks(policy.sinks, whole, held, rank),
         window,
         next_start,
+        windows if shared else None,
     )
 
 

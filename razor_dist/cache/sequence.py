@@ -9,9 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from razor_dist.cache.pages import PageTable
-from razor_dist.cache.streaming import StreamingSlot
+from razor_dist.cache.streaming import SinksAndSums, StreamingSlot
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval
+
+
+@dataclass(frozen=True)
+class SharedWindow:
+    """What every rank has of all heads of one window while a prompt is read, in tensor mode."""
+
+    fixed: SinksAndSums
+    held: list[tuple[Interval, int]]  # the window before the prompt, and the ranks that hold it
 
 
 @dataclass
@@ -21,14 +29,16 @@ class Sequence:
     total: int  # tokens, prompt and answer, that its caches were reserved for
     table: PageTable  # this rank's shard of the retrieval heads' keys and values
     shard_tokens: list[int]  # length of every rank's shard
-    # The streaming heads' caches, one for each of `razor_dist.heads.layout.HeadLayout.windows`,
-    # the same on every rank once a prompt is prefilled.
+    # The streaming heads' caches, one for each of `razor_dist.heads.layout.HeadLayout.windows`.
+    # They have the window once a prompt is prefilled.
     streaming: tuple[StreamingSlot, ...]
     # With exact prefill, the streaming heads' full keys and values until the prompt ends.
     scratch: PageTable | None = None
     # Between two chunks: for each cache of ``streaming``, by layer, this rank's own part of the
-    # window. None when the window is replicated in ``streaming``.
+    # window. None when the window is in ``streaming``.
     window: list[dict[int, list[KVPiece]]] | None = None
+    # In tensor mode, and then only: for each cache of ``streaming``.
+    shared: list[SharedWindow] | None = None
     done: list[Chunk] = field(default_factory=list)  # of the prompt that is being prefilled
     # All chunks, of a prompt that it was forked from as well. What is in none of them was computed
     # whole by all ranks.

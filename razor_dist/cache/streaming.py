@@ -1,4 +1,4 @@
-"""The small replicated cache of the streaming heads that share a window.
+"""The small cache of the streaming heads that share a window: of all, or of those a rank keeps.
 
 A sequence's slot holds, for each of these KV heads, of every layer, ``E + N0 + capacity`` keys and
 values, where ``capacity`` covers the longest window that the sequence can come to have::
@@ -109,6 +109,18 @@ class StreamingSlot:
     tail_begin: int = 0
     finite: int = 0  # places that have been cleared or written: no more are read
     cached: bool = False  # nobody uses it now: it may be evicted
+
+
+@dataclass(frozen=True)
+class SinksAndSums:
+    """What one sequence's heads see beside their windows, while a prompt is read in chunks."""
+
+    k: Tensor  # [K, N0, D]: the sinks; those not yet reached may hold anything
+    v: Tensor
+    sums: Tensor  # float32 [2, K, D]: of the dropped keys and values
+
+    def heads(self, index: slice) -> SinksAndSums:
+        return SinksAndSums(self.k[index], self.v[index], self.sums[:, index])
 
 
 class StreamingCache:
@@ -385,6 +397,16 @@ class StreamingCache:
         """Keys and values ``[K, N0, D]`` of the first tokens; views."""
         k, v = self.view(rows, slot, self.width(slot, 0))
         return k[:, self.entries :], v[:, self.entries :]
+
+    def sinks_and_sums(self, slot: StreamingSlot) -> SinksAndSums:
+        """A slot's own, as views, until another slot is allocated."""
+        return SinksAndSums(*self.sinks(self.rows, slot), self.sums[:, :, slot.index])
+
+    def load(self, rows: slice, slot: StreamingSlot, found: SinksAndSums) -> None:
+        """Take sinks and sums over from where a prompt was read."""
+        for store, new in zip(self.sinks(rows, slot), (found.k, found.v), strict=True):
+            store.copy_(new)
+        self.sums[:, rows, slot.index] = found.sums
 
     def drop(self, slot: StreamingSlot, end: int) -> None:
         """Move the window's tokens before position ``end`` to sums and tail, in all layers."""

@@ -79,6 +79,11 @@ class EngineConfig(BaseModel):
     weights: Literal["replicated", "zero3", "zero3-offload"] = _ranks(
         "replicated", "zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory."
     )
+    decode: Literal["replicated", "tensor", "auto"] = _ranks(
+        "replicated",
+        "Answers and short prompts: every rank computes all of them, or its share (tensor); auto: "
+        "what is faster.",
+    )
     max_model_len: Size | None = _model(
         None, "Tokens of prompt and answer together; none: the model's own.", ge=1
     )

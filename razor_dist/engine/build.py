@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.attention.sources import QueryHeads
@@ -28,6 +27,7 @@ from razor_dist.engine.capacity import (
     free_memory,
 )
 from razor_dist.engine.core import EngineCore
+from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import cuda_recorder
 from razor_dist.engine.nodes import Tier
@@ -36,10 +36,8 @@ from razor_dist.engine.tiers import Tiers
 from razor_dist.engine.transfer import PART_BYTES, Transfers
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
-from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.sources import source_heads
-from razor_dist.kernels.query import Query
 from razor_dist.models.loader import (
     dtype_name,
     eos_token_ids,
@@ -156,24 +154,18 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
     return engine
 
 
-class _NoAttention:
-    """An `AttentionContext` that attends to nothing."""
-
-    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        return torch.zeros_like(query.q).flatten(0, 1).transpose(0, 1)
-
-
 @torch.inference_mode()
 def check_model(model: PreTrainedModel, name: str) -> None:
     """Run one token through a model; `ModelError` if its attention is not one we compute."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    shape = ModelShape.from_config(model.config)
     try:
         model(
             input_ids=token,
             position_ids=token,
             use_cache=False,
             logits_to_keep=1,
-            attention_context=_NoAttention(),
+            attention_context=NoAttention([shape.query_heads] * shape.layers),
         )
     except NotImplementedError as error:
         raise ModelError(f"{name} cannot be served: {error}") from error
@@ -205,7 +197,8 @@ def make_engine(
     if comm.rank == 0:
         warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
-    layout = HeadLayout.from_decision(retrieval, device, windows)
+    recorder = cuda_recorder(config, comm, device)
+    layout, tensor = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
     chunked_prefill_size = chunk_length(
         config, shape, layout.windows, max_model_len, comm.size, device
     )
@@ -214,9 +207,10 @@ def make_engine(
     cache = cache_config(
         config, shape, layout, max_model_len, comm.size, dtype, kv_dtype, room=room
     )
-    recorder = cuda_recorder(config, comm, device)
     try:
-        runner = ModelRunner(model, shape, layout, cache, comm, ring, recorder, source_heads)
+        runner = ModelRunner(
+            model, shape, layout, cache, comm, ring, recorder, source_heads, tensor
+        )
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError on cuda, an allocator's error on CPU, numpy's
         if isinstance(error, RuntimeError) and "memory" not in str(error):
@@ -255,6 +249,7 @@ def make_engine(
         "eos_token_ids": list(eos_token_ids),
         "attention": config.attention,
         "prefill": config.prefill,
+        "decode": runner.decode,
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
         "source_heads": len(source_heads),
         "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,

@@ -151,13 +151,16 @@ def cache_config(
             dtype=kv_dtype,
             max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
             page_bytes=layout.retrieval_rows * config.page_size * token,
-            place_bytes=tuple(rows * token for rows in layout.rows),
+            place_bytes=tuple(rows * token for rows in layout.most_rows),
         )
 
     if room == math.inf:
         return room_for(config.max_num_seqs)
     one, two = (
-        new_caches(layout, shape, room_for(n), torch.device("meta")).reserved_bytes for n in (1, 2)
+        new_caches(
+            layout, shape, room_for(n), torch.device("meta"), rows=layout.most_rows
+        ).reserved_bytes
+        for n in (1, 2)
     )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
@@ -173,8 +176,13 @@ def new_caches(
     shape: ModelShape,
     cache: CacheConfig,
     device: torch.device,
+    *,
+    rows: Sequence[int] | None = None,
 ) -> Caches:
-    """A rank's empty caches on ``device``."""
+    """A rank's empty caches on ``device``.
+
+    ``rows``, by default the layout's, are the heads in each streaming cache.
+    """
     size, dim = cache.page_size, shape.head_dim
     new_pool = partial(PagePool, dtype=cache.dtype, device=device)
     scratch = None
@@ -184,14 +192,14 @@ def new_caches(
     streaming = tuple(
         # Two more than are held: a copy is made before another one goes, and one may be loaded.
         StreamingCache(
-            rows,
+            heads,
             cache.max_sequences + cache.max_cached + 2,
             arena,
             dim,
             dtype=cache.dtype,
             device=device,
         )
-        for rows, arena in zip(layout.rows, cache.arenas, strict=True)
+        for heads, arena in zip(rows or layout.rows, cache.arenas, strict=True)
     )
     return Caches(layout, pages, streaming, scratch)
 

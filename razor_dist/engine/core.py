@@ -71,7 +71,8 @@ class EngineCore:
         self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        turns = Turns(max_step, runner.comm.size, by_priority=by_priority)
+        shared = runner.decode == "tensor"
+        turns = Turns(max_step, runner.comm.size, by_priority=by_priority, shared=shared)
         # What continues an exactly read prompt is not read exactly: its logits would be others.
         share = prefix_cache and not runner.config.scratch_pages
         self.scheduler = Scheduler(runner.config, runner.comm.size, turns, share=share)
@@ -426,6 +427,7 @@ class EngineCore:
             "cpu_us_per_rank": cpu,
             "bytes_sent": {p: sum(per_rank) for p, per_rank in zip(PURPOSES, sent, strict=True)},
             "bytes_sent_per_rank": [sum(row) for row in zip(*sent, strict=True)],
+            "decode": self.runner.decode,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

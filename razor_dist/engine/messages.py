@@ -17,8 +17,9 @@ Engine to frontend
     ``alive``     ``pid`` of rank 0, ``seconds_left`` (estimated, until all requests that it has are
                   answered); every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
-                  prefill, retrieval_fraction (of KV heads), source_heads (those that tell where
-                  answers come from), kv_reserved_bytes_per_rank
+                  prefill, decode ("replicated" or "tensor"), retrieval_fraction (of KV heads),
+                  source_heads (those that tell where answers come from),
+                  kv_reserved_bytes_per_rank
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
                   ``prefix`` (those of a ``prefix``), ``cached`` (those that were in the caches,
                   of a ``prefix`` or not), ``seconds`` since its first chunk began. The
@@ -38,9 +39,9 @@ Engine to frontend
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
                   ``prefix_cache`` (``queries`` of prompts, ``hits``, their ``query_tokens`` and
                   ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``),
-                  ``running``, ``waiting``, ``peak_kv_bytes_per_rank`` and
-                  ``peak_rss_per_rank`` (highest since start), ``cpu_us_per_rank`` (microseconds
-                  of CPU since start),
+                  ``decode`` (as in ``info``), ``running``, ``waiting``,
+                  ``peak_kv_bytes_per_rank`` and ``peak_rss_per_rank`` (highest since start),
+                  ``cpu_us_per_rank`` (microseconds of CPU since start),
                   ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise),
                   ``retrieval_kv_bytes_per_rank`` (of ``kv_bytes_per_rank`` those of retrieval
                   heads), ``step_seconds`` {"prefill" and "decode": `StepSeconds.fields`}

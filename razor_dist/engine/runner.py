@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence as Seq
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from razor_dist.attention.decode import DecodeContext
 from razor_dist.attention.prefill import PrefillContext
+from razor_dist.attention.shared_window import share_windows
 from razor_dist.attention.short import PromptPiece, ShortContext
 from razor_dist.attention.short_inputs import (
     BlockTables,
@@ -44,6 +46,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
+from razor_dist.parallel.tensor import TensorParallel
 from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)
@@ -54,7 +57,8 @@ class ModelRunner:
 
     ``model`` is loaded with our attention implementation. ``recorder`` records decode steps for
     replay; without it they run one operation at a time. ``source_heads`` are asked where answers
-    come from; steps in which they are, are never replayed.
+    come from; steps in which they are, are never replayed. With ``tensor``, whose layout it is, the
+    ranks share short steps.
     """
 
     def __init__(
@@ -67,9 +71,11 @@ class ModelRunner:
         ring: RingAttention = ring_attention,
         recorder: Recorder | None = None,
         source_heads: QueryHeads = (),
+        tensor: TensorParallel | None = None,
     ) -> None:
         self.model, self.shape, self.comm, self.config = model, shape, comm, cache
-        self._ring = ring
+        self._ring, self._tensor = ring, tensor
+        self.decode = "replicated" if tensor is None else "tensor"
         self.device = next(model.parameters()).device
         self.caches = new_caches(layout, shape, cache, self.device)
         self._nothing = self._integers([])
@@ -221,6 +227,17 @@ class ModelRunner:
         )
         return output.logits[0].float()
 
+    def _short_forward(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor | int
+    ) -> Tensor:
+        """`_forward` of a short step: logits on rank 0, none on the others."""
+        if self._tensor is None:
+            keep = keep if self.comm.rank == 0 else self._nothing
+            return self._forward(ids, positions, context, keep)
+        with self._tensor.sharing():
+            logits = self._forward(ids, positions, context, keep)
+        return self._tensor.gather_logits(logits)
+
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
@@ -234,6 +251,7 @@ class ModelRunner:
         for sequence, piece in found[len(single) :]:
             tokens = piece.tokens.to(self.device)
             if piece.sharded:
+                share_windows(self.comm, self.caches, sequence)
                 at = Chunk(sequence.length, sequence.length + len(tokens), self.comm.size)
                 prefill = PrefillContext(
                     self.comm, self.caches, sequence, at, last=piece.last, ring=self._ring
@@ -254,7 +272,9 @@ class ModelRunner:
             logits = self.graphs.run(sequences, inputs)
         else:
             on_device = StepInputs.of(inputs.to(self.device))
-            if self._batched and not (wholes or chunks):
+            if self._tensor is not None:
+                logits = self._shared_logits(sequences, on_device, wholes, chunks)
+            elif self._batched and not (wholes or chunks):
                 tables = exact_tables(self.comm, self.caches, sequences, len(sequences))
                 logits = self.step_logits(on_device, tables)
             else:
@@ -273,8 +293,33 @@ class ModelRunner:
     def step_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
         """Logits ``[n, V]`` after one token of n sequences; only rank 0, which samples, has any."""
         context = DecodeContext(self.comm, self.caches, inputs, tables)
-        keep = 0 if self.comm.rank == 0 else self._nothing
-        return self._forward(inputs.token, inputs.model_position, context, keep)
+        return self._short_forward(inputs.token, inputs.model_position, context, 0)
+
+    def _shared_logits(
+        self,
+        sequences: Seq[Sequence],
+        inputs: StepInputs,
+        wholes: Seq[PromptPiece],
+        chunks: Seq[tuple[Piece, PrefillContext]],
+    ) -> Tensor:
+        """`_mixed_logits` in tensor mode: what is read in chunks is a pass of its own."""
+        found = []
+        if sequences or wholes:
+            lengths = [1] * len(sequences) + [len(whole.tokens) for whole in wholes]
+            ends = list(itertools.accumulate(lengths))
+            logits = self._short_forward(
+                torch.cat([inputs.token, *(whole.tokens for whole in wholes)]),
+                torch.cat([inputs.model_position, *(whole.model_positions for whole in wholes)]),
+                StepContext(self._short_contexts(sequences, inputs, wholes), []),
+                self._integers([end - 1 for end in ends]),
+            )
+            found.append(logits)
+        if chunks:
+            none = step_inputs(self.comm, self.caches, []).to(self.device)
+            tracer, self._tracer = self._tracer, None  # it has seen the tokens that ask
+            found.append(self._mixed_logits([], StepInputs.of(none), [], chunks))
+            self._tracer = tracer
+        return torch.cat(found)
 
     def _mixed_logits(
         self,

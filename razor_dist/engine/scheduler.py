@@ -157,11 +157,11 @@ class Scheduler:
         cost, step = self.turns.cost, [(self.running[p.sequence], p) for p in plan.pieces]
         read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
         if any(count for _, count in read):
-            # What is not sharded is computed by every rank, but attends to the rank's own part of
-            # what is before it.
+            # What is not sharded may be computed by every rank, but attends to the rank's own part
+            # of what is before it.
             tokens = pairs = 0.0
             for request, n in read:
-                times = self.world_size if request.short else 1
+                times = self.turns.repeats if request.short else 1
                 tokens += times * n
                 pairs += n * (request.prefilled_to + times * n / 2)
             cost.learn(tokens, pairs, seconds, answers=sum(n == 0 for _, n in read))

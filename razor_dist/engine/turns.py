@@ -130,11 +130,20 @@ class Turns:
     """Chooses among the prompts that are being prefilled by ``world_size`` ranks.
 
     ``max_step`` is in seconds. With ``by_priority``, requests of a lower ``priority`` number go
-    before all others.
+    before all others. The ranks have ``shared`` out what is not a chunk, or each computes all.
     """
 
-    def __init__(self, max_step: float, world_size: int = 1, *, by_priority: bool = False) -> None:
+    def __init__(
+        self,
+        max_step: float,
+        world_size: int = 1,
+        *,
+        by_priority: bool = False,
+        shared: bool = False,
+    ) -> None:
         self.cost, self._ranks = StepCost(), world_size
+        # How often the work of a short prompt is done, among all ranks.
+        self.repeats = 1 if shared else world_size
         self._max_step, self.by_priority = max_step, by_priority
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
@@ -143,15 +152,15 @@ class Turns:
         self._varied = False
 
     def is_short(self, prompt: Request) -> bool:
-        """Tell if all ranks may as well compute all of a prompt as shard it.
+        """Tell if all ranks may as well take all of a prompt as a part of its tokens.
 
-        That repeats its work on all ranks but one. It must save more: what a chunk adds to a step
-        whatever its length, transfers above all.
+        That repeats its work on all ranks but one, unless they share it. It must save more: what a
+        chunk adds to a step whatever its length, transfers above all.
         """
         most, n = min(_JOINING, prompt.chunked_prefill_size), prompt.end - prompt.begin
         if n > most or prompt.params.prompt_logprobs is not None:
             return False
-        repeated = (self._ranks - 1) * self.cost.work(n, 0)
+        repeated = (self.repeats - 1) * self.cost.work(n, 0)
         fits = repeated + self.cost.work(n, prompt.begin) <= self._max_step
         return fits and repeated <= self.cost.chunk
 
@@ -167,7 +176,7 @@ class Turns:
         """Estimate the seconds that a prompt's next ``tokens`` add to a step."""
         work = self.cost.work(tokens, prompt.prefilled_to)
         # What is before a short prompt stays sharded.
-        return work + prompt.short * (self._ranks - 1) * self.cost.work(tokens, 0)
+        return work + prompt.short * (self.repeats - 1) * self.cost.work(tokens, 0)
 
     def together(
         self, prompts: Sequence[Request], *, part: float = 1.0

@@ -1,4 +1,9 @@
-"""The place of each KV head's keys and values, from a head map's decision."""
+"""The place of each KV head's keys and values, from a head map's decision.
+
+In tensor mode the ranks share the heads of short steps. Each streaming head belongs to one rank,
+which alone keeps its window and computes it. Retrieval heads are computed by all, each over its own
+shard; once their partial results are merged, every rank projects the outputs of some of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,11 @@ class StreamingGroup:
 
     index: int  # in `HeadLayout.windows`
     part: slice  # of `LayerHeads.streaming`
-    rows: slice  # in that window's cache
+    rows: slice  # among that window's heads of all layers; in its cache, unless ranks share heads
+    # In tensor mode: the heads that each rank keeps, as parts of the group, and the rows of this
+    # rank's in its cache.
+    shares: tuple[slice, ...] = ()
+    kept: slice | None = None
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,12 @@ class LayerHeads:
     """The split of one layer's KV heads; index tensors are int64."""
 
     retrieval: Tensor  # the layer's retrieval heads, ascending
-    streaming: Tensor  # its streaming heads, group by group
+    streaming: Tensor  # its streaming heads, group by group, and in these by rank
     groups: tuple[StreamingGroup, ...]  # by window
-    order: Tensor  # [*retrieval, *streaming]
-    inverse: Tensor  # the model's order of what is computed in that one
+    inverse: Tensor  # the model's order of what is computed in [*retrieval, *streaming]
     retrieval_rows: slice  # in the page pool
     streaming_rows: slice  # among those of all layers and windows (the scratch pool's)
+    all_stream: bool  # and are in the model's order
 
     @property
     def retrieval_index(self) -> Tensor | slice:
@@ -39,9 +48,44 @@ class LayerHeads:
 
     @property
     def streaming_index(self) -> Tensor | slice:
-        """Index of the streaming heads, by group; where it is one whole group it copies nothing."""
-        whole = not len(self.retrieval) and len(self.groups) == 1
-        return slice(None) if whole else self.streaming
+        """Index of the streaming heads, by group; where all stream, in order, it copies nothing."""
+        return slice(None) if self.all_stream else self.streaming
+
+
+@dataclass(frozen=True)
+class ShortHeads:
+    """What this rank computes of one layer in a short step."""
+
+    # KV heads of the model, and where they are among those that the model hands to attention.
+    retrieval: list[int]
+    streaming: list[int]  # this rank's, group by group
+    retrieval_index: Tensor | slice
+    streaming_index: Tensor | slice
+    order: Tensor  # both, one after the other
+    groups: tuple[StreamingGroup, ...]  # `part` is of ``streaming``, `rows` in this rank's caches
+    retrieval_rows: slice  # in the page pool
+    inverse: Tensor | None  # the model's order of the KV heads [*retrieval, *streaming], if another
+    # In tensor mode: of the retrieval heads' results, one for each query head, those that this rank
+    # projects, beside those of its streaming heads.
+    taken: slice | None
+    # Index of all that this rank projects, among the results of the query heads that are handed to
+    # attention.
+    projected: Tensor | None
+    outputs: list[int]  # the model's query heads that this rank projects, in the order of results
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The part that a rank has in tensor mode.
+
+    ``group`` is the number of query heads for each KV head. With ``compact``, the model hands only
+    those heads to attention that the rank computes, as [*retrieval, *streaming].
+    """
+
+    rank: int
+    size: int
+    group: int
+    compact: bool
 
 
 @dataclass(frozen=True)
@@ -49,9 +93,13 @@ class HeadLayout:
     """The split of every layer's KV heads, and the row counts of the caches."""
 
     layers: tuple[LayerHeads, ...]
+    short: tuple[ShortHeads, ...]  # for short steps
     # The streaming heads' windows, each once, ascending; None, the last, is what the settings say.
     windows: tuple[int | None, ...]
-    rows: tuple[int, ...]  # for each of them, its heads in all layers together
+    # For each of them, the rows of its heads of all layers that each rank keeps; one list, if every
+    # rank keeps all.
+    kept: tuple[tuple[list[int], ...], ...]
+    share: HeadShare | None  # in tensor mode
 
     @property
     def retrieval_rows(self) -> int:
@@ -61,16 +109,34 @@ class HeadLayout:
     def streaming_rows(self) -> int:
         return self.layers[-1].streaming_rows.stop
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of this rank's streaming caches, by window."""
+        rank = 0 if self.share is None else self.share.rank
+        return tuple(len(by_rank[rank]) for by_rank in self.kept)
+
+    @property
+    def most_rows(self) -> tuple[int, ...]:
+        """Those of the rank that has most."""
+        return tuple(max(map(len, by_rank)) for by_rank in self.kept)
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        """The streaming heads of all layers, by window."""
+        return tuple(sum(map(len, by_rank)) for by_rank in self.kept)
+
     @classmethod
     def from_decision(
         cls,
         retrieval: Sequence[Sequence[bool]],
         device: torch.device,
         windows: Windows | None = None,
+        share: HeadShare | None = None,
     ) -> HeadLayout:
         """Build the layout, with index tensors on ``device``; tables are ``[layers][KV heads]``.
 
-        A streaming head without a window of its own in ``windows`` has that of the settings.
+        A streaming head without a window of its own in ``windows`` has that of the settings. With a
+        ``share`` it is tensor mode's, for one rank.
         """
         if windows is None:
             windows = tuple((None,) * len(decision) for decision in retrieval)
@@ -81,31 +147,155 @@ class HeadLayout:
             if not yes
         }
         ordered = sorted(kinds, key=lambda window: (window is None, window))
-        rows = dict.fromkeys(ordered, 0)
-        layers, r_row, l_row = [], 0, 0
+        size = 1 if share is None else share.size
+        # Rows of each window's heads, by rank.
+        kept: list[tuple[list[int], ...]] = [tuple([] for _ in range(size)) for _ in ordered]
+        layers, short, r_row, l_row = [], [], 0, 0
+
+        def indices(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
+
         for decision, row in zip(retrieval, windows, strict=True):
             chosen = [h for h, yes in enumerate(decision) if yes]
+            by_window = [
+                [h for h, yes in enumerate(decision) if not yes and row[h] == window]
+                for window in ordered
+            ]
+            owners = _deal(by_window, kept)
             rest: list[int] = []
             groups = []
-            for index, window in enumerate(ordered):
-                heads = [h for h, yes in enumerate(decision) if not yes and row[h] == window]
-                if heads:
+            for index, found in enumerate(by_window):
+                if found:
+                    heads = sorted(found, key=lambda h: (owners[h], h))
                     part = slice(len(rest), len(rest) + len(heads))
-                    first = rows[window]
-                    rows[window] += len(heads)
-                    groups.append(StreamingGroup(index, part, slice(first, rows[window])))
+                    first = sum(map(len, kept[index]))
+                    shares, at = [], 0
+                    for rank, rows in enumerate(kept[index]):
+                        count = sum(owners[h] == rank for h in heads)
+                        rows += range(first + at, first + at + count)
+                        shares.append(slice(at, at + count))
+                        at += count
+                    rows_of_all = slice(first, first + len(heads))
+                    if share is None:
+                        groups.append(StreamingGroup(index, part, rows_of_all))
+                    else:
+                        mine = shares[share.rank]
+                        end = len(kept[index][share.rank])
+                        own = slice(end - (mine.stop - mine.start), end)
+                        groups.append(StreamingGroup(index, part, rows_of_all, tuple(shares), own))
                     rest += heads
-            order = torch.tensor(chosen + rest, dtype=torch.int64, device=device)
-            layers.append(
-                LayerHeads(
-                    torch.tensor(chosen, dtype=torch.int64, device=device),
-                    torch.tensor(rest, dtype=torch.int64, device=device),
-                    tuple(groups),
-                    order,
-                    order.argsort(),
-                    slice(r_row, r_row + len(chosen)),
-                    slice(l_row, l_row + len(rest)),
-                )
+            layer = LayerHeads(
+                indices(chosen),
+                indices(rest),
+                tuple(groups),
+                indices(chosen + rest).argsort(),
+                slice(r_row, r_row + len(chosen)),
+                slice(l_row, l_row + len(rest)),
+                rest == list(range(len(decision))),
             )
+            layers.append(layer)
+            if share is None:
+                short.append(_whole(layer, chosen, rest))
+            else:
+                short.append(_shared(layer, chosen, rest, share, owners))
             r_row, l_row = r_row + len(chosen), l_row + len(rest)
-        return cls(tuple(layers), tuple(ordered), tuple(rows.values()))
+        return cls(tuple(layers), tuple(short), tuple(ordered), tuple(kept), share)
+
+
+def _deal(
+    by_window: Sequence[Sequence[int]], kept: Sequence[Sequence[list[int]]]
+) -> dict[int, int]:
+    """Choose the rank of each streaming head of a layer: {head: rank}.
+
+    It is the one with the fewest of the layer so far, for it is waited for, and among those the one
+    that keeps the fewest of this window in the layers before, then of all windows.
+    """
+    size = len(kept[0]) if kept else 1
+    owners: dict[int, int] = {}
+    in_layer = [0] * size
+    before = [sum(len(rows[rank]) for rows in kept) for rank in range(size)]
+    for index, heads in enumerate(by_window):
+        of_window = [len(rows) for rows in kept[index]]
+        for head in heads:
+            rank = min(
+                range(size),
+                key=lambda r: (in_layer[r], of_window[r], before[r] + in_layer[r], r),
+            )
+            owners[head] = rank
+            in_layer[rank] += 1
+            of_window[rank] += 1
+    return owners
+
+
+def _whole(layer: LayerHeads, retrieval: list[int], streaming: list[int]) -> ShortHeads:
+    """What every rank computes where none shares: everything."""
+    in_order = layer.all_stream or not streaming
+    return ShortHeads(
+        retrieval,
+        streaming,
+        layer.retrieval_index,
+        layer.streaming_index,
+        torch.cat([layer.retrieval, layer.streaming]),
+        layer.groups,
+        layer.retrieval_rows,
+        None if in_order else layer.inverse,
+        None,
+        None,
+        [],
+    )
+
+
+def _shared(
+    layer: LayerHeads,
+    retrieval: list[int],
+    rest: list[int],
+    share: HeadShare,
+    owners: dict[int, int],
+) -> ShortHeads:
+    """What a rank computes in tensor mode; ``rest`` are all ranks' streaming heads."""
+    device = layer.retrieval.device
+    streaming: list[int] = []
+    groups = []
+    for group in layer.groups:
+        mine = group.shares[share.rank]
+        of_group = rest[group.part][mine]
+        assert group.kept is not None
+        part = slice(len(streaming), len(streaming) + len(of_group))
+        if of_group:
+            groups.append(StreamingGroup(group.index, part, group.kept))
+            streaming += of_group
+    # The retrieval heads' outputs go to the ranks that have the least to project.
+    counts = [
+        share.group * sum(owner == rank for owner in owners.values()) for rank in range(share.size)
+    ]
+    queries = [0] * share.size
+    for _ in range(share.group * len(retrieval)):
+        rank = min(range(share.size), key=lambda r: (counts[r] + queries[r], r))
+        queries[rank] += 1
+    begin = sum(queries[: share.rank])
+    taken = slice(begin, begin + queries[share.rank])
+    of_retrieval = [h * share.group + g for h in retrieval for g in range(share.group)]
+    of_streaming = [h * share.group + g for h in streaming for g in range(share.group)]
+    retrieval_index: Tensor | slice = slice(0, len(retrieval))
+    streaming_index: Tensor | slice = slice(len(retrieval), len(retrieval) + len(streaming))
+    handed = list(range(len(retrieval) + len(streaming)))
+    if not share.compact:
+        handed = retrieval + streaming
+        retrieval_index = layer.retrieval if rest else slice(None)
+        streaming_index = torch.tensor(streaming, dtype=torch.int64, device=device)
+    results = [h * share.group + g for h in handed for g in range(share.group)]
+    split = share.group * len(retrieval)
+    projected = results[:split][taken] + results[split:]
+    return ShortHeads(
+        retrieval,
+        streaming,
+        retrieval_index,
+        streaming_index,
+        torch.tensor(handed, dtype=torch.int64, device=device),
+        tuple(groups),
+        layer.retrieval_rows,
+        None,
+        taken,
+        torch.tensor(projected, dtype=torch.int64, device=device),
+        of_retrieval[taken] + of_streaming,
+    )

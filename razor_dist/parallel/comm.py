@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Purpose = Literal["ring", "halo", "sinks", "compensation", "merge", "sources", "weights", "control"]
+Purpose = Literal[
+    "ring",
+    "halo",
+    "sinks",
+    "compensation",
+    "merge",
+    "sources",
+    "tensor",
+    "weights",
+    "control",
+]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 # Older torch knows it by its other name alone.
@@ -119,6 +129,13 @@ class Communicator:
         self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return Pending([tensor], [self._all_reduce(tensor)])
 
+    def sum(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """Return ``tensor``, contiguous, which has become the sum over all ranks."""
+        if self.size > 1:
+            self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
+            self._sum(tensor)
+        return tensor
+
     # How the bytes travel between several ranks: here as torch.distributed's backend does it.
 
     def _exchange(
@@ -140,6 +157,9 @@ class Communicator:
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor).wait()
 
     def _global(self, rank: int) -> int:
         assert self.group is not None

@@ -35,6 +35,9 @@ class KVPiece:
     k: Tensor
     v: Tensor
 
+    def heads(self, index: slice) -> KVPiece:
+        return KVPiece(self.at, self.k[index], self.v[index])
+
     def part(self, interval: Interval) -> KVPiece:
         both = self.at & interval
         span = slice(both.begin - self.at.begin, both.end - self.at.begin)
@@ -105,12 +108,24 @@ class Exchange:
 
     @property
     def sent_tokens(self) -> int:
-        return sum(len(interval) for sent in self._sends.values() for interval in sent)
+        return sum(self.tokens_to.values())
 
-    def start(self, comm: Communicator, pieces: Sequence[KVPiece], purpose: Purpose) -> Arriving:
+    @property
+    def tokens_to(self) -> dict[int, int]:
+        """How many tokens this rank sends, by receiver."""
+        return {rank: sum(map(len, sent)) for rank, sent in self._sends.items()}
+
+    def start(
+        self,
+        comm: Communicator,
+        pieces: Sequence[KVPiece],
+        purpose: Purpose,
+        heads: Sequence[slice] = (),
+    ) -> Arriving:
         """Post one layer's transfers.
 
-        ``pieces`` are this rank's: disjoint, and one at least, which may be empty.
+        ``pieces`` are this rank's: disjoint, and one at least, which may be empty. With ``heads``,
+        each rank is sent those of the pieces' heads only.
         """
         sends = []
         ordered = sorted(pieces, key=lambda p: p.at.begin)
@@ -122,9 +137,11 @@ class Exchange:
 
         for receiver, intervals in self._sends.items():
             pairs = [assemble(touched(interval), interval) for interval in intervals]
+            if heads:
+                pairs = [(k[heads[receiver]], v[heads[receiver]]) for k, v in pairs]
             packed = torch.stack([torch.cat(parts, 1) for parts in zip(*pairs, strict=True)])
             sends.append((receiver, packed))
-        like = pieces[0].k
+        like = pieces[0].k[heads[comm.rank]] if heads else pieces[0].k
         receives = []
         for holder, intervals in self._receives.items():
             shape = (2, like.shape[0], sum(map(len, intervals)), like.shape[2])

@@ -8,15 +8,21 @@ The segment is a file without a name (``memfd``), so a kill leaves nothing behin
 
 * for each rank a *board* of two places, to which it writes its part of a collective;
 * for each ordered pair of ranks a *channel* of two places, for messages from one to the other;
-* a counter of what has been written and one of what has been read, for each board and each channel.
+* a counter of what has been written and one of what has been read, for each board and each channel,
+  and one of the parts that all boards have had.
 
 What is longer than a place goes through it piece by piece. A place is written again only when
-everybody has read it. Nothing else is locked, for each counter has one writer. A counter is raised
-after the bytes are written and read before they are: x86 keeps stores and loads in that order, and
-other processors do not, so there gloo is kept (`connect`).
+everybody has read it. Nothing else is locked, for each counter has one writer; to that of all
+boards several may write the same number. A counter is raised after the bytes are written and read
+before they are: x86 keeps stores and loads in that order, and other processors do not, so there
+gloo is kept (`connect`).
 
 Whoever waits for one transfer moves all others that are under way (`SharedMemory._advance`). So two
 ranks that each wait until the other has read cannot block each other, as long as both wait at all.
+
+Short steps wait for two or three small collectives in every layer. Where nothing else is under
+way those go past the queues (`SharedMemory._at_once`): a rank writes its part, and sleeps on one
+counter of all (a futex) until the rank that comes last raises it.
 
 A rank that has nothing to do waits for a plan, which comes through a pipe: it sleeps there, without
 any CPU time. The end of another process ends every wait at once, by its ``pidfd``.
@@ -25,6 +31,7 @@ any CPU time. The end of another process ends every wait at once, by its ``pidfd
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -54,6 +61,20 @@ _CHANNEL_BYTES = 512 << 10
 _SHORT_SLEEP = 50e-6
 _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
+# What sleeps on a counter looks after so long for a rank that has ended.
+_FUTEX_SLEEP = 0.005
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_SLEEP = ctypes.byref(_Time(0, int(1e9 * _FUTEX_SLEEP)))
+_EVERY = ctypes.c_int(2**31 - 1)
+
 # Seconds between two looks of a process that runs, on however busy a machine.
 _MOST_OF_A_LOOK = 1.0
 
@@ -121,22 +142,24 @@ class _Segment:
     def __init__(self, fd: int, size: int) -> None:
         memory = mmap.mmap(fd, self.nbytes(size))
         pairs, boards = size * size, size * _PLACES * _BOARD_BYTES
-        counters = 2 * (size + pairs)
+        counters = 2 * (size + pairs) + 1
         lines = np.frombuffer(memory, np.int64, counters * _LINE // 8).reshape(counters, -1)[:, 0]
         # How many pieces were put on and read from the boards [P], and the channels [from, to].
         self.posted, self.read = lines[:size], lines[size : 2 * size]
         self.sent = lines[2 * size : 2 * size + pairs].reshape(size, size)
-        self.received = lines[2 * size + pairs :].reshape(size, size)
+        self.received = lines[2 * size + pairs : -1].reshape(size, size)
+        self.complete = lines[-1:]
         at = counters * _LINE
         self.boards = np.frombuffer(memory, np.uint8, boards, at).reshape(size, _PLACES, -1)
         self.channels = np.frombuffer(memory, np.uint8, offset=at + boards)
         self.channels = self.channels.reshape(size, size, _PLACES, -1)
+        self.places = torch.from_numpy(self.boards).transpose(0, 1)  # the boards, for torch
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes for so many ranks; memory is taken only for the parts that are used."""
         places = size * _BOARD_BYTES + size * size * _CHANNEL_BYTES
-        return 2 * (size + size * size) * _LINE + _PLACES * places
+        return (2 * (size + size * size) + 1) * _LINE + _PLACES * places
 
 
 class _Transfer:
@@ -192,7 +215,7 @@ class _Gather(_Transfer):
         if len(self._unposted) and posted[rank] - read.min() < _PLACES:
             piece, self._unposted = np.split(self._unposted, [_BOARD_BYTES])
             segment.boards[rank, posted[rank] % _PLACES, : len(piece)] = piece
-            posted[rank] += 1
+            self._links.post(int(posted[rank]))
             moved = True
         if self._missing.shape[1] and read[rank] < posted.min():
             pieces, self._missing = np.split(self._missing, [_BOARD_BYTES], axis=1)
@@ -259,6 +282,10 @@ class SharedMemory(Communicator):
         # Under way: collectives, by (), and each channel's messages, in their order.
         self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)
 
+        # Each place of the boards as ``[P, n]``, by the dtype and bytes of a part.
+        self._parts: dict[tuple[torch.dtype, int], Sequence[Tensor]] = {}
+        self._complete = ctypes.c_void_p(self.segment.complete.ctypes.data)
+
     def close(self) -> None:
         """Close the files; the memory goes with the last process that maps it."""
         self._files.close()
@@ -316,8 +343,75 @@ class SharedMemory(Communicator):
         self._advance()
         return gather
 
+    def _at_once(self, tensor: Tensor) -> Tensor | None:
+        """Every rank's tensor, ``[P, n]``, until the next collective; None if that cannot be now.
+
+        What it gives is in the boards: `_read_all` says that it has been read.
+        """
+        segment, rank = self.segment, self.rank
+        if tensor.nbytes > _BOARD_BYTES or not tensor.nbytes or any(self._queues.values()):
+            return None
+        number = int(segment.posted[rank])
+        if number - segment.read.min() >= _PLACES:
+            return None
+        key = tensor.dtype, tensor.nbytes
+        if key not in self._parts:
+            self._parts[key] = [place[:, : key[1]].view(key[0]) for place in segment.places]
+        parts = self._parts[key][number % _PLACES]
+        parts[rank].copy_(tensor.view(-1))
+        if not self.post(number):
+            self._sleep_until_complete(number)
+        return parts
+
+    def post(self, number: int) -> bool:
+        """Note that this rank's part of a number is on its board; return if all parts are."""
+        segment = self.segment
+        segment.posted[self.rank] = number + 1
+        if segment.posted.min() <= number:
+            return False
+        if segment.complete[0] <= number:
+            segment.complete[0] = number + 1
+            _syscall(_SYS_FUTEX, self._complete, _FUTEX_WAKE, _EVERY, None, None, 0)
+        return True
+
+    def _sleep_until_complete(self, number: int) -> None:
+        posted, complete, waited, last = self.segment.posted, self.segment.complete, 0.0, 0.0
+        while (seen := int(complete[0])) <= number:
+            # The counter's lower half; it is written as a whole.
+            low = ctypes.c_uint32(seen & 0xFFFFFFFF)
+            _syscall(_SYS_FUTEX, self._complete, _FUTEX_WAIT, low, _SLEEP, None, 0)
+            if complete[0] > number:
+                return
+            # Two that were last at once may each have missed the other.
+            if posted.min() > number:
+                return
+            if ended := self._ends.poll(0):
+                if posted.min() > number:  # what a rank wrote before it ended still counts
+                    return
+                raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
+            now = time.monotonic()
+            waited, last = waited + min(now - (last or now), _MOST_OF_A_LOOK), now
+            if waited > self._timeout:
+                raise self._silence()
+
+    def _read_all(self) -> None:
+        self.segment.read[self.rank] += 1
+
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        self._gather(tensor, out).wait()
+        parts = self._at_once(tensor)
+        if parts is None:
+            self._gather(tensor, out).wait()
+            return
+        out.view(self.size, -1).copy_(parts)
+        self._read_all()
+
+    def _sum(self, tensor: Tensor) -> None:
+        parts = self._at_once(tensor)
+        if parts is None:
+            self._all_reduce(tensor).wait()
+            return
+        torch.sum(parts, 0, out=tensor.view(-1))
+        self._read_all()
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         parts = tensor.new_empty((self.size, *tensor.shape))

@@ -17,6 +17,8 @@ P ranks, K heads of D numbers, G query heads each:
 * halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·D·kv_itemsize`` each;
 * compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
+* tensor: in tensor mode, per decode step two all-reduces of the hidden state in every layer, and a
+  rank's part of the logits to rank 0;
 * control: the frames of step plans (`razor_dist.engine.step`).
 """
 
@@ -32,8 +34,10 @@ from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.step import FRAME, HEADER, payload_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import queries_travel
 from razor_dist.parallel.ring import is_short
+from razor_dist.parallel.tensor import TensorParallel, part_of
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device
@@ -97,18 +101,30 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
         others, rows = d.world_size - 1, sum(d.retrieval_per_layer)
         chunks = d.chunks(prompt)
         _add_rings(d, chunks, prefill)
-        for heads in d.streaming:
-            _add_windows(d, heads, chunks, prefill)
+        for index, heads in enumerate(d.streaming):
+            kept = [len(rows) for rows in d.layout.kept[index]]
+            _add_windows(d, heads, kept, chunks, prefill)
         # OPEN, and PREFILL for every chunk, from rank 0.
         lengths = [chunk.end - chunk.begin for chunk in chunks]
         payloads = [payload_length(1, n) for n in lengths]
         long = sum(n for n in payloads if n > FRAME - HEADER)
         prefill[0]["control"] = others * _INT64 * (FRAME * (1 + len(chunks)) + long)
-        for sent in decode:
+        for rank, sent in enumerate(decode):
             sent["merge"] = others * rows * d.shape.group * (d.shape.head_dim + 1) * 4
+            if d.shared:
+                begin, end = part_of(d.shape.vocab_size, rank, d.world_size)
+                sent["tensor"] = 2 * d.shape.layers * _reduced(d) + (
+                    4 * (end - begin) if rank else 0
+                )
         decode[0]["control"] = others * _INT64 * FRAME
     # Without what is zero.
     return Traffic([+sent for sent in prefill], [+sent for sent in decode])
+
+
+def _reduced(d: Deployment) -> int:
+    """Bytes that each rank sends to sum one token's hidden state over all."""
+    nbytes = d.model.hidden_size * d.dtype.itemsize
+    return int(2 * nbytes * (d.world_size - 1) // d.world_size)
 
 
 def full_attention(d: Deployment) -> Deployment:
@@ -149,7 +165,11 @@ def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]])
 
 
 def _add_windows(
-    d: Deployment, heads: StreamingHeads, chunks: Sequence[Chunk], sent: list[Counter[str]]
+    d: Deployment,
+    heads: StreamingHeads,
+    kept: Sequence[int],
+    chunks: Sequence[Chunk],
+    sent: list[Counter[str]],
 ) -> None:
     size, per_token, policy = d.world_size, heads.rows * d.kv_bytes, heads.policy
     seen: dict[tuple[int, ...], list[WindowPlan]] = {}
@@ -159,6 +179,9 @@ def _add_windows(
             seen[key] = [_plan(d, policy, chunks, index, rank) for rank in range(size)]
         for rank, plan in enumerate(seen[key]):
             sent[rank]["halo"] += plan.halo.sent_tokens * per_token
+            if plan.handover is not None:
+                for receiver, tokens in plan.handover.tokens_to.items():
+                    sent[rank]["halo"] += tokens * kept[receiver] * d.kv_bytes
             sent[rank]["sinks"] += plan.sinks.sent_tokens * per_token
             if plan.changes_sums and policy.compensation:
                 for count in heads.per_layer:
@@ -179,11 +202,13 @@ def _plan(
     d: Deployment, policy: StreamingPolicy, chunks: Sequence[Chunk], index: int, rank: int
 ) -> WindowPlan:
     if d.exact:
-        return plan_compression(policy, chunks, rank, d.tail)
+        return plan_compression(policy, chunks, rank, d.tail, shared=d.shared)
     chunk, last = chunks[index], index + 1 == len(chunks)
     base = max(policy.sinks, policy.start(chunk.begin) if index else 0)
     held = holdings(chunks[:index], Interval(base - d.tail, chunk.begin))
-    return plan_window(policy, chunk, rank, base=base, held=held, last=last, tail=d.tail)
+    return plan_window(
+        policy, chunk, rank, base=base, held=held, last=last, tail=d.tail, shared=d.shared
+    )
 
 
 @dataclass(frozen=True)
@@ -214,19 +239,54 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
 def decode_reads(d: Deployment, context: int) -> int:
     """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens."""
     tokens = sum(d.retrieval_per_layer) * _shard(d, context)
-    for heads in d.streaming:
+    for index, heads in enumerate(d.streaming):
         policy = heads.policy
         entries = compensation_entries(policy, d.dtype) + policy.sinks
-        tokens += heads.rows * (entries + policy.capacity(context))
-    return d.weights.step_bytes + tokens * d.kv_bytes
+        tokens += _waited_for(d, index) * (entries + policy.capacity(context))
+    unread = 0
+    if d.shared:
+        whole, own = _shared_parameters(d)
+        unread = (whole - own) * d.dtype.itemsize
+    return d.weights.step_bytes - unread + tokens * d.kv_bytes
+
+
+def _waited_for(d: Deployment, window: int) -> int:
+    """Streaming heads of a window that a token waits for: in each layer the rank's with most."""
+    if not d.shared:
+        return d.streaming[window].rows
+    return sum(
+        max(share.stop - share.start for share in group.shares)
+        for heads in d.layout.layers
+        for group in heads.groups
+        if group.index == window
+    )
+
+
+def _shared_parameters(d: Deployment) -> tuple[int, int]:
+    """Parameters that the ranks share, and those of them that a token waits for."""
+    model, by_rank, whole = d.meta_model(), [], 0
+    for layout in d.layouts:
+        tensor = TensorParallel(model, d.shape, layout, Communicator(None))
+        by_rank.append(tensor.parameters)
+        whole = tensor.whole_parameters
+        tensor.remove()
+    return whole, sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
 
 
 def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> Estimate:
-    """Estimate one token; links cost bytes, and a latency per layer with retrieval heads."""
+    """Estimate one token; links cost bytes, and a latency for each collective."""
     keys = sum(d.retrieval_per_layer) * _shard(d, context)
-    keys += sum(heads.rows * heads.policy.capacity(context) for heads in d.streaming)
-    work = 2 * (d.weights.matmul + d.weights.head) + 4 * d.shape.head_dim * d.shape.group * keys
+    keys += sum(
+        _waited_for(d, index) * heads.policy.capacity(context)
+        for index, heads in enumerate(d.streaming)
+    )
+    parameters = d.weights.matmul + d.weights.head
     collectives = sum(count > 0 for count in d.retrieval_per_layer) if d.world_size > 1 else 0
+    if d.shared:
+        whole, own = _shared_parameters(d)
+        parameters -= whole - own
+        collectives += 2 * d.shape.layers + 1
+    work = 2 * parameters + 4 * d.shape.head_dim * d.shape.group * keys
     reads, sends = decode_reads(d, context), busiest(sent.decode)
     latency = collectives * device.link_latency_us * 1e-6
     return _estimate(d, device, (work, 0), reads, sends, latency, overlapped=False)

@@ -21,14 +21,16 @@ from razor_dist.engine.capacity import (
     cached_tail,
     chunk_length,
 )
+from razor_dist.engine.decode_mode import why_replicated
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
-from razor_dist.heads.layout import HeadLayout
+from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.tensor import is_compact
 from razor_dist.parallel.zigzag import Chunk, chunks
 
 # The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
@@ -135,6 +137,7 @@ class Deployment:
     source: str  # of the head map, for people
     # The head map that the settings name, if it does not exist: the one here is a guess.
     missing: str | None = None
+    shared: bool = False  # the ranks share short steps (tensor mode)
 
     @classmethod
     def of(
@@ -156,7 +159,8 @@ class Deployment:
         model = read_config(folder, trust_remote_code=config.trust_remote_code)
         shape = ModelShape.from_config(model)
         heads = _choose_heads(config, shape, model_fingerprint(model), fraction)
-        return cls(config, model, shape, kind, *heads)
+        found = cls(config, model, shape, kind, *heads)
+        return replace(found, shared=config.decode == "tensor" and found.not_shared is None)
 
     @property
     def world_size(self) -> int:
@@ -207,9 +211,35 @@ class Deployment:
     def retrieval_per_layer(self) -> tuple[int, ...]:
         return tuple(sum(row) for row in self.head_map.retrieval)
 
+    def share(self, rank: int) -> HeadShare | None:
+        """A rank's part in tensor mode, if it is that."""
+        if not self.shared:
+            return None
+        return HeadShare(rank, self.world_size, self.shape.group, is_compact(self.meta_model(1)))
+
+    @cached_property
+    def not_shared(self) -> str | None:
+        """Why the ranks cannot share short steps, or None."""
+        if self.world_size == 1:
+            return "there is one rank"
+        return why_replicated(self.config, self.meta_model(1))
+
     @cached_property
     def layout(self) -> HeadLayout:
-        return HeadLayout.from_decision(self.head_map.retrieval, META, self.head_map.windows)
+        """That of a rank with most in its streaming caches."""
+        found = self.layouts[0]
+        most = [sum(map(len, rows)) for rows in zip(*found.kept, strict=True)]
+        return self.layouts[most.index(max(most))] if most else found
+
+    @cached_property
+    def layouts(self) -> list[HeadLayout]:
+        """By rank; one of all, unless they share heads."""
+        ranks = range(self.world_size if self.shared else 1)
+        heads = self.head_map
+        return [
+            HeadLayout.from_decision(heads.retrieval, META, heads.windows, self.share(rank))
+            for rank in ranks
+        ]
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:

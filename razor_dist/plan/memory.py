@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from razor_dist.attention.shared_window import share_windows
 from razor_dist.config.errors import ConfigError, EngineError
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.runner import ModelRunner
@@ -92,15 +93,20 @@ class DryRun:
         kept, windows = deployment.head_map.retrieval, deployment.head_map.windows
         layers = _kinds_of_layers(deployment.retrieval_per_layer, deployment.shape.kv_heads)
         self._model = deployment.meta_model(len(layers))
-        self._layout = HeadLayout.from_decision(
-            [kept[layer] for layer in layers],
-            META,
-            windows and tuple(windows[layer] for layer in layers),
-        )
+        self._layouts = [
+            HeadLayout.from_decision(
+                [kept[layer] for layer in layers],
+                META,
+                windows and tuple(windows[layer] for layer in layers),
+                deployment.share(rank),
+            )
+            for rank in range(len(deployment.layouts))
+        ]
 
     def reserved(self, max_model_len: int) -> dict[str, int]:
         """Bytes of the caches that a rank makes at start, by their names in `Memory`."""
-        caches = self._whole(max_model_len, 0).caches
+        share = self._d.layout.share
+        caches = self._whole(max_model_len, 0 if share is None else share.rank).caches
         return {
             "retrieval_kv": caches.pages.reserved_bytes,
             "streaming_cache": sum(cache.reserved_bytes for cache in caches.streaming),
@@ -148,8 +154,9 @@ class DryRun:
     def chunk(self, chunks: Seq[Chunk], index: int, rank: int) -> Counter[str]:
         allocations = Allocations()
         chunk, prompt = chunks[index], chunks[-1].end
-        cache = self._d.one_cache(self._layout, prompt)
-        runner = self._runner(cache, rank, allocations, self._layout)
+        layout = _of_rank(self._layouts, rank)
+        cache = self._d.one_cache(layout, prompt)
+        runner = self._runner(cache, rank, allocations, layout)
         self._open(runner, prompt, max_read=prompt)
         self._skip(runner, chunks[:index])
         tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
@@ -164,7 +171,7 @@ class DryRun:
 
     def _whole(self, max_model_len: int, rank: int) -> ModelRunner:
         cache = self._d.cache(max_model_len, self._free)
-        return self._runner(cache, rank, Allocations(), self._d.layout)
+        return self._runner(cache, rank, Allocations(), _of_rank(self._d.layouts, rank))
 
     def _runner(
         self, cache: CacheConfig, rank: int, allocations: Allocations, layout: HeadLayout
@@ -183,6 +190,7 @@ class DryRun:
         sequence, rank = runner.sequences[0], runner.comm.rank
         if not done:
             return
+        share_windows(runner.comm, runner.caches, sequence)
         sequence.done, sequence.length = list(done), done[-1].end
         for r in range(runner.comm.size):
             sequence.shard_tokens[r] = sum(chunk.tokens(r) for chunk in done)
@@ -210,6 +218,10 @@ class DryRun:
         shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
         k, v = (torch.empty(shape, dtype=self._d.kv_dtype, device=META) for _ in "kv")
         return KVPiece(at, k, v)
+
+
+def _of_rank(layouts: Seq[HeadLayout], rank: int) -> HeadLayout:
+    return layouts[rank if len(layouts) > 1 else 0]
 
 
 def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:

@@ -43,9 +43,18 @@ class Plan:
     asked: int  # the longest that was asked about
     work: Operations
     prefill_time: Estimate
-    decode_time: Estimate
+    decode_times: dict[str, Estimate]  # by mode, as many as there can be; the planned one is first
+    not_shared: str | None  # why tensor mode cannot be
     # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
     links: dict[str, Any]
+
+    @property
+    def decode(self) -> str:
+        return next(iter(self.decode_times))
+
+    @property
+    def decode_time(self) -> Estimate:
+        return self.decode_times[self.decode]
 
     @property
     def budget(self) -> float:
@@ -129,7 +138,12 @@ class Plan:
             "full_kv_per_rank": self.full_kv_per_rank,
             "work": dataclasses.asdict(self.work) | {"total": self.work.total},
             "prefill_time": dataclasses.asdict(self.prefill_time),
+            "decode": self.decode,
             "decode_time": dataclasses.asdict(self.decode_time),
+            "decode_times": {
+                mode: dataclasses.asdict(time) for mode, time in self.decode_times.items()
+            },
+            "not_shared": self.not_shared,
             "links": self.links,
             "warnings": self.warnings,
             "sources": self.device.sources,
@@ -157,6 +171,7 @@ def plan(
     # As the engine will be told: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
     d = dataclasses.replace(d, config=config)
+    d, decode_times = _choose_decode(d, device, context)
     planner = MemoryPlanner(d, device)
     sent, full = traffic(d, context), traffic(full_attention(d), context)
     return Plan(
@@ -168,7 +183,8 @@ def plan(
         asked=planner.limit,
         work=operations(d, context),
         prefill_time=prefill_time(d, device, context, sent),
-        decode_time=decode_time(d, device, context, sent),
+        decode_times=decode_times,
+        not_shared=d.not_shared,
         links={
             "prefill": dict(sum(sent.prefill, Counter[str]())),
             "decode": dict(sum(sent.decode, Counter[str]())),
@@ -178,6 +194,28 @@ def plan(
             "busiest_decode": busiest(sent.decode),
         },
     )
+
+
+def _choose_decode(
+    d: Deployment, device: Device, context: int
+) -> tuple[Deployment, dict[str, Estimate]]:
+    """The deployment in the mode of its settings, and how long a token takes in each, that first.
+
+    ``decode: auto`` is planned as the faster one; the engine measures it.
+    """
+    modes = {"replicated": dataclasses.replace(d, shared=False)}
+    if d.not_shared is None:
+        modes["tensor"] = dataclasses.replace(d, shared=True)
+    times = {
+        mode: decode_time(one, device, context, traffic(one, context))
+        for mode, one in modes.items()
+    }
+    chosen = d.config.decode
+    if chosen == "auto":
+        first = min(times, key=lambda mode: times[mode].seconds)
+    else:
+        first = chosen if chosen in modes else "replicated"
+    return modes[first], {first: times[first], **times}
 
 
 def _remedies(plan: Plan) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -11,9 +13,11 @@ from razor_dist.plan.planner import Plan
 
 
 def tables(plan: Plan) -> RenderableType:
-    return Group(
-        _setting(plan), "", _memory(plan), "", _work(plan), "", _times(plan), "", _links(plan)
-    )
+    parts: list[RenderableType] = [_setting(plan), _memory(plan), _work(plan), _times(plan)]
+    if len(plan.decode_times) > 1:
+        parts.append(_decode(plan))
+    parts.append(_links(plan))
+    return Group(*itertools.chain.from_iterable((part, "") for part in parts))
 
 
 def _table(title: str, *headings: str) -> Table:
@@ -33,10 +37,19 @@ def _setting(plan: Plan) -> str:
         f"{d.config.model} on {d.world_size} x {plan.device.name}, {dtype_name(d.dtype)}, keys and "
         f"values in {dtype_name(d.kv_dtype)}\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
-        f"prefill: {d.config.prefill}\n"
+        f"prefill: {d.config.prefill}, decode: {plan.decode}{_why(plan)}\n"
         f"heads:  {d.head_map.kv_fraction:.1%} of the KV heads keep everything "
         f"({d.source})"
     )
+
+
+def _why(plan: Plan) -> str:
+    if plan.not_shared is not None:
+        return "" if plan.deployment.world_size == 1 else f" ({plan.not_shared})"
+    seconds = {mode: time.seconds for mode, time in plan.decode_times.items()}
+    best = min(seconds, key=lambda mode: seconds[mode])
+    ratio = max(seconds.values()) / seconds[best]
+    return f" ({best} is {ratio:.1f} times as fast)"
 
 
 def _memory(plan: Plan) -> Table:
@@ -85,6 +98,23 @@ def _times(plan: Plan) -> Table:
     table.add_section()
     row("all", first.seconds_at_peak, first.seconds, then.seconds_at_peak * 1e3, then.seconds * 1e3)
     table.add_row("limited by", "", first.limit, "", then.limit)
+    return table
+
+
+def _decode(plan: Plan) -> Table:
+    table = _table(
+        "a token, ms: every rank computes all of it, or its share", "", *plan.decode_times
+    )
+    times = list(plan.decode_times.values())
+
+    def row(name: str, *seconds: float) -> None:
+        table.add_row(name, *(f"{1e3 * each:,.2f}" for each in seconds))
+
+    for term in times[0].expected:
+        row(term, *(time.expected[term] for time in times))
+    table.add_section()
+    row("all, expected", *(time.seconds for time in times))
+    row("all, at the peaks", *(time.seconds_at_peak for time in times))
     return table
 
 

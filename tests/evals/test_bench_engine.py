@@ -58,6 +58,7 @@ def test_ratios_and_their_bars() -> None:
     parallel = {
         rank_name("razor", 1): timing("", (14.0, 0.040)),
         rank_name("razor", 8): timing("", (28.0, 0.400)),
+        rank_name("razor", 8, "tensor"): timing("", (14.0, 0.060)),
     }
     found = ratios(single, parallel, (1, 8))
     assert [(round(r.value, 3), r.bar, r.met) for r in found] == [
@@ -67,6 +68,8 @@ def test_ratios_and_their_bars() -> None:
         (1.2, None, None),
         (2.0, 1.5, False),
         (10.0, None, None),
+        (1.0, 1.5, True),
+        (1.5, 2.0, True),
     ]
 
 

@@ -101,6 +101,8 @@ def measure(
 @pytest.mark.parametrize(
     ("prefill", "size", "family"),
     [
+        # In tensor mode.
+        *(("local", 4, "llama+"), ("exact", 2, "llama+"), ("local", 2, "glm+")),
         *itertools.product(("local", "exact"), (1, 2, 4), ("llama",)),
         # What is theirs, rope on half of a head and positions beside keys, in each of both.
         *(("local", 4, "glm"), ("exact", 2, "glm"), ("exact", 4, "bloom")),
@@ -115,6 +117,7 @@ def test_the_engine_does_what_was_planned(
     size: int,
     prefill: str,
 ) -> None:
+    family, decode = family.rstrip("+"), "tensor" if family.endswith("+") else "replicated"
     retrieval = {"llama": LLAMA, "glm": GLM, "bloom": BLOOM}[family]
     folder = make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family)
     config = build_config(
@@ -122,12 +125,14 @@ def test_the_engine_does_what_was_planned(
         model=str(folder),
         world_size=size,
         prefill=prefill,
+        decode=decode,
         max_model_len=PROMPT + STEPS,
         **SETTINGS,
     )
     found: list[Measured] = ranks(size).run(measure, config.engine_json(), retrieval, PROMPT)
     d = Deployment.of(config, "cpu")
     d = replace(d, head_map=replace(d.head_map, retrieval=retrieval))
+    assert d.shared == (decode == "tensor")
     planned, dry_run = traffic(d, PROMPT), DryRun(d)
 
     for rank, measured in enumerate(found):
@@ -137,7 +142,11 @@ def test_the_engine_does_what_was_planned(
 
     caches = dry_run.caches(PROMPT + STEPS, PROMPT + STEPS)
     reserved = sum(caches[name] for name in ("retrieval_kv", "streaming_cache", "scratch"))
-    assert all(measured.reserved == reserved for measured in found)
+    if d.shared:
+        assert max(measured.reserved for measured in found) == reserved
+        assert len({measured.reserved for measured in found}) > 1
+    else:
+        assert all(measured.reserved == reserved for measured in found)
     used = caches["sequence_retrieval_kv"] + caches["sequence_streaming_cache"]
     page = 2 * config.page_size * d.shape.head_dim * 4 * sum(map(sum, retrieval))
     page += 8 * config.page_size * d.shape.alibi  # positions

@@ -78,6 +78,28 @@ def test_decode_on_h200() -> None:
     assert sharded == pytest.approx(1.2e-3, rel=0.04)
 
 
+def test_decode_in_tensor_mode() -> None:
+    """A layer waits for a rank with its retrieval heads and a streaming one: 3.1 GB of weights."""
+    found = plan(settings(decode="auto"), load_device("h200"), context=N, retrieval=0.3)
+
+    def layer(kept: int) -> int:  # rows of q, k, v; columns of eight heads; an eighth of the MLP
+        return 4096 * ((kept + 1) * 10 * 128 + 8 * 128 + 3 * 107 * 16)
+
+    weights = 2 * (32 * layer(1) + 8 * layer(2) + 4096 * 151552 // 8)
+    keys = 48 * N // 8 + 40 * (8 + 8192 + 127)
+    memory = (weights + 512 * keys) / 4.8e12
+    assert found.decode == "tensor" and found.not_shared is None
+    assert found.decode_time.floor["memory"] == pytest.approx(memory, rel=1e-3)
+    collectives = 40 + 2 * 40 + 1
+    assert found.decode_time.floor["links"] == pytest.approx(collectives * 10e-6, rel=0.02)
+    replicated = found.decode_times["replicated"]
+    assert replicated == plan(settings(), load_device("h200"), context=N, retrieval=0.3).decode_time
+    assert 2 < replicated.seconds / found.decode_time.seconds < 2.2
+    # 112 streaming heads, 14 on every rank.
+    slot = 14 * ((4 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
+    assert found.memory.sequence_streaming_cache == slot
+
+
 def test_memory_of_a_million_tokens(million: Plan) -> None:
     """80 KiB per token in full: 80 GiB, and 30 % of it over 8 ranks."""
     assert million.full_kv_per_rank == 80 * 2**30 / 8

@@ -1,0 +1,103 @@
+"""Tensor mode: a window that each rank has for its heads becomes one that it has for its tokens.
+
+In short steps a rank keeps the windows of its own streaming heads. In chunks it has some of the
+tokens, and needs all heads. So before a sequence is continued in chunks, the ranks exchange their
+windows once; when the prompt ends, each layer hands them back (`WindowPlan.handover`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.prefill import Caches
+from razor_dist.cache.sequence import Sequence, SharedWindow
+from razor_dist.cache.streaming import SinksAndSums, StreamingCache, StreamingSlot
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.zigzag import Interval
+
+
+def share_windows(comm: Communicator, caches: Caches, sequence: Sequence) -> None:
+    """Prepare a sequence that is to be read in chunks; all ranks call this together."""
+    layout = caches.layout
+    if layout.share is None or sequence.shared is not None:
+        return
+    window: list[dict[int, list[KVPiece]]] = []
+    sequence.shared = []
+    for index, (cache, slot) in enumerate(zip(caches.streaming, sequence.streaming, strict=True)):
+        rows = layout.kept[index]
+        fixed = _gather_fixed(comm, cache, slot, rows, sequence.length)
+        begin = max(cache.policy.sinks, slot.start)
+        whole = Interval(begin, max(begin, sequence.length))
+        parts = _equal_parts(whole, comm.size)
+        held = [(at, rank) for rank, at in enumerate(parts) if len(at)]
+        sequence.shared.append(SharedWindow(fixed, held))
+        both = _exchange(comm, cache, slot, rows, parts) if held else None
+        pieces: dict[int, list[KVPiece]] = {}
+        for layer, heads in enumerate(layout.layers):
+            for group in heads.groups:
+                if both is not None and group.index == index:
+                    k, v = both[:, group.rows].clone()  # freed layer by layer
+                    pieces[layer] = [KVPiece(parts[comm.rank], k, v)]
+        window.append(pieces)
+    if sequence.length:
+        sequence.window = window
+
+
+def _equal_parts(whole: Interval, parts: int) -> list[Interval]:
+    edges = [whole.begin + len(whole) * r // parts for r in range(parts + 1)]
+    return [Interval(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def _exchange(
+    comm: Communicator,
+    cache: StreamingCache,
+    slot: StreamingSlot,
+    rows: Seq[list[int]],
+    parts: Seq[Interval],
+) -> Tensor:
+    """Keys and values of this rank's part, of all heads: ``[2, K, n, D]``."""
+    mine, (_, _, dim) = parts[comm.rank], cache.k.shape
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+
+    def own(at: Interval) -> Tensor:
+        return torch.stack(cache.read(cache.rows, slot, at.begin, at.end))
+
+    sends = [(rank, own(parts[rank])) for rank in others]
+    receives = [(r, cache.k.new_empty(2, len(rows[r]), len(mine), dim)) for r in others]
+    found = [(comm.rank, own(mine)), *receives]
+    comm.exchange(sends, receives, "halo").wait()
+    whole = cache.k.new_empty(2, sum(map(len, rows)), len(mine), dim)
+    for rank, part in found:
+        whole[:, rows[rank]] = part
+    return whole
+
+
+def _gather_fixed(
+    comm: Communicator,
+    cache: StreamingCache,
+    slot: StreamingSlot,
+    rows: Seq[list[int]],
+    length: int,
+) -> SinksAndSums:
+    """Sinks and sums of all heads; a sequence of which nothing has been read has none yet."""
+    total, sinks, dim = sum(map(len, rows)), cache.policy.sinks, cache.k.shape[2]
+    k, v = cache.k.new_zeros(2, total, sinks, dim)
+    sums = cache.sums.new_zeros(2, total, dim)
+    if not length:
+        return SinksAndSums(k, v, sums)
+    mine = cache.sinks_and_sums(slot)
+    # float32 holds what is of another dtype exactly.
+    own = torch.cat([mine.k.float(), mine.v.float(), mine.sums.transpose(0, 1)], dim=1)
+    padded = own.new_zeros(max(map(len, rows)), *own.shape[1:])
+    padded[: len(own)] = own
+    for rank, of_rank in enumerate(comm.all_gather(padded, "sinks")):
+        at = rows[rank]
+        part = of_rank[: len(at)]
+        k[at], v[at] = part[:, :sinks].to(k.dtype), part[:, sinks : 2 * sinks].to(v.dtype)
+        sums[:, at] = part[:, 2 * sinks :].transpose(0, 1)
+    return SinksAndSums(k, v, sums)

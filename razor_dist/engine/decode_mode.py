@@ -1,0 +1,149 @@
+"""The choice whether the ranks share short steps (tensor mode) or all compute all of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.graph import Recorder
+from razor_dist.heads.decision import Windows
+from razor_dist.heads.layout import HeadLayout, HeadShare
+from razor_dist.kernels.query import Query
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.tensor import TensorParallel, is_compact, why_not
+
+log = logging.getLogger(__name__)
+
+_STEPS = 3  # of each mode that are timed, after one that is not
+
+
+def share_short_steps(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    shape: ModelShape,
+    retrieval: Sequence[Sequence[bool]],
+    windows: Windows | None,
+    comm: Communicator,
+    recorder: Recorder | None = None,
+) -> tuple[HeadLayout, TensorParallel | None]:
+    """Return the layout of the ranks' heads, and what shares short steps, if anything does.
+
+    All ranks call this together. ``decode: auto`` has them time steps of both kinds, by way of the
+    ``recorder`` where there is one, and follow rank 0.
+    """
+    whole = HeadLayout.from_decision(retrieval, model.device, windows)
+    if comm.size == 1 or config.decode == "replicated":
+        return whole, None
+    reason = why_replicated(config, model)
+    if reason is not None:
+        if comm.rank == 0:
+            level = logging.WARNING if config.decode == "tensor" else logging.INFO
+            log.log(level, "every rank computes all of a short step: %s", reason)
+        return whole, None
+    share = HeadShare(comm.rank, comm.size, shape.group, is_compact(model))
+    layout = HeadLayout.from_decision(retrieval, model.device, windows, share)
+    tensor = TensorParallel(model, shape, layout, comm)
+    if config.decode == "auto":
+        heads = [len(layer.outputs) for layer in layout.short]
+        alone, shared = _measure(model, shape, tensor, heads, comm, recorder)
+        faster = shared < alone
+        if comm.rank == 0:
+            log.info(
+                "decode: %s (one token's weights take %.1f ms where the ranks share them, and %.1f "
+                "where each reads all)",
+                "tensor" if faster else "replicated",
+                1e3 * shared,
+                1e3 * alone,
+            )
+        if not faster:
+            tensor.remove()
+            return whole, None
+    return layout, tensor
+
+
+def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:
+    """Why several ranks of these settings cannot share short steps, or None."""
+    if config.weights != "replicated":
+        return f"weights: {config.weights} gathers whole layers on every rank"
+    if config.keeps_prefixes:
+        return "prefix_host_gb and prefix_store save windows that every rank has whole"
+    return why_not(model)
+
+
+class NoAttention:
+    """An `AttentionContext` that attends to nothing; ``heads`` are the results', by layer."""
+
+    def __init__(self, heads: Sequence[int]) -> None:
+        self._heads = heads
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        _, _, tokens, dim = query.q.shape
+        return query.q.new_zeros(tokens, self._heads[layer], dim)
+
+
+@torch.inference_mode()
+def _measure(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    tensor: TensorParallel,
+    heads: Sequence[int],
+    comm: Communicator,
+    recorder: Recorder | None,
+) -> tuple[float, float]:
+    """Seconds of one token's step without attention: every rank alone, and all together.
+
+    Attention is left out: tensor mode's is never more work than the other's.
+    """
+    nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    contexts = NoAttention([shape.query_heads] * shape.layers), NoAttention(heads)
+
+    def run(context: NoAttention) -> Tensor:
+        output = model(
+            input_ids=nothing,
+            position_ids=nothing,
+            use_cache=False,
+            logits_to_keep=1,
+            attention_context=context,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def alone() -> Tensor:
+        return run(contexts[0])
+
+    def shared() -> Tensor:
+        with tensor.sharing():
+            return tensor.gather_logits(run(contexts[1]))
+
+    steps: list[Callable[[], Tensor]] = [alone, shared]
+    for index, step in enumerate(steps):
+        if recorder is None:
+            step()
+        else:
+            recorder.warm_up(step)
+            steps[index] = recorder.record(step)
+    least = [float("inf"), float("inf")]
+    for _ in range(_STEPS):
+        for index, step in enumerate(steps):
+            _wait_for_all(comm, model.device)
+            began = time.perf_counter()
+            step()
+            _wait_for_all(comm, model.device)
+            least[index] = min(least[index], time.perf_counter() - began)
+    found = torch.tensor(least, dtype=torch.float64, device=model.device)
+    comm.broadcast(found, "control")
+    seconds: tuple[float, float] = tuple(found.tolist())
+    return seconds
+
+
+def _wait_for_all(comm: Communicator, device: torch.device) -> None:
+    comm.all_reduce(torch.zeros(1, device=device), "control").wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

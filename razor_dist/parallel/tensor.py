@@ -1,0 +1,310 @@
+"""Tensor mode: in short steps the ranks share heads and weights; in long ones each has them whole.
+
+A rank computes the queries, keys and values of its heads (`razor_dist.heads.layout.ShortHeads`),
+the columns of the out-projection that belong to them, a range of the MLP's inner features, whole
+experts of its own, and a range of the vocabulary. What ranks compute of the same numbers is added
+up: two all-reduces a layer. A rank's part of a weight is a view of the whole one, which long steps
+need.
+
+Which layers are split how is read from transformers' own plan (``base_model_tp_plan``). A model
+without one, or whose plan does not name what is looked for, is not shared (`why_not`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from razor_dist.heads.layout import HeadLayout, ShortHeads
+from razor_dist.kernels.linear import linear
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+
+# Inner features and rows of the vocabulary are dealt out in units of so many: a vector's length.
+_UNIT = 16
+
+# Weights of fewer numbers are left to torch's own product.
+_SMALL = 1 << 18
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_FUSED_QKV = "qkv_proj"
+
+Forward = Callable[..., Tensor]
+
+
+@dataclass
+class _Block:
+    """An attention or MLP of one layer: its linear layers by what the plan says of them."""
+
+    inputs: dict[str, nn.Linear] = field(default_factory=dict)
+    gathered: set[str] = field(default_factory=set)  # inputs whose outputs are wanted whole
+    output: nn.Linear | None = None
+
+
+@dataclass
+class _Layer:
+    attention: _Block
+    mlp: _Block
+    experts: nn.Module | None
+
+
+def _layers(model: PreTrainedModel) -> list[_Layer] | str:
+    """The parts of a model's layers that its plan splits, or why that cannot be told."""
+    body = model.base_model
+    plan = getattr(model.config, "base_model_tp_plan", None)
+    if not plan:
+        return f"transformers has no tensor-parallel plan for {model.config.model_type}"
+    blocks: dict[str, _Block] = {}
+    experts: dict[str, nn.Module] = {}
+    attentions: dict[int, str] = {}
+    for name, module in body.named_modules():
+        style = plan.get(re.sub(r"\.\d+\.", ".*.", name), "")
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(getattr(module, "layer_idx", None), int):
+            attentions[module.layer_idx] = name
+        if style == "moe_tp_experts":
+            experts[parent] = module
+        elif isinstance(module, nn.Linear) and style.startswith(("colwise", "rowwise")):
+            block = blocks.setdefault(parent, _Block())
+            if style.startswith("rowwise"):
+                block.output = module
+            else:
+                block.inputs[leaf] = module
+                if style != "colwise":
+                    block.gathered.add(leaf)
+    found = []
+    for layer in range(model.config.num_hidden_layers):
+        name = attentions.get(layer, "")
+        attention = blocks.get(name)
+        if attention is None or attention.output is None:
+            return f"the plan of {model.config.model_type} does not split its attention"
+        prefix = name.rpartition(".")[0] + "."
+        others = [b for n, b in blocks.items() if n.startswith(prefix) and n != name]
+        if len(others) > 1:
+            return f"the plan of {model.config.model_type} has layers of an unknown kind"
+        own = [module for n, module in experts.items() if n.startswith(prefix)]
+        mlp = others[0] if others else _Block()
+        found.append(_Layer(attention, mlp, own[0] if own else None))
+    return found
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why the ranks cannot share a model's short steps, as the end of a sentence; or None."""
+    found = _layers(model)
+    return found if isinstance(found, str) else None
+
+
+def is_compact(model: PreTrainedModel) -> bool:
+    """Tell if a model's attention takes as many heads as it is given, so that the others are left.
+
+    Others read their queries, keys and values from fixed places of one product, or norm all heads
+    together.
+    """
+    found = _layers(model)
+    assert not isinstance(found, str)
+    return all(
+        set(layer.attention.inputs) == set(_QKV) and not layer.attention.gathered for layer in found
+    )
+
+
+def part_of(n: int, rank: int, size: int) -> tuple[int, int]:
+    """The range of n features that a rank computes: whole units, as even as they go."""
+    units = -(-n // _UNIT)
+    return min(n, units * rank // size * _UNIT), min(n, units * (rank + 1) // size * _UNIT)
+
+
+class TensorParallel:
+    """Makes a model compute this rank's part of a step, while `sharing`.
+
+    ``layout`` is tensor mode's. All ranks run the same shared steps; the logits of such a step are
+    gathered by `gather_logits`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, shape: ModelShape, layout: HeadLayout, comm: Communicator
+    ) -> None:
+        layers, share = _layers(model), layout.share
+        assert not isinstance(layers, str) and share is not None
+        self._comm, self._shape, self._part = comm, shape, share
+        self._active = False
+        self._changed: list[nn.Module] = []
+        # Parameters that one token is multiplied by: of this rank, by layer, then of the head; and
+        # of the same matrices as a whole.
+        self.parameters: list[int] = []
+        self.whole_parameters = 0
+        for layer, heads in zip(layers, layout.short, strict=True):
+            self.parameters.append(0)
+            self._share_attention(layer.attention, heads)
+            self._share_mlp(layer.mlp)
+            if layer.experts is not None:
+                routed = getattr(model.config, "num_experts_per_tok", 1)
+                self._share_experts(layer.experts, routed)
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        self._vocabulary = [
+            part_of(head.out_features, rank, share.size) for rank in range(share.size)
+        ]
+        self.parameters.append(0)
+        self._change_rows(head, [self._vocabulary[share.rank]])
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for module in self._changed:
+            del module.forward
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Rank 0: ``[n, V]`` from every rank's columns; the others get none of the rows."""
+        comm = self._comm
+        if comm.rank:
+            comm.exchange([(0, logits.contiguous())], [], "tensor").wait()
+            return logits.new_empty(0, self._vocabulary[-1][1])
+        found = [
+            logits if rank == 0 else logits.new_empty(len(logits), end - begin)
+            for rank, (begin, end) in enumerate(self._vocabulary)
+        ]
+        comm.exchange([], list(enumerate(found))[1:], "tensor").wait()
+        return torch.cat(found, dim=-1)
+
+    def _change(self, module: nn.Module, shared: Forward, own: int, of: int) -> None:
+        """Have a module run ``shared`` while `sharing`, with its ``own`` parameters ``of`` all."""
+        whole = module.forward
+        self.parameters[-1] += own
+        self.whole_parameters += of
+
+        def forward(*inputs: Tensor) -> Tensor:
+            return shared(*inputs) if self._active else whole(*inputs)
+
+        module.forward = forward
+        self._changed.append(module)
+
+    def _change_rows(
+        self, module: nn.Linear, runs: Sequence[tuple[int, int]], *, in_place: bool = False
+    ) -> None:
+        own = module.in_features * sum(end - begin for begin, end in runs)
+        shared = _rows(module, runs, in_place=in_place)
+        self._change(module, shared, own, module.weight.numel())
+
+    def _share_attention(self, block: _Block, heads: ShortHeads) -> None:
+        dim, group = self._shape.head_dim, self._shape.group
+        kv = _runs(heads.retrieval + heads.streaming, dim)
+        q = [(begin * group, end * group) for begin, end in kv]
+        if self._part.compact:
+            for name, runs in zip(_QKV, (q, kv, kv), strict=True):
+                self._change_rows(block.inputs[name], runs)
+        elif set(block.inputs) == {_FUSED_QKV}:
+            after_q = dim * self._shape.query_heads
+            after_k = after_q + dim * self._shape.kv_heads
+            moved = [(begin + at, end + at) for at in (after_q, after_k) for begin, end in kv]
+            self._change_rows(block.inputs[_FUSED_QKV], q + moved, in_place=True)
+        assert block.output is not None
+        self._change_columns(block.output, _runs(heads.outputs, dim))
+
+    def _share_mlp(self, block: _Block) -> None:
+        if block.output is None or not block.inputs:
+            return
+        inner = block.output.in_features
+        begin, end = part_of(inner, self._part.rank, self._part.size)
+        for module in block.inputs.values():
+            # Gate and up may be one matrix, one after the other.
+            parts = range(0, module.out_features, inner)
+            runs = [(at + begin, at + end) for at in parts if begin < end]
+            self._change_rows(module, runs)
+        self._change_columns(block.output, [(begin, end)] if begin < end else [])
+
+    def _share_experts(self, experts: nn.Module, routed: int) -> None:
+        """Compute the experts of this rank; a token's other experts are those of other ranks."""
+        whole, count = experts.forward, int(experts.num_experts)  # type: ignore[arg-type]
+        owner = torch.arange(count) * self._part.size // count
+        others = owner != self._part.rank
+        each = sum(parameter.numel() for parameter in experts.parameters()) // count
+
+        def shared(states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            left = others.to(index.device)[index]
+            # An index beyond the last expert is transformers' own word for none, if it is told so.
+            index, weights = index.masked_fill(left, count), weights.masked_fill(left, 0.0)
+            experts._is_expert_parallel = True  # type: ignore[assignment]
+            try:
+                found = whole(states, index, weights)
+            finally:
+                experts._is_expert_parallel = False  # type: ignore[assignment]
+            return self._sum(found)
+
+        # The busiest rank has one of a token's experts at least.
+        self._change(experts, shared, -(-routed // self._part.size) * each, routed * each)
+
+    def _change_columns(self, module: nn.Linear, runs: Sequence[tuple[int, int]]) -> None:
+        """Multiply by columns, in their order, and add up what all ranks get so."""
+        whole, bias = module.weight, module.bias
+        if not runs:
+            weight = None
+        elif len(runs) == 1:
+            weight = whole[:, slice(*runs[0])]
+        else:  # a copy, but of one part in P of the matrix
+            weight = torch.cat([whole[:, slice(*run)] for run in runs], dim=1)
+
+        def shared(x: Tensor) -> Tensor:
+            if weight is None:
+                part = x.new_zeros(*x.shape[:-1], len(whole))
+            else:
+                part = functional.linear(x, weight)
+            total = self._sum(part)
+            return total if bias is None else total + bias
+
+        own = len(whole) * sum(end - begin for begin, end in runs)
+        self._change(module, shared, own, whole.numel())
+
+    def _sum(self, part: Tensor) -> Tensor:
+        return self._comm.sum(part, "tensor")
+
+
+def _runs(heads: Sequence[int], dim: int) -> list[tuple[int, int]]:
+    """Ranges of features, of ``dim`` for each head; heads that follow each other make one."""
+    runs: list[tuple[int, int]] = []
+    for head in heads:
+        if runs and runs[-1][1] == head * dim:
+            runs[-1] = (runs[-1][0], (head + 1) * dim)
+        else:
+            runs.append((head * dim, (head + 1) * dim))
+    return runs
+
+
+def _rows(module: nn.Linear, runs: Sequence[tuple[int, int]], *, in_place: bool = False) -> Forward:
+    """Compute some outputs of a linear layer: end to end, or ``in_place`` among zeros."""
+    parts = [
+        (module.weight[a:b], None if module.bias is None else module.bias[a:b]) for a, b in runs
+    ]
+    outputs = module.out_features
+
+    # The faster ways need longer to begin.
+    small = max((weight.numel() for weight, _ in parts), default=0) < _SMALL
+    product = functional.linear if small else linear
+
+    def compact(x: Tensor) -> Tensor:
+        if len(parts) == 1:
+            return product(x, *parts[0])
+        if not parts:
+            return x.new_empty(*x.shape[:-1], 0)
+        return torch.cat([product(x, *part) for part in parts], dim=-1)
+
+    def placed(x: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:-1], outputs)
+        for (begin, end), part in zip(runs, parts, strict=True):
+            out[..., begin:end] = product(x, *part)
+        return out
+
+    return placed if in_place else compact

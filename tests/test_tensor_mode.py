@@ -1,0 +1,259 @@
+"""Tensor mode: ranks that share short steps compute what one rank does, with its part of the heads.
+
+The cases are those of replicated decode (`tests.test_invariance`, `tests.test_short_steps`,
+`tests.test_prefix_cache`); the truth is one rank's logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.build import build_engine
+from razor_dist.engine.decode_mode import share_short_steps, why_replicated
+from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.layout import HeadLayout, HeadShare
+from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.models.loader import load_model
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.tensor import is_compact, part_of, why_not
+from tests.alibi_models import make_alibi
+from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
+from tests.ranks import RankPool
+from tests.test_invariance import POLICY as LONG
+from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
+from tests.test_prefix_cache import TEXTS as HISTORY
+from tests.test_prefix_cache import assert_as_fresh
+from tests.test_short_steps import (
+    CHUNKS,
+    POLICY,
+    STEPS,
+    TEXTS,
+    Company,
+    assert_same_as_alone,
+    companies,
+)
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "llama2", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "glm_1m", "glm4"],
+)
+def test_shared_steps_are_one_ranks(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny(family)
+    case = Case(str(path), split_of(path), POLICY, (), tensor=True)
+    worlds = (2, 3, 8) if family in ("llama", "phi3") else (4, 8)
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"exact": True}, {"kv_dtype": torch.bfloat16}, {"windows": ((9, None), (None, 9)) * 2}],
+    ids=["exact", "bfloat16", "windows"],
+)
+def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    case = Case(str(path), split_of(path, 3), POLICY, (), tensor=True)
+    tolerance = 1e-3 if "kv_dtype" in settings else 1e-4
+    company = Company(dataclasses.replace(case, **settings), TEXTS, CHUNKS, STEPS)
+    assert_same_as_alone(company, ranks, 2, 8, tolerance=tolerance)
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(drawn=companies())
+def test_any_company(drawn: tuple[int, Company], ranks: Ranks, tiny: Tiny) -> None:
+    world, company = drawn
+    path = tiny("llama")
+    case = dataclasses.replace(
+        company.case, model=str(path), retrieval=split_of(path, world), tensor=True
+    )
+    assert_same_as_alone(dataclasses.replace(company, case=case), ranks, world)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_windows_go_from_rank_to_rank_as_a_prompt_is_continued(
+    world: int, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    base = Case(str(path), split_of(path), LONG, tokens_of(190, seed=9), page_size=8)
+    want = ranks(1).run(logits_of, base)[0]
+    case = dataclasses.replace(base, chunked_prefill_size=19, tensor=True)
+    for ends in ((101, 190), (3, 95, 190), (150, 151, 190)):
+        assert_same(ranks(world).run(forked_logits, case, ends)[0], want)
+
+
+def test_a_branch_of_a_cached_text_is_a_fresh_read(ranks: Ranks, tiny: Tiny) -> None:
+    path = tiny("llama")
+    policy = StreamingPolicy(window_min=8, window_ratio=4, window_max=30, sinks=3, block=4)
+    case = Case(str(path), split_of(path), policy, (), tail=17, tensor=True)
+    for world in (3, 8):
+        assert_as_fresh(ranks, world, case, HISTORY)
+
+
+def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
+    path = str(resolve_model("smollm2"))
+    split = HeadMap.load(shipped_head_map("smollm2")).retrieval
+    tokens = tuple(t + 20 for t in tokens_of(90, seed=7))
+    case = Case(path, tuple(map(tuple, split)), POLICY, tokens[:86], tokens[86:])
+    want = ranks(1).run(logits_of, case)[0]
+    shared = dataclasses.replace(case, tensor=True)
+    assert_same(ranks(8).run(logits_of, shared)[0], want)
+
+
+def sent_and_kept(comm: Communicator, case: Case) -> tuple[dict[str, int], int, int]:
+    """What ten decoded tokens send, the rows of streaming caches, and bytes in use."""
+    runner = make_runner(comm, case)
+    prefill(runner, 0, case)
+    comm.bytes_sent.clear()
+    for token in case.forced:
+        runner.execute(answer((0, token)))
+    sent = {purpose: nbytes for purpose, nbytes in comm.bytes_sent.items() if nbytes}
+    return sent, sum(runner.caches.layout.rows), sum(c.used_bytes for c in runner.caches.streaming)
+
+
+def test_bytes_are_counted_and_streaming_caches_are_shared_out(ranks: Ranks, tiny: Tiny) -> None:
+    path, world, steps = tiny("mistral"), 4, 10
+    _, shape = model_and_shape(str(path))
+    one = ((False,) * 4, (True, False, False, False), (False,) * 4)  # 11 streaming heads
+    tokens = tokens_of(110)
+    case = Case(str(path), one, POLICY, tokens[:100], tokens[100:], tensor=True)
+    hidden, vocabulary = 64 * 4, 192 * 4
+    found = ranks(world).run(sent_and_kept, case)
+    for rank, (sent, _, _) in enumerate(found):
+        reduced = 2 * shape.layers * (2 * hidden * (world - 1) // world)
+        logits = vocabulary // world if rank else 0
+        assert sent["tensor"] == steps * (reduced + logits)
+        assert sent["merge"] == steps * (world - 1) * shape.group * (16 + 1) * 4
+        assert set(sent) == {"tensor", "merge"}
+    rows = [rows for _, rows, _ in found]
+    assert rows == [3, 3, 3, 2]
+    whole = dataclasses.replace(case, tensor=False)
+    *_, (_, of_all, nbytes) = ranks(world).run(sent_and_kept, whole)
+    assert of_all == sum(rows)
+    assert [of_rank for *_, of_rank in found] == [nbytes // 11 * n for n in rows]
+
+
+@given(
+    table=st.integers(1, 8).flatmap(
+        lambda heads: st.lists(
+            st.lists(st.sampled_from(["kept", 5, None]), min_size=heads, max_size=heads),
+            min_size=1,
+            max_size=6,
+        )
+    ),
+    size=st.integers(2, 9),
+    group=st.integers(1, 4),
+)
+def test_every_head_has_one_rank(table: list[list[Any]], size: int, group: int) -> None:
+    retrieval = [[head == "kept" for head in row] for row in table]
+    windows = tuple(tuple(None if head == "kept" else head for head in row) for row in table)
+    layouts = [
+        HeadLayout.from_decision(retrieval, CPU, windows, HeadShare(rank, size, group, True))
+        for rank in range(size)
+    ]
+    for layer, row in enumerate(retrieval):
+        shorts = [layout.short[layer] for layout in layouts]
+        streaming = [head for short in shorts for head in short.streaming]
+        assert sorted(streaming) == [head for head, yes in enumerate(row) if not yes]
+        counts = [len(short.streaming) for short in shorts]
+        assert max(counts) - min(counts) <= 1
+        outputs = [head for short in shorts for head in short.outputs]
+        assert sorted(outputs) == list(range(group * len(row)))
+        for short in shorts:
+            owned = [h * group + g for h in short.streaming for g in range(group)]
+            assert short.outputs[len(short.outputs) - len(owned) :] == owned
+    for window, by_rank in enumerate(layouts[0].kept):
+        assert sorted(itertools.chain(*by_rank)) == list(range(layouts[0].all_rows[window]))
+        assert [len(rows) for rows in by_rank] == [layout.rows[window] for layout in layouts]
+
+
+@given(n=st.integers(1, 500), size=st.integers(1, 9))
+def test_features_are_dealt_out_whole(n: int, size: int) -> None:
+    parts = [part_of(n, rank, size) for rank in range(size)]
+    assert [i for begin, end in parts for i in range(begin, end)] == list(range(n))
+
+
+def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
+    tmp_path: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(make_alibi("bloom", tmp_path), device=CPU, dtype=torch.float32)
+    assert why_not(model) == "transformers has no tensor-parallel plan for bloom"
+    shape, comm = ModelShape.from_config(model.config), Communicator(None)
+    comm.size = 2
+    retrieval = [[True] * shape.kv_heads] * shape.layers
+    config = EngineConfig(decode="tensor", world_size=2)
+    with caplog.at_level(logging.WARNING):
+        layout, shared = share_short_steps(config, model, shape, retrieval, None, comm)
+    assert shared is None and layout.share is None
+    assert "every rank computes all of a short step: transformers has no" in caplog.text
+    model = load_model(tiny("llama"), device=CPU, dtype=torch.float32)
+    assert why_replicated(config, model) is None
+    for name, value in (("weights", "zero3"), ("prefix_host_gb", 1.0)):
+        given: dict[str, Any] = {name: value}
+        reason = why_replicated(EngineConfig(world_size=2, **given), model)
+        assert reason is not None and name in reason
+    mixtral, phi3 = (
+        load_model(tiny(name), device=CPU, dtype=torch.float32) for name in ("mixtral", "phi3")
+    )
+    assert why_not(mixtral) is None and is_compact(mixtral)
+    assert why_not(phi3) is None and not is_compact(phi3)
+
+
+def decode_of(comm: Communicator, path: str, decode: str) -> tuple[str, str, list[int]]:
+    """How an engine decodes, as it says twice, and what it answers to a prompt."""
+    from razor_dist.engine.sampling_params import SamplingParams
+    from razor_dist.engine.worker import follow
+
+    config = EngineConfig(
+        model=path,
+        attention="streaming",
+        decode=decode,  # type: ignore[arg-type]
+        world_size=comm.size,
+        max_model_len=200,
+        max_num_seqs=2,
+        window_min=20,
+        block=8,
+    )
+    engine = build_engine(config, comm, CPU)
+    if comm.rank:
+        follow(engine)
+        return engine.info["decode"], "", []
+    core, tokens = engine.core, []
+    core.add("a", list(range(3, 150)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    while core.has_work:
+        tokens += [event["token"] for event in core.step() if event["t"] == "token"]
+    said = core.stats()["decode"]
+    core.stop()
+    return engine.info["decode"], said, tokens
+
+
+def test_the_setting_and_the_measurement_choose_for_all_ranks(ranks: Ranks, tiny: Tiny) -> None:
+    path = str(tiny("llama"))
+    _, _, want = ranks(1).run(decode_of, path, "tensor")[0]
+    for decode in ("tensor", "auto", "replicated"):
+        found = ranks(2).run(decode_of, path, decode)
+        modes = {mode for mode, _, _ in found}
+        assert len(modes) == 1 and found[0][1] in modes
+        assert decode == "auto" or modes == {decode}
+        assert found[0][2] == want
