@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
@@ -119,6 +120,36 @@ def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
     want = ranks(1).run(logits_of, case)[0]
     shared = dataclasses.replace(case, tensor=True)
     assert_same(ranks(8).run(logits_of, shared)[0], want)
+
+
+class Again:
+    """A `Recorder` that repeats a step, collectives included, by running it."""
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        step()
+
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return step
+
+
+def replayed(comm: Communicator, case: Case) -> Tensor | None:
+    """`logits_of` by what graphs are recorded of: all answers at once, over block tables."""
+    runner = make_runner(comm, case, recorder=Again())
+    rows = [prefill(runner, 0, case)]
+    rows += [runner.execute(answer((0, token))) for token in case.forced]
+    assert runner.graphs is not None and runner.graphs.enabled
+    found = [row for row in rows if row is not None]
+    return torch.cat(found) if found else None
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_steps_that_are_recorded(family: str, ranks: Ranks, tiny: Tiny) -> None:
+    path, tokens = tiny(family), tokens_of(100)
+    case = Case(str(path), split_of(path), POLICY, tokens[:90], tokens[90:])
+    want = ranks(1).run(logits_of, case)[0]
+    for world in (2, 8):
+        shared = dataclasses.replace(case, tensor=True)
+        assert_same(ranks(world).run(replayed, shared)[0], want)
 
 
 def sent_and_kept(comm: Communicator, case: Case) -> tuple[dict[str, int], int, int]:

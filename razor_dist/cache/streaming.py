@@ -290,11 +290,12 @@ class StreamingCache:
     def batches(self, length: int, most: int = _TOGETHER) -> list[slice]:
         """Cut the rows into slices whose `state` of ``length`` tokens is about ``most`` bytes.
 
-        A slice has one row at least.
+        A slice has one row at least, unless there is none: then there is one slice all the same.
         """
         row = max(1, self.arena.width(length)) * self.k.shape[-1] * self.k.itemsize * 2
         step = max(1, most // row)
-        return [slice(a, min(a + step, self.rows.stop)) for a in range(0, self.rows.stop, step)]
+        rows = self.rows.stop
+        return [slice(a, min(a + step, rows)) for a in range(0, max(1, rows), step)]
 
     def can_cut(self, slot: StreamingSlot, length: int) -> bool:
         """Tell if a slot has all that is seen after its first ``length`` tokens."""

@@ -144,7 +144,6 @@ def test_the_engine_does_what_was_planned(
     reserved = sum(caches[name] for name in ("retrieval_kv", "streaming_cache", "scratch"))
     if d.shared:
         assert max(measured.reserved for measured in found) == reserved
-        assert len({measured.reserved for measured in found}) > 1
     else:
         assert all(measured.reserved == reserved for measured in found)
     used = caches["sequence_retrieval_kv"] + caches["sequence_streaming_cache"]
