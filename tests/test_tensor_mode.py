@@ -33,6 +33,7 @@ from razor_dist.parallel.tensor import is_compact, part_of, why_not
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool
+from tests.engine.test_sources import traced
 from tests.test_invariance import POLICY as LONG
 from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
 from tests.test_prefix_cache import TEXTS as HISTORY
@@ -120,6 +121,19 @@ def test_nine_heads_on_eight_ranks(ranks: Ranks) -> None:
     want = ranks(1).run(logits_of, case)[0]
     shared = dataclasses.replace(case, tensor=True)
     assert_same(ranks(8).run(logits_of, shared)[0], want)
+
+
+def test_sources_are_those_of_one_rank(ranks: Ranks, tiny: Tiny) -> None:
+    path, text = tiny("llama"), tokens_of(103)
+    split = ((True, True), (False, True), (True, False), (False, False))
+    case = Case(str(path), split, POLICY, text[:100], text[100:], tail=64)
+    heads = [(1, 5), (0, 0), (2, 3)]
+    want = ranks(1).run(traced, case, heads)[0]
+    for world in (2, 8):
+        found = ranks(world).run(traced, dataclasses.replace(case, tensor=True), heads)[0]
+        for (positions, weights), (of_one, weights_of_one) in zip(found, want, strict=True):
+            assert torch.equal(positions, of_one)
+            torch.testing.assert_close(weights, weights_of_one, atol=1e-5, rtol=1e-4)
 
 
 class Again:
