@@ -32,8 +32,8 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.tensor import is_compact, part_of, why_not
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
-from tests.ranks import RankPool
 from tests.engine.test_sources import traced
+from tests.ranks import RankPool
 from tests.test_invariance import POLICY as LONG
 from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
 from tests.test_prefix_cache import TEXTS as HISTORY
