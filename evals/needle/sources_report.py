@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     def sources(self, heads: Sequence[int]) -> tuple[list[Source], float]:
         """Return what the engine would say if it asked these heads."""
         ids = np.empty(self.result["prompt_tokens"], np.int32)
-        trace = Trace(ids, self.text, None, 1 << 20)
+        trace = Trace(ids, self.text, None, most=1 << 20, least=0.0)
         chosen = list(heads)
         for positions, weights in zip(self.positions, self.weights, strict=True):
             trace.add(Sources(positions[chosen], weights[chosen]).merged())
@@ -95,7 +95,7 @@ def bm25(
 def roc_auc(yes: Sequence[float], no: Sequence[float]) -> float:
     """Return the chance that one of ``yes`` is above one of ``no``; half for equal ones."""
     pairs = [(a > b) + 0.5 * (a == b) for a in yes for b in no]
-    return sum(pairs) / len(pairs)
+    return sum(pairs) / max(1, len(pairs))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,6 @@ class SourcesReport:
             rows.append({"heads": name, **mean})
         ranks = [one.rank(one.bm25()) for one in there if one.right]
         rows.append({"heads": "BM25", "top_right": _share(rank == 1 for rank in ranks)})
-        wrong = [one for one in there if not one.right]
         own = list(range(self.count))
         return {
             "asked": len(there),
@@ -148,7 +147,6 @@ class SourcesReport:
             "heads": rows,
             "precision": self._precision(there, own),
             "answers": [self._answer(one, own) for one in self.asked],
-            "wrong_bm25_top": _share(one.rank(one.bm25()) == 1 for one in wrong),
         }
 
     @staticmethod
@@ -158,16 +156,19 @@ class SourcesReport:
         wrong = [(one.rank(sources), grounded) for one, sources, grounded in found if not one.right]
         missing = [one.sources(heads)[1] for one in absent]
         scores = [grounded for _, grounded in right]
-        return {
+        row = {
             "top_right": _share(rank == 1 for rank, _ in right),
             "top3_right": _share(rank is not None and rank <= 3 for rank, _ in right),
-            "top_wrong": _share(rank == 1 for rank, _ in wrong),
             "grounded_right": _mean(scores),
-            "grounded_wrong": _mean(grounded for _, grounded in wrong),
-            "grounded_absent": _mean(missing),
-            "auc_absent": roc_auc(scores, missing),
-            "auc_wrong": roc_auc(scores, [g for _, g in wrong] or [0.0]),
         }
+        if wrong:
+            row["top_wrong"] = _share(rank == 1 for rank, _ in wrong)
+            row["grounded_wrong"] = _mean(grounded for _, grounded in wrong)
+            row["auc_wrong"] = roc_auc(scores, [grounded for _, grounded in wrong])
+        if missing:
+            row["grounded_absent"] = _mean(missing)
+            row["auc_absent"] = roc_auc(scores, missing)
+        return row
 
     @staticmethod
     def _precision(there: Sequence[Asked], heads: list[int]) -> list[dict[str, float]]:
@@ -242,4 +243,4 @@ def _share(yes: Iterable[bool]) -> float:
 
 def _mean(numbers: Iterable[float]) -> float:
     found = list(numbers)
-    return sum(found) / len(found) if found else math.nan
+    return sum(found) / max(1, len(found))

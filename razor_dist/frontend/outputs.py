@@ -67,8 +67,9 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop" or "length"; None while it is generated
     # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
-    # With ``return_sources``, once the answer has ended: passages, the heaviest first, and how
-    # likely it is, in [0, 1], that the answer came from any; None for an answer of one token.
+    # With ``return_sources``, once the answer has ended: passages, the heaviest first, none if
+    # little was found; and the share of what was looked up, in [0, 1], that each token found in one
+    # of them. None for an answer of one token.
     sources: list[Source] | None = None
     grounded: float | None = None
 

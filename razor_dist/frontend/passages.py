@@ -35,6 +35,8 @@ _LONGEST = 1000  # characters of a sentence on each side of a token
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _QUESTION = 500  # characters of a paragraph that is taken for a question as a whole
 _CUE = re.compile(rf"[^{_END}\n]*:[^{_END}\n]*\s*")  # begins the answer
+# An answer that is less grounded has no sources: measured, docs/sources.md.
+FOUND = 0.3
 # Tokens of a prompt without a text that are one passage: no further apart than this.
 _NEAR = 16
 
@@ -86,6 +88,7 @@ class Trace:
     text: PromptText | None
     tokenizer: PreTrainedTokenizerBase | None
     most: int  # sources to return
+    least: float = FOUND  # grounded less than this, there are none
     # Of each token but the first: positions, and the strongest heads' mean attention to them.
     tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
 
@@ -113,6 +116,8 @@ class Trace:
         if not looked_up:
             return [], 0.0 if self.tokens else None
         ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))[: self.most]
+        if grounded < self.least * looked_up:
+            return [], grounded / looked_up
         sources = [self._source(at, weight / looked_up) for at, weight in ordered]
         return sources, grounded / looked_up
 

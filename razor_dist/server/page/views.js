@@ -69,7 +69,7 @@ export class TurnView {
     const { sources = [], grounded = null } = this.turn;
     this.part(".sources").hidden = grounded === null;
     this.part(".sources ol").replaceChildren(...sourceItems(sources, this.documentsOf));
-    this.part(".sources p").textContent = grounded === null ? "" : groundedWords(grounded);
+    this.part(".sources p").textContent = grounded === null ? "" : groundedWords(grounded, sources);
   }
 
   async copy(button) {
@@ -80,8 +80,8 @@ export class TurnView {
 }
 
 /** What the server's score says; docs/sources.md has the measurement. */
-function groundedWords(grounded) {
-  if (grounded >= 0.5) return `Found in what was read (${Math.round(100 * grounded)} %).`;
+function groundedWords(grounded, sources) {
+  if (sources.length) return `Found in what was read (${Math.round(100 * grounded)} %).`;
   return `Hardly found in what was read (${Math.round(100 * grounded)} %): rather the model's own words.`;
 }
 
