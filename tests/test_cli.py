@@ -28,7 +28,7 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 SERVE_OPTIONS = """
     --allowed-hosts --allowed-origins --api-key --api-key-file --attention --block
     --body-timeout --chunked-prefill-size --collective-timeout --compensation --config
-    --cuda-graphs --device --dtype --generation-config --head-map --header-timeout
+    --cuda-graphs --decode --device --dtype --generation-config --head-map --header-timeout
     --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --model --no-compensation
@@ -72,7 +72,7 @@ def test_the_units_give_options_that_exist(unit: str) -> None:
 
 
 PLAN_OPTIONS = """
-    --attention --block --compensation --config --context --device --dtype --head-map
+    --attention --block --compensation --config --context --decode --device --dtype --head-map
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
     --no-prefix-cache --prefix-cache --prefix-tail-tokens
     --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
@@ -103,7 +103,7 @@ ENGINE_OPTIONS = f"""
 NEEDLE_OPTIONS = """
     --attempts --block --chunked-prefill-size --cluster-timeout --collective-timeout --compensation
     --config --context-lengths --context-lengths-max --context-lengths-min
-    --context-lengths-num-intervals --cpus-per-rank --cuda-graphs --device
+    --context-lengths-num-intervals --cpus-per-rank --cuda-graphs --decode --device
     --document-depth-percent-interval-type --document-depth-percent-intervals
     --document-depth-percent-max --document-depth-percent-min --document-depth-percents --dtype
     --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
