@@ -55,7 +55,7 @@ class PagesOnly:
         self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
-        self.decode = "replicated"
+        self.decode, self.sources = "replicated", {}
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
         self.prompt_logprobs: dict = {}
         self.pools = [_pool(pages) for _ in range(ranks)]
