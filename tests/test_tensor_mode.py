@@ -79,7 +79,7 @@ def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny)
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -288,7 +288,7 @@ def runs(draw: st.DrawFn) -> list[tuple[int, str, tuple[Ask, ...]]]:
 
 
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

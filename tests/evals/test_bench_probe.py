@@ -34,6 +34,7 @@ def test_both_probes_find_the_same_scores(
     assert 0 <= figures["largest_difference_of_scores"] < 1e-4
 
 
+@pytest.mark.slow
 def test_matrices_are_held_by_the_baseline_alone(tmp_path: Path) -> None:
     shape = str(make_tiny("llama", tmp_path))
     values = {"shape": shape, "tokens": 125, "repeats": 16, "threads": 1, "dtype": "fp32"}
@@ -50,6 +51,7 @@ def test_a_length_beyond_the_context_is_measured(tmp_path: Path) -> None:
     assert cost["tokens"] == 4320
 
 
+@pytest.mark.slow
 def test_training_is_measured(tmp_path: Path) -> None:
     shape = str(make_tiny("llama", tmp_path))
     cost = in_process("training", {"shape": shape, "train_tokens": 400, "steps": 2, "threads": 1})

@@ -132,6 +132,7 @@ def test_the_ablations_of_the_paper() -> None:
 GRID = ["--lengths", "400", "--depths", "50", "--needles", "1", "--haystack", "reference"]
 
 
+@pytest.mark.slow
 def test_the_commands_write_results_tables_and_a_picture(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

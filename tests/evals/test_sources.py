@@ -11,6 +11,7 @@ from razor_dist import cli
 from razor_dist.evals.needle.sources_report import bm25, roc_auc
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_needle_and_misses_none(tmp_path: Path) -> None:
     places = [
         "--lengths",

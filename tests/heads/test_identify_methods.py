@@ -57,6 +57,7 @@ def test_onthefly_writes_a_map_and_a_picture(model: Path, tmp_path: Path) -> Non
     assert HeadMap.load(tmp_path / "again.json") == found
 
 
+@pytest.mark.slow
 def test_duo_trains_on_torchruns_ranks_and_resumes(model: Path, tmp_path: Path) -> None:
     """In processes of its own: a process group lasts as long as its process."""
     train = [str(model), *SMALL, "--device", "cpu"]

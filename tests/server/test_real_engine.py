@@ -104,6 +104,7 @@ def test_what_was_read_before_is_told_and_answers_are_the_same(server: ServerPro
         ask("What colour is the door?", cache_salt="")
 
 
+@pytest.mark.slow
 def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
     fact = "The secret code of the castle \N{CASTLE} is 48213."
