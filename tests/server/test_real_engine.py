@@ -193,7 +193,7 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     found, stats = scrape(), httpx.get(f"{url}/stats", timeout=20).json()
     assert found["prompt_tokens_total"] == stats["prompt_tokens"]
     assert found["generation_tokens_total"] == stats["generated_tokens"]
-    assert found["step_seconds_count prefill"] + found["step_seconds_count decode"] > 32
+    assert found["step_seconds_count prefill"] + found["step_seconds_count decode"] >= 32
     sent = {purpose: n for purpose, n in stats["bytes_sent"].items() if purpose != "control"}
     assert sent == {purpose: found[f"bytes_sent_total {purpose}"] for purpose in sent}
     assert found["resident_memory_bytes 1"] > 2**27
