@@ -102,7 +102,7 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _interleaved(function: Rotary) -> bool | None:
-    """Which pairs transformers' function rotates; None if it does something else."""
+    """Return the pairs that transformers' function rotates; None if it does something else."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 16, generator=generator) for heads in (4, 2))
     angles = torch.randn(1, 3, 8, generator=generator).repeat(1, 1, 2)

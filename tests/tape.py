@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on CPU: operations recorded once and replayed on the same tensors.
+"""A CUDA graph's stand-in on CPU: operations recorded once, replayed on the same tensors.
 
 A replay runs no Python of the step: a number that was read from a Python variable while recording
 stays as it was, and what was computed from a tensor is computed from what that tensor holds now.

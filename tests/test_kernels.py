@@ -53,7 +53,7 @@ def test_cpu_flash_is_the_reference(shape: tuple[int, int, int, int], biased: bo
 def test_flash_attn_that_cannot_be_imported_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one is that was built for another torch."""
+    """A package that fails as one built for another torch does."""
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     flash_attn._installed.cache_clear()

@@ -1,4 +1,4 @@
-"""What a decode step asks of a device: few kernels a layer, that compute what more of them did.
+"""A decode step's kernels: few a layer, that compute what more of them did.
 
 Launching a kernel takes longer than most of a decode step's need to run, in a CUDA graph too. They
 are counted on CPU: every operation that makes or changes numbers is a kernel, and so is each of

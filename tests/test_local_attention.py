@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def attention(policy: StreamingPolicy, begin: int, end: int) -> tuple[Tensor, int]:
-    """Of the queries ``[begin, end)``, and how many calls of the kernels it took."""
+    """Attention of the queries ``[begin, end)``, and the number of kernel calls."""
     q = draw(2, 3, TOKENS, 8, seed=0)
     k, v = draw(2, TOKENS, 8, seed=1), draw(2, TOKENS, 8, seed=2)
     first = max(policy.sinks, policy.start(begin))

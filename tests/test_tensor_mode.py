@@ -167,7 +167,7 @@ def test_steps_that_are_recorded(family: str, ranks: Ranks, tiny: Tiny) -> None:
 
 
 def sent_and_kept(comm: Communicator, case: Case) -> tuple[dict[str, int], int, int]:
-    """What ten decoded tokens send, the rows of streaming caches, and bytes in use."""
+    """Return the bytes ten decoded tokens send, the rows of streaming caches, and bytes in use."""
     runner = make_runner(comm, case)
     prefill(runner, 0, case)
     comm.bytes_sent.clear()
@@ -229,7 +229,7 @@ def test_every_head_has_one_rank(table: list[list[Any]], size: int, group: int) 
             owned = [h * group + g for h in short.streaming for g in range(group)]
             assert short.outputs[len(short.outputs) - len(owned) :] == owned
     for window, by_rank in enumerate(layouts[0].kept):
-        assert sorted(itertools.chain(*by_rank)) == list(range(layouts[0].all_rows[window]))
+        assert sorted(itertools.chain(*by_rank)) == list(range(sum(map(len, by_rank))))
         assert [len(rows) for rows in by_rank] == [layout.rows[window] for layout in layouts]
 
 
@@ -266,7 +266,7 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
 
 
 def decode_of(comm: Communicator, path: str, decode: str) -> tuple[str, str, list[int]]:
-    """How an engine decodes, as it says twice, and what it answers to a prompt."""
+    """Return an engine's decode mode, as it says twice, and its answer to a prompt."""
     from razor_dist.engine.sampling_params import SamplingParams
     from razor_dist.engine.worker import follow
 

@@ -1,4 +1,4 @@
-"""What the prefix cache saves: questions and turns over HTTP, and hits under load.
+"""Measurements of the prefix cache: questions and turns over HTTP, and hits under load.
 
 ``python -m razor_dist.evals.bench.prefix [--world-size P]`` starts a server of the embedded model,
 asks with the official client, and prints Markdown (docs/benchmarks/prefix.md). ``--restart`` kills

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
@@ -27,12 +27,9 @@ from razor_dist.evals.needle.replay import (
     ReplayModel,
 )
 from razor_dist.evals.needle.results import FULL, NeedleResults
-from razor_dist.evals.needle.task import ask, same_haystack
+from razor_dist.evals.needle.task import ask, run_here, same_haystack
 from razor_dist.heads.head_map import HeadMap, Verification, shipped_head_map
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.jobs.host_engine import host_pool
-from razor_dist.jobs.job import run_task
-from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.adapters import is_alibi
@@ -170,13 +167,7 @@ class GridTask:
 
     def run_in(self, folder: Path) -> NeedleResults:
         """Run what a folder lacks, or refuse it; return the results of this task's items."""
-        summary = run_task(self, folder, host_pool(self), JobConfig(retry_failed=True))
-        found = {record["id"]: record for record in read_job(summary.folder).records}
-        records = [found[item.id] for item in self.items()]
-        for record in records:
-            if record["status"] == "failed":
-                raise ConfigError(f"{record['id']} failed: {record['error']['message']}")
-        return NeedleResults([record["result"] for record in records])
+        return NeedleResults(run_here(self, folder))
 
 
 @dataclass(frozen=True)

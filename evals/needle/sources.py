@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from razor_dist.attention.sources import TOP
-from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.device import torch_device
@@ -28,11 +27,8 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.needle.config import Place, SourcesConfig
 from razor_dist.evals.needle.documents import Haystack, Prompter
 from razor_dist.evals.needle.grid import PRESET, place_seed
-from razor_dist.evals.needle.task import same_haystack
+from razor_dist.evals.needle.task import run_here, same_haystack
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.jobs.host_engine import host_pool
-from razor_dist.jobs.job import run_task
-from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.parallel.comm import Communicator
@@ -162,10 +158,4 @@ class SourcesTask:
 
     def run_in(self, folder: Path) -> list[dict[str, Any]]:
         """Run what a folder lacks, or refuse it; return the results of this task's items."""
-        summary = run_task(self, folder, host_pool(self), JobConfig(retry_failed=True))
-        found = {record["id"]: record for record in read_job(summary.folder).records}
-        records = [found[item.id] for item in self.items()]
-        for record in records:
-            if record["status"] == "failed":
-                raise ConfigError(f"{record['id']} failed: {record['error']['message']}")
-        return [record["result"] for record in records]
+        return run_here(self, folder)

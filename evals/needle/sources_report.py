@@ -1,4 +1,4 @@
-"""What sources are worth: by how many heads, beside random ones and BM25, and with no needle."""
+"""The report on sources: by number of heads, beside random heads and BM25, and with no needle."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class SourcesReport:
 
     @staticmethod
     def _precision(there: Sequence[Asked], heads: list[int]) -> list[dict[str, float]]:
-        """Of the passages above a weight, the share that holds what was asked for."""
+        """Return the share of passages above a weight that hold what was asked for."""
         pairs = [
             (source.weight, one.rank([source]) == 1)
             for one in there

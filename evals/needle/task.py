@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES
@@ -32,7 +33,10 @@ from razor_dist.evals.needle.model import needle_vocabulary
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.host_engine import host_pool
+from razor_dist.jobs.job import run_task
+from razor_dist.jobs.results import read_job
+from razor_dist.jobs.task import Item, Task
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
 
@@ -177,3 +181,17 @@ def _stats(llm: LLM) -> Mapping[str, Any]:
 def same_haystack(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
     """Open a haystack; refuse another text than the one that a job was begun with."""
     return Haystack(name, Prompter(tokenizer).encode, text)
+
+
+def run_here(task: Task, folder: Path) -> list[dict[str, Any]]:
+    """Run on this host what a job's folder lacks; return the results of all items, in order.
+
+    Raises `ConfigError` if the folder is another job's, or if an item has failed.
+    """
+    summary = run_task(task, folder, host_pool(task), JobConfig(retry_failed=True))
+    found = {record["id"]: record for record in read_job(summary.folder).records}
+    records = [found[item.id] for item in task.items()]
+    for record in records:
+        if record["status"] == "failed":
+            raise ConfigError(f"{record['id']} failed: {record['error']['message']}")
+    return [record["result"] for record in records]

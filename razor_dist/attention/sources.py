@@ -1,4 +1,4 @@
-"""Where answers come from: the positions that the strongest retrieval heads attend to.
+"""Sources of answers: the positions that the strongest retrieval heads attend to.
 
 While an answer's token is computed, the chosen heads' queries are held against the rank's own keys
 once more. Each rank keeps the few largest scores and the logarithm of the sum of all; with those of

@@ -29,10 +29,6 @@ _COPIED = 4096
 Span = slice | Tensor
 
 
-def span_tokens(span: Span) -> int:
-    return span.stop - span.start if isinstance(span, slice) else len(span)
-
-
 @dataclass
 class PageTable:
     """One sequence's pages on this rank."""
@@ -98,12 +94,12 @@ class PagePool:
     # Made when they are asked for: what a pool would take is asked of pools of any size.
     @cached_property
     def _references(self) -> npt.NDArray[np.int32]:
-        """How many tables hold each page."""
+        """The number of tables that hold each page."""
         return np.zeros(self.num_pages, np.int32)
 
     @cached_property
     def _users(self) -> npt.NDArray[np.int32]:
-        """How many of them are in use."""
+        """The number of pages in use."""
         return np.zeros(self.num_pages, np.int32)
 
     @property

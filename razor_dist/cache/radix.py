@@ -1,4 +1,4 @@
-"""Which cached sequence begins as a prompt does: a radix tree over token ids.
+"""A radix tree over token ids, which finds the cached sequence that begins as a prompt does.
 
 An entry is a sequence of tokens whose caches can be cut anywhere between its *least cut* and its
 end: streaming heads' caches have the window of those positions alone. A prompt can begin from the

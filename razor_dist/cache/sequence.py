@@ -16,7 +16,7 @@ from razor_dist.parallel.zigzag import Chunk, Interval
 
 @dataclass(frozen=True)
 class SharedWindow:
-    """What every rank has of all heads of one window while a prompt is read, in tensor mode."""
+    """All heads' keys and values of one window, on every rank, during a prefill in tensor mode."""
 
     fixed: SinksAndSums
     held: list[tuple[Interval, int]]  # the window before the prompt, and the ranks that hold it

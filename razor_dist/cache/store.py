@@ -49,7 +49,7 @@ _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a node is, beside its tokens."""
+    """A node's description, beside its tokens."""
 
     fingerprint: str
     node: str
@@ -103,7 +103,7 @@ class Manifest:
                 yield state_part(window, part), self.about(window=window, part=part)
 
     def about(self, **part: int) -> dict[str, str]:
-        """What the header of a part says."""
+        """The header of a part, as it was written."""
         return part_header(self.fingerprint, self.node, self.world_size, **part)
 
 

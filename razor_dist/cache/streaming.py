@@ -113,7 +113,7 @@ class StreamingSlot:
 
 @dataclass(frozen=True)
 class SinksAndSums:
-    """What one sequence's heads see beside their windows, while a prompt is read in chunks."""
+    """Keys and values that one sequence's heads see beside their windows, between chunks."""
 
     k: Tensor  # [K, N0, D]: the sinks; those not yet reached may hold anything
     v: Tensor

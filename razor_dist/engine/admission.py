@@ -267,12 +267,12 @@ class Admission:
         return False
 
     def _stop(self, request: Request, position: int) -> int:
-        """Where the reading of a prompt can stop: all chunks but its last have whole shards."""
+        """Return where reading can stop: all chunks but a prompt's last have whole shards."""
         parts = 2 * self.world_size
         return request.begin + (position - request.begin) // parts * parts
 
     def _branch(self, request: Request, hit: Hit | None) -> list[int]:
-        """Where a prompt parts from what is cached, if that was no use so far."""
+        """Return where a prompt parts from a cached one, if no snapshot serves that place yet."""
         if hit is None or request.short or request.params.prompt_logprobs is not None:
             return []
         common = min(hit.common, request.end - 1)
@@ -357,7 +357,7 @@ class Admission:
 
     @property
     def _saved(self) -> list[Holding]:
-        """Whose sequence is being saved: it must stay."""
+        """The entry whose sequence is being saved: it must stay."""
         saving = None if self.tiers is None else self.tiers.saving
         return [] if saving is None else [saving.of.holding]
 

@@ -1,4 +1,4 @@
-"""What is free in every rank's caches, as rank 0 counts it: by the code the ranks allocate with.
+"""Rank 0's account of every rank's free memory, by the code that the ranks allocate with.
 
 The ranks take the same decisions because rank 0 takes them all. It must know what a sequence will
 take on each of them before it is opened, and what its end or its eviction gives back.
@@ -24,7 +24,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Holding:
-    """What one sequence has of the ranks' caches."""
+    """The pages and slots that one sequence holds."""
 
     tables: list[PageTable]  # by rank
     totals: list[int]  # by arena: the tokens that its slot has room for

@@ -1,4 +1,4 @@
-"""What some requests ask to be done to logits: penalties, biases, masks.
+"""Changes to logits that requests ask for: penalties, biases, masks.
 
 All rows of a step that ask for something are computed together; the others are not touched.
 """

@@ -52,7 +52,7 @@ class Node:
 
     @property
     def parts(self) -> list[tuple[Node, int]]:
-        """Those nodes, and where the tokens end that are taken from each."""
+        """Return those nodes, and where the tokens end that are taken from each."""
         found, end = [], self.manifest.end
         for node in reversed(self.chain):
             found.append((node, min(end, node.manifest.end)))

@@ -116,8 +116,10 @@ class Scheduler:
         running = [r for r in self.running.values() if not r.unforked]
         unread = self.turns.first_class([r for r in running if not r.prefilled])
         answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
-        long = [r for r in unread if not self.turns.joins(r)]
-        short = [r for r in unread if self.turns.joins(r)]
+        short: list[Request] = []
+        long: list[Request] = []
+        for request in unread:
+            (short if self.turns.joins(request) else long).append(request)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = self.turns.together(short, part=0.5 if long else 1.0)
         pieces = [

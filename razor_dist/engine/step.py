@@ -157,7 +157,7 @@ _NUMBERS = [field.name for field in fields(StepPlan) if field.name != "payload"]
 
 
 class StepSeconds:
-    """How long steps of one kind took: counts by bounds in seconds, and their sum."""
+    """A histogram of the seconds that steps of one kind took: counts by bounds, and their sum."""
 
     BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 

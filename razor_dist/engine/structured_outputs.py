@@ -34,7 +34,7 @@ _WHITESPACE = r"( |\n[ \t]{0,20})?"
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an answer must match, with the names vLLM's users know; exactly one of the first five.
+    """A constraint on an answer, with vLLM's names; exactly one of the first five is set.
 
     ``json``                    a JSON schema, as a mapping or as text
     ``json_object``             True: any JSON object
@@ -132,7 +132,7 @@ class StructuredOutputsParams:
 
 
 class Grammar:
-    """What one answer must match, and how far it has come."""
+    """The matcher of one answer, at the place the answer has reached."""
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, frozenset(ends)

@@ -1,4 +1,4 @@
-"""What is kept of prompts in host memory and on disk: rank 0's account, and what moves next.
+"""Rank 0's account of prefixes in host memory and on disk, and the choice of what moves next.
 
 Soon after a prompt has been read, what is new in it is copied out (`Op.SAVE`): a *node*, which
 follows on the node whose text it shares the beginning with. A prompt that begins like a node gets

@@ -78,10 +78,6 @@ class Transfers:
         self._saving: Iterator[int] = iter(())
         self._loading: Iterator[tuple[int, int]] = iter(())
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(len(part) for parts in self._host.values() for part in parts.values())
-
     def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):

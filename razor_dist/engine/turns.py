@@ -1,4 +1,4 @@
-"""Whose turn it is, and for how long: prefill is shared out by time.
+"""The choice of the prompt that is read next, and for how long: prefill is shared by time.
 
 A long prompt is hundreds of chunks, so that whoever comes after it would wait for all of them. Here
 those with little to do go first, and the oldest gets at least half of the time: a short question

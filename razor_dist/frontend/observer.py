@@ -1,4 +1,4 @@
-"""What metrics hear of the answers that pass an `EngineClient`."""
+"""The events of answers in an `EngineClient` that metrics count."""
 
 from __future__ import annotations
 

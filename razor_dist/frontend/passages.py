@@ -82,7 +82,7 @@ class PromptText:
 
 @dataclass
 class Trace:
-    """What an answer's tokens attended to; of a prompt of token ids without ``text``."""
+    """Positions that an answer's tokens attended to; without ``text`` for a prompt of token ids."""
 
     prompt: Tokens
     text: PromptText | None

@@ -54,7 +54,7 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class ShortHeads:
-    """What this rank computes of one layer in a short step."""
+    """The part of one layer that this rank computes in a short step."""
 
     # KV heads of the model, and where they are among those that the model hands to attention.
     retrieval: list[int]
@@ -117,13 +117,8 @@ class HeadLayout:
 
     @property
     def most_rows(self) -> tuple[int, ...]:
-        """Those of the rank that has most."""
+        """Rows of the rank that has most, by window."""
         return tuple(max(map(len, by_rank)) for by_rank in self.kept)
-
-    @property
-    def all_rows(self) -> tuple[int, ...]:
-        """The streaming heads of all layers, by window."""
-        return tuple(sum(map(len, by_rank)) for by_rank in self.kept)
 
     @classmethod
     def from_decision(
@@ -228,7 +223,7 @@ def _deal(
 
 
 def _whole(layer: LayerHeads, retrieval: list[int], streaming: list[int]) -> ShortHeads:
-    """What every rank computes where none shares: everything."""
+    """The share of every rank in replicated mode: everything."""
     in_order = layer.all_stream or not streaming
     return ShortHeads(
         retrieval,
@@ -252,7 +247,7 @@ def _shared(
     share: HeadShare,
     owners: dict[int, int],
 ) -> ShortHeads:
-    """What a rank computes in tensor mode; ``rest`` are all ranks' streaming heads."""
+    """The share of a rank in tensor mode; ``rest`` are all ranks' streaming heads."""
     device = layer.retrieval.device
     streaming: list[int] = []
     groups = []

@@ -1,4 +1,4 @@
-"""Which query heads tell where an answer came from."""
+"""The choice of query heads that tell where an answer came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold of the chunks before the one at hand."""
+"""Attention to the chunks before the one at hand, whose keys are spread over the ranks."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _in_order(comm: Communicator, pending: Pending, own: Tensor) -> list[Tensor]
 def _visit(
     comm: Communicator, chunk: Chunk, query: Query, queries: Sequence[Tensor], earlier: Earlier
 ) -> list[Partial]:
-    """What this rank's queries find in every rank's shard of the earlier chunks.
+    """Attend from this rank's queries to every rank's shard of the earlier chunks.
 
     Here that is worked out for all ranks' ``queries``, and sent to them.
     """

@@ -112,7 +112,7 @@ class Exchange:
 
     @property
     def tokens_to(self) -> dict[int, int]:
-        """How many tokens this rank sends, by receiver."""
+        """The number of tokens this rank sends, by receiver."""
         return {rank: sum(map(len, sent)) for rank, sent in self._sends.items()}
 
     def start(

@@ -34,10 +34,9 @@ from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.step import FRAME, HEADER, payload_length
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import queries_travel
 from razor_dist.parallel.ring import is_short
-from razor_dist.parallel.tensor import TensorParallel, part_of
+from razor_dist.parallel.tensor import part_of
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device
@@ -138,6 +137,13 @@ def pass_q(d: Deployment, chunk: Chunk) -> bool:
     return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, d.dtype.itemsize, kv)
 
 
+def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
+    """Tokens a rank sends until all have those of each: its own to all, or around the ring."""
+    if is_short(chunk):
+        return (len(tokens) - 1) * tokens[rank]
+    return sum(tokens) - tokens[(rank + 1) % len(tokens)]
+
+
 def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]]) -> None:
     size, dim = d.world_size, d.shape.head_dim
     rows = sum(d.retrieval_per_layer)
@@ -150,15 +156,9 @@ def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]])
         queries = pass_q(d, chunk)
         blocks = own if queries else through
         for rank in range(size):
-
-            def passed(tokens: Sequence[int], rank: int = rank, chunk: Chunk = chunk) -> int:
-                if is_short(chunk):
-                    return (size - 1) * tokens[rank]
-                return sum(tokens) - tokens[(rank + 1) % size]
-
-            nbytes = passed(blocks) * d.kv_bytes
+            nbytes = _handed_on(chunk, blocks, rank) * d.kv_bytes
             if queries:
-                nbytes += passed(own) * d.shape.group * dim * d.dtype.itemsize
+                nbytes += _handed_on(chunk, own, rank) * d.shape.group * dim * d.dtype.itemsize
                 nbytes += (sum(own) - own[rank]) * d.shape.group * (dim + 1) * 4
             sent[rank]["ring"] += rows * nbytes
         earlier = through
@@ -243,10 +243,7 @@ def decode_reads(d: Deployment, context: int) -> int:
         policy = heads.policy
         entries = compensation_entries(policy, d.dtype) + policy.sinks
         tokens += _waited_for(d, index) * (entries + policy.capacity(context))
-    unread = 0
-    if d.shared:
-        whole, own = _shared_parameters(d)
-        unread = (whole - own) * d.dtype.itemsize
+    unread = d.spared_parameters * d.dtype.itemsize
     return d.weights.step_bytes - unread + tokens * d.kv_bytes
 
 
@@ -262,17 +259,6 @@ def _waited_for(d: Deployment, window: int) -> int:
     )
 
 
-def _shared_parameters(d: Deployment) -> tuple[int, int]:
-    """Parameters that the ranks share, and those of them that a token waits for."""
-    model, by_rank, whole = d.meta_model(), [], 0
-    for layout in d.layouts:
-        tensor = TensorParallel(model, d.shape, layout, Communicator(None))
-        by_rank.append(tensor.parameters)
-        whole = tensor.whole_parameters
-        tensor.remove()
-    return whole, sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
-
-
 def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> Estimate:
     """Estimate one token; links cost bytes, and a latency for each collective."""
     keys = sum(d.retrieval_per_layer) * _shard(d, context)
@@ -280,11 +266,9 @@ def decode_time(d: Deployment, device: Device, context: int, sent: Traffic) -> E
         _waited_for(d, index) * heads.policy.capacity(context)
         for index, heads in enumerate(d.streaming)
     )
-    parameters = d.weights.matmul + d.weights.head
+    parameters = d.weights.matmul + d.weights.head - d.spared_parameters
     collectives = sum(count > 0 for count in d.retrieval_per_layer) if d.world_size > 1 else 0
     if d.shared:
-        whole, own = _shared_parameters(d)
-        parameters -= whole - own
         collectives += 2 * d.shape.layers + 1
     work = 2 * parameters + 4 * d.shape.head_dim * d.shape.group * keys
     reads, sends = decode_reads(d, context), busiest(sent.decode)

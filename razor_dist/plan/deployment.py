@@ -30,7 +30,8 @@ from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
-from razor_dist.parallel.tensor import is_compact
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.tensor import TensorParallel, is_compact
 from razor_dist.parallel.zigzag import Chunk, chunks
 
 # The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.
@@ -226,7 +227,7 @@ class Deployment:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        """That of a rank with most in its streaming caches."""
+        """The layout of a rank with most in its streaming caches."""
         found = self.layouts[0]
         most = [sum(map(len, rows)) for rows in zip(*found.kept, strict=True)]
         return self.layouts[most.index(max(most))] if most else found
@@ -240,6 +241,19 @@ class Deployment:
             HeadLayout.from_decision(heads.retrieval, META, heads.windows, self.share(rank))
             for rank in ranks
         ]
+
+    @cached_property
+    def spared_parameters(self) -> int:
+        """Parameters that a token does not wait for, since other ranks multiply them."""
+        if not self.shared:
+            return 0
+        model, by_rank, whole = self.meta_model(), [], 0
+        for layout in self.layouts:
+            tensor = TensorParallel(model, self.shape, layout, Communicator(None))
+            by_rank.append(tensor.parameters)
+            whole = tensor.whole_parameters
+            tensor.remove()
+        return whole - sum(max(of_layer) for of_layer in zip(*by_rank, strict=True))
 
     @cached_property
     def streaming(self) -> tuple[StreamingHeads, ...]:

@@ -1,4 +1,4 @@
-"""Who may ask: known hosts and origins, holders of a key, and so much at a time for each."""
+"""Access control: known hosts and origins, API keys, and limits for each key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPEN_FOLDER = "/page/"
 
 @dataclass
 class KeyHolder:
-    """What the requests of one key have in flight, and the name that stands for the key.
+    """One API key: its requests and tokens in flight, and the name that stands for it.
 
     ``id`` are 16 hexadecimal digits of the key's SHA-256; it may be logged, the key may not.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -28,6 +28,14 @@ from razor_dist.server.service import Service
 # nginx's code for a client that hung up; nobody reads it but the access log.
 _CLIENT_CLOSED_REQUEST = 499
 
+_ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+
 
 def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
     """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
@@ -36,30 +44,16 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     documents = DocumentReader(int(service.config.max_body_mb * 2**20))
     page = PageFiles()
 
-    async def answer(request: Request, endpoint: Endpoint) -> Response:
-        arrived = asyncio.get_running_loop().time()
-        respond = service.respond(endpoint, await bodies.read_json(request), arrived)
-        return await _unless_gone(request, asyncio.create_task(respond))
+    def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            arrived = asyncio.get_running_loop().time()
+            respond = service.respond(endpoint, await bodies.read_json(request), arrived)
+            return await _unless_gone(request, asyncio.create_task(respond))
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, "chat")
+        return answer
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, "completions")
-
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await answer(request, "responses")
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await answer(request, "tokenize")
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await answer(request, "detokenize")
+    for path, endpoint in _ENDPOINTS.items():
+        app.add_api_route(path, answering(endpoint), methods=["POST"], response_model=None)
 
     @app.get("/openapi.json")
     async def openapi_json() -> dict[str, Any]:

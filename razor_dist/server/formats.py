@@ -85,7 +85,7 @@ class Format(ABC):
 
     @property
     def end(self) -> str:
-        """What follows all chunks."""
+        """The bytes that follow all chunks."""
         return "data: [DONE]\n\n"
 
     @abstractmethod

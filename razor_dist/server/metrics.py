@@ -204,7 +204,7 @@ class Metrics(Observer):
 
 
 class RankMetrics(Collector):
-    """What the ranks counted when they were asked last (`EngineCore.stats`)."""
+    """The ranks' counters as they were last told (`EngineCore.stats`)."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels

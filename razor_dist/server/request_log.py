@@ -27,7 +27,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @dataclass
 class RequestRecord:
-    """What is known of the request at hand when it ends."""
+    """The fields of one request's log line, filled until it ends."""
 
     request_id: str
     key: str | None = None  # `KeyHolder.id`

@@ -177,7 +177,7 @@ class Service:
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
 
     def _salt(self, given: str | None) -> str | None:
-        """What a request's caches are apart by: nobody learns by timing what others have read."""
+        """The salt of a request's cached prefixes: timing must not tell what others have read."""
         key = None if self.config.share_prefixes else current_record().key
         return given if key is None else f"{key}:{given or ''}"
 

@@ -30,7 +30,7 @@ class ToolCall(NamedTuple):
 
 
 class ToolUse(NamedTuple):
-    """How a request's answers may call tools: a name of `_FORMATS`, and the tools' names."""
+    """The tool calls a request allows: a name of `_FORMATS`, and the tools' names."""
 
     format: str
     names: list[str]

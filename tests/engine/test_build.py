@@ -197,7 +197,7 @@ def test_chunks_are_long_for_long_windows_on_cuda(
     ("heads", "per_rank"), [(8, 32768), (32, 32768), (48, 21504), (64, 16384), (512, 8192)]
 )
 def test_the_longest_chunk_of_a_wide_model_is_shorter(heads: int, per_rank: int) -> None:
-    """For activations grow with both."""
+    """Chunks are shorter in wider models, for activations grow with both."""
     shape = ModelShape(80, heads, 8, 128, 128_256, 2**20)
     config = EngineConfig(window_max=8192)
     got = chunk_length(config, shape, (None,), 2**20, 8, torch.device("cuda"))

@@ -74,7 +74,7 @@ def test_the_cost_per_token_does_not_grow() -> None:
 
 
 def continued(ids: list[int]) -> str:
-    """What the tokens add to a text."""
+    """Return the text that the tokens add."""
     return str(SENTENCES.decode([TIME, *ids], skip_special_tokens=True))[len("time") :]
 
 

@@ -1,4 +1,4 @@
-"""What a rank computes on, in and with."""
+"""A rank's device, dtype and attention backend."""
 
 from __future__ import annotations
 

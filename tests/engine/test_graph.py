@@ -39,6 +39,7 @@ from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import Tape
+from tests.test_cuda import DEVICES
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
@@ -414,18 +415,6 @@ def test_padding_is_little_and_seldom_changes(tokens: int, pad: int) -> None:
     assert tokens <= padded <= max(tokens + pad - 1, tokens * 1.125)
     assert padded_length(padded, pad) == padded
     assert padded_length(tokens + 1, pad) >= padded
-
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def recorder_on(device: str) -> Recorder:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
+from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
@@ -55,6 +56,18 @@ class Ask:
     wait: bool = True  # all that is there ends before the next
 
 
+def step(core: EngineCore, answers: Answers, cached: dict[str, int]) -> None:
+    """Take a step; note its tokens, and what each request found in the cache."""
+    for message in core.step():
+        if message["t"] == "progress":
+            cached.setdefault(message["id"], message["cached"])
+        elif message["t"] == "token":
+            found = message["token"], message["logprob"]
+            answers.setdefault(message["id"], []).append(found)
+        else:
+            raise AssertionError(message)
+
+
 def serve(
     comm: Communicator, path: str, changed: dict[str, Any], asks: tuple[Ask, ...]
 ) -> tuple[Answers, dict[str, int], dict[str, Any]]:
@@ -66,17 +79,6 @@ def serve(
         follow(engine)
         return {}, {}, {}
     core, answers, cached = engine.core, {}, {}
-
-    def step() -> None:
-        for message in core.step():
-            if message["t"] == "progress":
-                cached.setdefault(message["id"], message["cached"])
-            elif message["t"] == "token":
-                found = message["token"], message["logprob"]
-                answers.setdefault(message["id"], []).append(found)
-            else:
-                raise AssertionError(message)
-
     for ask in asks:
         if ask.release is not None:
             core.abort(ask.release)
@@ -85,13 +87,13 @@ def serve(
         if ask.steps is not None:
             for _ in range(ask.steps):
                 if core.has_work:
-                    step()
+                    step(core, answers, cached)
             core.abort(ask.name)
             answers.pop(ask.name, None)
         while ask.wait and core.has_work:
-            step()
+            step(core, answers, cached)
     while core.has_work:
-        step()
+        step(core, answers, cached)
     for request in list(core._requests):
         core.abort(request)
     stats = core.stats()

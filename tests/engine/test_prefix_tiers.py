@@ -33,6 +33,7 @@ from tests.engine.test_prefix_cache import (
     alone,
     assert_alike,
     ids,
+    step,
 )
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
@@ -83,21 +84,10 @@ def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
     for ask in asks:
         core.add(ask.name, list(ask.ids), ask.params, salt=ask.salt)
         while ask.wait and core.has_work:
-            _step(core, answers, cached)
+            step(core, answers, cached)
     while core.has_work:
-        _step(core, answers, cached)
+        step(core, answers, cached)
     return answers, cached
-
-
-def _step(core: EngineCore, answers: Answers, cached: Told) -> None:
-    for message in core.step():
-        if message["t"] == "progress":
-            cached.setdefault(message["id"], message["cached"])
-        elif message["t"] == "token":
-            found = message["token"], message["logprob"]
-            answers.setdefault(message["id"], []).append(found)
-        else:
-            raise AssertionError(message)
 
 
 def ranges(store: Path) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the ranks' tensors travel by, which all ranks must decide alike."""
+"""The choice of backend, which all ranks must make alike."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ranks_without_a_gpu_among_others_are_told() -> None:
 
 
 def decide(comm: Communicator, devices: list[str]) -> str:
-    """What a rank decides that knows its own device only, and hears of the others'."""
+    """Return the choice of a rank that knows its own device and hears of the others'."""
     heard = [""] * comm.size
     dist.all_gather_object(heard, devices[comm.rank], group=comm.group)
     return backend_of(heard)

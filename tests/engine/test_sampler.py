@@ -37,7 +37,7 @@ def seeded(logits: Tensor, params: Sequence[SamplingParams]) -> list[Sampled | N
 
 
 def outside(logits: list[float], params: SamplingParams, drawn: int) -> float:
-    """How far the request's random number lies outside of a token's share."""
+    """Return the distance of the request's random number from a token's share."""
     p = np.exp(np.array(logits) / params.temperature - max(logits) / params.temperature)
     if 0 < params.top_k < len(p):
         p[p < sorted(p, reverse=True)[params.top_k - 1]] = 0

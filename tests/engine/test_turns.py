@@ -109,7 +109,7 @@ def test_a_lone_prompts_chunk_is_longer_where_every_step_costs_much() -> None:
 
 def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
     def waited(*arrivals: float) -> tuple[list[float], list[float]]:
-        """How long short prompts waited, and the long one's chunks after the first came."""
+        """Return short prompts' waits, and the long one's chunks after the first came."""
         shorts = [request(key, 50, at) for key, at in enumerate(arrivals, 1)]
         found = Simulation([request(0, 150_000, 0.0), *shorts], sab=(0.2, 0.002, 0.0)).run()
         ends = np.cumsum([seconds for _, seconds, _, _ in found.chunks])

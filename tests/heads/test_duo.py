@@ -52,7 +52,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 def _random_sample(index: int) -> PasskeySample:
-    """Of an odd number of tokens, so that two ranks need one more."""
+    """A text of an odd number of tokens, so that two ranks need one more."""
     generator = torch.Generator().manual_seed(index)
     mask = torch.zeros(161, dtype=torch.bool)
     mask[90::4] = True
@@ -171,7 +171,7 @@ def test_stage_3_leaves_each_rank_its_share_of_the_weights(
 
 
 def _shares(comm: Any, model: Path) -> tuple[int, int, int]:
-    """Of a weight between steps: numbers that are gathered, that are this rank's, and all."""
+    """Numbers of a weight between steps: gathered ones, this rank's, and all."""
     from razor_dist.parallel.zero import join_ranks
 
     loaded = load_model(model, device=CPU, dtype=torch.float32)

@@ -15,14 +15,14 @@ from tests.tokenizer import smollm2_tokenizer
 
 
 def _runs(mask: torch.Tensor) -> list[tuple[int, int]]:
-    """Where the stretches of True begin and end."""
+    """Return the bounds of the stretches of True."""
     edges = torch.diff(mask.int(), prepend=torch.tensor([0]), append=torch.tensor([0]))
     starts, ends = (edges == 1).nonzero()[:, 0], (edges == -1).nonzero()[:, 0]
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _found(sample: PasskeySample, start: int, end: int) -> list[int]:
-    """Where else the tokens from ``start`` to ``end`` stand."""
+    """Return the other places of the tokens from ``start`` to ``end``."""
     windows = sample.ids.unfold(0, end - start, 1)
     same = (windows == sample.ids[start:end]).all(1).nonzero()[:, 0].tolist()
     return [place for place in same if place != start]

@@ -95,7 +95,7 @@ def server_on(worker: str, *arguments: str) -> ServerProcess:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run."""
+    """Return the processes that still run."""
     return [p for p in processes if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
 
 

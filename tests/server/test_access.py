@@ -1,4 +1,4 @@
-"""Who may ask: keys and their limits, hosts, origins, media types, TLS."""
+"""Access control: keys and their limits, hosts, origins, media types, TLS."""
 
 from __future__ import annotations
 

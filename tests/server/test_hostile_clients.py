@@ -56,7 +56,7 @@ def connections(server: ServerProcess, count: int, sent: bytes) -> Iterator[list
 
 
 def open_ones(sockets: list[socket.socket]) -> int:
-    """How many of the connections the server has not closed."""
+    """Count the connections that the server has not closed."""
     return sum(not is_closed(s) for s in sockets)
 
 
@@ -119,7 +119,7 @@ def test_all_bodies_together_are_bounded(tight: ServerProcess) -> None:
 
 
 async def upload(reader: BodyReader, chunks: list[int], *, ends: bool = False) -> Any:
-    """What a body gets of which such chunks come at once, and an end or nothing more."""
+    """Return the answer to a body of which such chunks come at once, then an end or nothing."""
     left = list(chunks)
 
     async def receive() -> dict[str, Any]:

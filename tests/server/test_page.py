@@ -374,7 +374,7 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
 
 
 def _faults(page: Page) -> list[Any]:
-    """What axe-core finds, light and dark."""
+    """Return the violations that axe-core finds, light and dark."""
     found = []
     schemes: list[Any] = ["light", "dark"]
     for scheme in schemes:

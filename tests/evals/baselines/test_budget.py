@@ -1,4 +1,4 @@
-"""What kvpress's methods may keep, and what is refused; nothing here needs kvpress itself."""
+"""Budgets of kvpress's methods, and what is refused; nothing here needs kvpress itself."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ except ConfigError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
-"""Of one token: layers, KV heads, key and value, their size, float32."""
+"""Bytes of one token: layers, KV heads, key and value, their size, float32."""
 BUDGETS = (None, 0.3, 1.0)
 
 
