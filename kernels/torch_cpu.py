@@ -15,6 +15,8 @@ from torch import Tensor
 from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# From so many queries on, torch's kernel reads the keys for larger blocks of them at once.
+_LARGER_BLOCKS = (192, 768)
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
@@ -27,11 +29,13 @@ def attend(
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
-    heads, group, _, dim = q.shape
+    heads, group, queries, dim = q.shape
     if foldable(q, causal, bias):
         # Three heads on two threads would leave one idle for a quarter of the time.
         threads = torch.get_num_threads()
         return attend_folded(op, q, k, v, bias, threads // math.gcd(heads, threads))
+    if not causal and bias is None and any(queries < n <= group * queries for n in _LARGER_BLOCKS):
+        return attend_folded(op, q, k, v, None, 1)
     k4 = k.unsqueeze(1).expand(heads, group, k.shape[1], dim)
     v4 = v.unsqueeze(1).expand(heads, group, k.shape[1], dim)
     return Partial(*op(q, k4, v4, None if bias is None else per_head(bias)))

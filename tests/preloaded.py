@@ -36,9 +36,7 @@ from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
-    "razor_dist.engine.",
-    "razor_dist.frontend.guard",
-    "razor_dist.server.",
+    "razor_dist",
     "tests.engine.",
     "tests.fake_engine",
     "tests.server.",

@@ -27,16 +27,29 @@ from razor_dist.engine.turns import Turns
 _WORTH_PAGES = 4
 # Pages that an aborted prompt must have read to leave them.
 _WORTH_ABORTED = 16
+# Ends of a conversation's messages where caches are kept: the first, which is the system prompt's
+# or a document's, and as many of the latest.
+_LATEST_ENDS = 3
 
 
 class Admission:
     """The caches of all ranks, and the plans that open, keep and close sequences in them.
 
     Without ``share``, a sequence's caches end with it, and only pinned prefixes are continued.
+    ``end_ids`` are the tokens that end an answer, and so each message of a conversation.
     """
 
-    def __init__(self, cache: CacheConfig, world_size: int, turns: Turns, *, share: bool) -> None:
+    def __init__(
+        self,
+        cache: CacheConfig,
+        world_size: int,
+        turns: Turns,
+        *,
+        share: bool,
+        end_ids: Iterable[int] = (),
+    ) -> None:
         self.cache, self.world_size, self._turns = cache, world_size, turns
+        self._end_ids = sorted(end_ids)
         self.ledger = Ledger(cache, world_size)
         self.prefix_cache = PrefixCache(self.ledger, turns.cost) if share else None
         self.tiers: Tiers | None = None  # beyond the device, if there are any
@@ -182,7 +195,8 @@ class Admission:
             one.holding = ledger.open(request.holding, read, one.begin, one.begin, one.total)
         if self.prefix_cache is not None:
             self._use(hit if request.cached else None, request)
-            request.stops = self._branch(request, hit)
+            branch, ends = self._branch(request, hit), self._message_ends(request)
+            request.stops, request.spare = sorted({*branch, *ends}), {*ends} - {*branch}
         return StepPlan(
             Op.OPEN if holding is None else Op.FORK,
             request.key,
@@ -263,6 +277,7 @@ class Admission:
             stop = self._stop(other, common)
             if other.prefilled_to < stop < other.end and stop >= worth and not other.short:
                 other.stops = sorted({*other.stops, stop})
+                other.spare.discard(stop)
                 return True
         return False
 
@@ -278,6 +293,23 @@ class Admission:
         common = min(hit.common, request.end - 1)
         stop = self._stop(request, common)
         return [stop] if stop - request.begin >= _WORTH_PAGES * self.cache.page_size else []
+
+    def _message_ends(self, request: Request) -> list[int]:
+        """Return where other conversations may part from this one: at ends of its messages.
+
+        Not near its own end, where its caches can be cut anywhere.
+        """
+        if request.short or request.params.prompt_logprobs is not None:
+            return []
+        worth = _WORTH_PAGES * self.cache.page_size
+        ends, begin = [], request.begin
+        tokens = request.tokens[begin : self.ledger.first_cut(request.end, begin)]
+        for at in np.flatnonzero(np.isin(tokens, self._end_ids)).tolist():
+            stop = self._stop(request, request.begin + at + 1)
+            if stop - begin >= worth:
+                ends.append(stop)
+                begin = stop
+        return [*ends[:1], *ends[1:][-_LATEST_ENDS:]]
 
     def _promotes(self, request: Request, hit: Hit) -> bool:
         """Tell if a request waits for what it begins with, which is in host memory or on disk."""
@@ -397,7 +429,12 @@ class Admission:
         assert request.holding is not None and self.prefix_cache is not None
         length, holding = request.length, request.holding
         stored = self._begun(holding, length)
-        plans = self._make_room(self.ledger.need(stored, length, length, length), holding)
+        need = self.ledger.need(stored, length, length, length)
+        if length in request.spare and (
+            (need > self.ledger.free).any() or self.prefix_cache.evictable >= self.cache.max_cached
+        ):
+            return []  # nothing that was asked for goes for what may never be
+        plans = self._make_room(need, holding)
         tokens = _tokens_read(request)
         if plans is None:
             return []

@@ -75,7 +75,9 @@ class EngineCore:
         turns = Turns(max_step, runner.comm.size, by_priority=by_priority, shared=shared)
         # What continues an exactly read prompt is not read exactly: its logits would be others.
         share = prefix_cache and not runner.config.scratch_pages
-        self.scheduler = Scheduler(runner.config, runner.comm.size, turns, share=share)
+        self.scheduler = Scheduler(
+            runner.config, runner.comm.size, turns, share=share, end_ids=eos_token_ids
+        )
         self._requests: dict[str, Request] = {}
         vocab_size = runner.shape.vocab_size
         self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)

@@ -41,6 +41,7 @@ class Request:
     promoted: bool = False  # what it begins with was, or was to be, loaded for it
     # Ascending positions, where reading stops for the caches to be kept as of there.
     stops: list[int] = field(default_factory=list)
+    spare: set[int] = field(default_factory=set)  # of them, those kept only in room to spare
     short: bool = False  # all ranks compute the whole prompt, in one step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
     arrived: float = 0.0  # when it was queued, by the scheduler's clock

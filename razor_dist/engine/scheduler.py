@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -30,14 +30,20 @@ class Scheduler:
     than about ``max_step`` seconds at a time.
 
     ``running`` has the admitted requests by key, pinned prefixes included. Room in the caches is
-    `Admission`'s; ``share`` is its.
+    `Admission`'s; ``share`` and ``end_ids`` are its.
     """
 
     def __init__(
-        self, cache: CacheConfig, world_size: int, turns: Turns, *, share: bool = False
+        self,
+        cache: CacheConfig,
+        world_size: int,
+        turns: Turns,
+        *,
+        share: bool = False,
+        end_ids: Iterable[int] = (),
     ) -> None:
         self.cache, self.world_size, self.turns = cache, world_size, turns
-        self.admission = Admission(cache, world_size, turns, share=share)
+        self.admission = Admission(cache, world_size, turns, share=share, end_ids=end_ids)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         # Tokens of an answer after which the prompt's end is in nobody's tail.

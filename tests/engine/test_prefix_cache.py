@@ -156,6 +156,27 @@ def test_questions_turns_and_documents_that_share_a_half(
 
 
 @pytest.mark.parametrize("world", [1, 2])
+def test_conversations_part_where_a_message_ends(world: int, ranks: Ranks, tiny: Tiny) -> None:
+    path, end = tiny("llama"), (2,)  # its end of sequence
+    system, first = ids((1, 90)) + end, ids((2, 80)) + end
+    asks = (
+        Ask("a", system + first + ids((11, 100))),
+        Ask("b", system + ids((12, 150))),
+        Ask("c", system + first + ids((13, 120))),
+        Ask("d", system + ids((14, 60))),
+    )
+    answers, cached, stats = ranks(world).run(serve, str(path), {"max_num_seqs": 12}, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    ends = {"a": 0, "b": 91, "c": 172, "d": 91}
+    assert all(ends[name] - 2 * world < n <= ends[name] for name, n in cached.items()), cached
+    assert stats["prefix_cache"]["evictions"] == 0
+    # Where there is no room to spare, copies that nobody asked for are not made.
+    tight = {"max_num_seqs": 1, "max_model_len": 300}
+    _, cached, stats = ranks(world).run(serve, str(path), tight, asks[:1])[0]
+    assert stats["prefix_cache"]["entries"] == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_prompts_that_come_together_read_what_they_share_once(
     world: int, ranks: Ranks, tiny: Tiny
 ) -> None:
