@@ -314,8 +314,10 @@ class Admission:
     def _promotes(self, request: Request, hit: Hit) -> bool:
         """Tell if a request waits for what it begins with, which is in host memory or on disk."""
         tiers, ledger = self.tiers, self.ledger
-        if tiers is None or request.promoted:
+        if tiers is None:
             return False
+        if request.loading is not None:  # once: what could not be loaded is read
+            return tiers.loading is not None and tiers.loading.key == request.loading
         found = tiers.find(request.space, request.tokens, request.end - 1)
         if found is None or found.tokens < hit.tokens + _WORTH_PAGES * self.cache.page_size:
             return False
@@ -332,8 +334,8 @@ class Admission:
         evicting = self._make_room(need)
         if evicting is None:
             return False
-        request.promoted = True
-        key, space = next(self._copies), request.space
+        request.loading = key = next(self._copies)
+        space = request.space
         assert isinstance(space, tuple)
         holding = ledger.place(chunks, end, node.manifest.tails)
         self._pending += [*evicting, tiers.load(node, key, space, holding)]

@@ -38,7 +38,7 @@ class Request:
     space: Hashable = None  # prompts of different ones share no caches
     cached: int = 0  # tokens that were found in the prefix cache when it was admitted
     holding: Holding | None = None  # what it has of the caches; once admitted
-    promoted: bool = False  # what it begins with was, or was to be, loaded for it
+    loading: int | None = None  # the sequence into which its beginning was or is to be loaded
     # Ascending positions, where reading stops for the caches to be kept as of there.
     stops: list[int] = field(default_factory=list)
     spare: set[int] = field(default_factory=set)  # of them, those kept only in room to spare

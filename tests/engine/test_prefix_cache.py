@@ -28,6 +28,7 @@ Tiny = Callable[[str], Path]
 Answers = dict[str, list[tuple[int, float]]]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+END = (2,)  # ends a message; no other prompt has it
 SETTINGS: dict[str, Any] = {
     "max_model_len": 400,
     "page_size": 4,
@@ -74,7 +75,7 @@ def serve(
     """Rank 0's answers, the tokens that each found in the cache, and the counters at the end."""
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
-    engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=())
+    engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=END)
     if comm.rank:
         follow(engine)
         return {}, {}, {}
@@ -157,8 +158,8 @@ def test_questions_turns_and_documents_that_share_a_half(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_conversations_part_where_a_message_ends(world: int, ranks: Ranks, tiny: Tiny) -> None:
-    path, end = tiny("llama"), (2,)  # its end of sequence
-    system, first = ids((1, 90)) + end, ids((2, 80)) + end
+    path = tiny("llama")
+    system, first = ids((1, 90)) + END, ids((2, 80)) + END
     asks = (
         Ask("a", system + first + ids((11, 100))),
         Ask("b", system + ids((12, 150))),

@@ -52,11 +52,11 @@ def lives(
 
 
 def life(
-    comm: Communicator, path: str, changed: dict[str, Any], asks: tuple[Ask, ...]
+    comm: Communicator, path: str, given: dict[str, Any], asks: tuple[Ask, ...]
 ) -> tuple[Answers, Told, dict[str, Any]] | None:
     # Small, so that nodes are cut into many.
-    build.PART_BYTES = transfer.PART_BYTES = changed.get("part_bytes", 16 << 20)
-    changed = {name: value for name, value in changed.items() if name != "part_bytes"}
+    build.PART_BYTES = transfer.PART_BYTES = given.get("part_bytes", 16 << 20)
+    changed = {name: value for name, value in given.items() if name != "part_bytes"}
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
     engine = make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=())
@@ -64,6 +64,8 @@ def life(
         follow(engine)
         return None
     core = engine.core
+    if "part_bytes" in given:
+        core._max_step = 0.0  # one part a step
     answers, cached = serve_all(core, asks)
     stats = core.stats()["prefix_cache"]
     admission = core.scheduler.admission
