@@ -42,7 +42,7 @@ QUESTIONS = (
     "How does the text begin?",
 )
 TURNS = ("What is this text about?", "Say it in fewer words.", "Now in one word.")
-_WORDS_PER_TOKEN = 0.52  # of that text, with the embedded model's tokenizer
+_WORDS_PER_TOKEN = 0.68  # of that text, with the embedded model's tokenizer
 
 
 @dataclass
