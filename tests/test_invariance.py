@@ -254,7 +254,7 @@ def runs(draw: st.DrawFn) -> tuple[StreamingPolicy, int, int, int, int, bool, in
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -281,7 +281,7 @@ def test_embedded_model_at_every_world_size(ranks: Ranks) -> None:
     tokens = tuple(torch.randint(20, 49000, (163,), generator=generator).tolist())
     base = Case(path, tuple(map(tuple, split)), policy, tokens[:160], tokens[160:])
     want = ranks(1).run(logits_of, base)[0]
-    for world in WORLDS:
+    for world in (2, 8):
         case = dataclasses.replace(base, chunked_prefill_size=57)
         assert_same(ranks(world).run(logits_of, case)[0], want)
         whole = dataclasses.replace(base, prompt=tokens, forced=())

@@ -191,7 +191,7 @@ def companies(draw: st.DrawFn) -> tuple[int, Company]:
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

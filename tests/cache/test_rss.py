@@ -27,7 +27,7 @@ T = TypeVar("T")
 LAYERS, HEADS, HEAD_DIM = 8, 32, 64
 TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4
 # The short prompt has two chunks: what is kept between chunks is there from the beginning.
-SHORT, LONG, CHUNK = 512, 2560, 256
+SHORT, LONG, CHUNK = 512, 1536, 256
 
 
 class Growth(NamedTuple):

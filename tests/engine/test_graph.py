@@ -181,7 +181,7 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
 @pytest.mark.parametrize(
     ("world", "split"),
     [
-        *((world, SPLIT) for world in (1, 2, 3)),
+        *((world, SPLIT) for world in (1, 3)),
         *((2, ((kind, kind),) * 4) for kind in (True, False)),
     ],
 )

@@ -297,7 +297,7 @@ def histories(draw: st.DrawFn) -> tuple[Ask, ...]:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
