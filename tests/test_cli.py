@@ -129,6 +129,11 @@ EVAL_OPTIONS = {
         *("--squad", "--hotpotqa", "--kv-budget"),
         *("--" + name.replace("_", "-") for name in JobConfig.model_fields if name != "attention"),
     },
+    "fidelity": {
+        *("--out", "--config", "--methods", "--tokens", "--prompt-tokens", "--ranges", "--steps"),
+        *("--head-map", "--compensation", "--prefill", *ENGINE_OPTIONS.split()),
+        *("--" + name.replace("_", "-") for name in JobConfig.__annotations__ if name != "group"),
+    },
     "ablations": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--head-map", "--random-draws"},
 }
 

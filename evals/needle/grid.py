@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
+from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
@@ -28,7 +29,7 @@ from razor_dist.evals.needle.replay import (
 )
 from razor_dist.evals.needle.results import FULL, NeedleResults
 from razor_dist.evals.needle.task import ask, run_here, same_haystack
-from razor_dist.heads.head_map import HeadMap, Verification, shipped_head_map
+from razor_dist.heads.head_map import Fidelity, HeadMap, Verification, shipped_head_map
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -238,14 +239,17 @@ class Check:
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
-        """Ask for the needles with full attention and with a head map, saying each answer."""
+        """Ask for the needles with full attention and with a head map, saying each answer.
+
+        Then compare both on as much of the haystack without a needle.
+        """
         tokens, settings = self.settle(head_map)
         documents = {"lengths": (tokens,), "needles": 1}
         about = {"haystack": self.haystack, "seed": self.seed}
         grid = GridConfig(**self.config.model_dump() | documents | about)
         own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)
         task = GridTask.plan(grid, [FULL_METHOD, own], [head_map])
-        model, results = ReplayModel(task.config), []
+        model, results = FidelityModel(task.config), []
         for item in task.items():
             results.append(task.run(model, item))
             [cell] = results[-1]["cells"]
@@ -254,6 +258,11 @@ class Check:
         of_full, of_map = found.summary(FULL), found.summary(own.name)
         right = [cell.method for cell in found.cells if cell.score == 1]
         name, text = task.haystack
+        begin, _ = model.prompter.around("", "", chat=False)
+        haystack = same_haystack(name, text, model.prompter.tokenizer)
+        prose = [*begin, *haystack.hide(tokens - len(begin), [], self.seed)]
+        figures, _ = model.measure(own, Scored(tuple(prose), tokens // 2))
+        about_prose = figures.summary()
         return Verification(
             documents=of_map.cells,
             tokens=tokens,
@@ -268,4 +277,5 @@ class Check:
             gained=of_map.gained,
             kv_bytes_full=round(of_full.kv_bytes or 0),
             kv_bytes=round(of_map.kv_bytes or 0),
+            fidelity=Fidelity(**{f.name: about_prose[f.name] for f in fields(Fidelity)}),
         )

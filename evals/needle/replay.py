@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -56,12 +56,13 @@ class Method:
 
     @property
     def is_full(self) -> bool:
-        return bool(self.settings.get("attention") == "full")
+        return self.settings.get("attention") == "full" and "kv_dtype" not in self.settings
 
     @property
     def shares_prefill(self) -> bool:
         """True where a document's keys and values are those of full attention."""
-        return self.is_full or self.settings.get("prefill") == "exact"
+        exact = self.settings.get("prefill") == "exact" and "kv_dtype" not in self.settings
+        return self.is_full or exact
 
     @property
     def fingerprint(self) -> str:
@@ -73,11 +74,16 @@ FULL_METHOD = Method(FULL, {"attention": "full"})
 _GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
+# Takes positions [T] and logits [T, V], and returns the logits to go on with.
+Observer = Callable[[Tensor, Tensor], Tensor]
+
+
 class Replay:
     """A model, loaded with our attention, that can also give keys and values computed before."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.observer: Observer | None = None  # of every forward pass, if there is one
         self._shape = ModelShape.from_config(model.config)
         self._layers: Layers | None = None
 
@@ -95,9 +101,14 @@ class Replay:
 
     def __call__(self, **inputs: Any) -> Any:
         """Run a forward pass, or the replay of one: without attention, and with logits of 0."""
-        if self._layers is None:
-            return self.model(**inputs)
         positions = plain_positions(inputs["position_ids"][0])
+        if self._layers is None:
+            output = self.model(**inputs)
+            if self.observer is not None:
+                keep = inputs["logits_to_keep"]
+                kept = positions[keep] if isinstance(keep, Tensor) else positions  # 0 keeps all
+                output.logits = self.observer(kept, output.logits[0]).unsqueeze(0)
+            return output
         # A view of one zero: nothing is computed from it.
         zero = self._layers[0][0].new_zeros(1, 1, 1)
         q = zero.expand(self._shape.query_heads, len(positions), self._shape.head_dim)

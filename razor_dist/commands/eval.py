@@ -12,7 +12,8 @@ import typer
 
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig
+from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.evals.fidelity.config import SETTINGS, FidelityConfig
 from razor_dist.evals.needle.config import (
     GridConfig,
     HeadsConfig,
@@ -41,6 +42,8 @@ _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code"
 _NOT_ABLATIONS = _NOT_GRID - _WINDOW - {"head_map"}
 _NOT_SOURCES = _NOT_GRID - _WINDOW - {"attention", "head_map", "source_heads", "prefill"}
 _NOT_HEADS = _NOT_GRID - _WINDOW - {"compensation"}
+# One process compares, without a server's caches; job settings stay.
+_NOT_FIDELITY = _NOT_GRID - set(SETTINGS) | _ATTENTION | {"seed"}
 _PREFILLS = {"exact": ("exact",), "local": ("local",), "both": ("exact", "local")}
 
 Out: TypeAlias = Annotated[
@@ -71,7 +74,27 @@ def ruler(config: RulerConfig, out: Out) -> None:
     _run_job(RulerTask.plan(config), config, out, write_report)
 
 
-def _run_job(task: Any, config: NeedleConfig | RulerConfig, out: Path, write_report: Any) -> None:
+@eval.command("fidelity")
+@with_config_flags(FidelityConfig, leave_out=_NOT_FIDELITY)
+def fidelity(
+    config: FidelityConfig,
+    out: Out,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[TEXT...]",
+            help="Files to read, documents or any plain text. [default: the needle tests' prose]",
+        ),
+    ] = None,
+) -> None:
+    """Measure how much a head map, a window or a KV dtype changes a model on any text."""
+    from razor_dist.evals.fidelity.report import write_report
+    from razor_dist.evals.fidelity.task import FidelityTask
+
+    _run_job(FidelityTask.plan(config, texts or ()), config, out, write_report)
+
+
+def _run_job(task: Any, config: JobConfig, out: Path, write_report: Any) -> None:
     from razor_dist.evals.run_notes import note_run
     from razor_dist.jobs.job import run_job
 
@@ -92,6 +115,8 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the report of each folder, and compare needle tests if there are several."""
+    from razor_dist.evals.fidelity import report as fidelity
+    from razor_dist.evals.fidelity.task import KIND as FIDELITY
     from razor_dist.evals.needle import report as needle
     from razor_dist.evals.needle.results import KIND as NEEDLE
     from razor_dist.evals.ruler import job as ruler
@@ -104,14 +129,20 @@ def report(
         raise ConfigError(
             "--out is for the comparison of several runs; a single one is its own folder's"
         )
-    writers = {NEEDLE: needle.write_report, RULER: ruler.write_report}
+    writers = {
+        NEEDLE: needle.write_report,
+        RULER: ruler.write_report,
+        FIDELITY: fidelity.write_report,
+    }
     kinds = {folder: read_job(folder).settings["task"].get("kind") for folder in folders}
     for folder, kind in kinds.items():
         if kind not in writers:
-            raise ConfigError(f"{folder} holds results of another job than eval needle or ruler")
+            raise ConfigError(
+                f"{folder} holds results of another job than eval needle, ruler or fidelity"
+            )
         if out is not None and kind != NEEDLE:
             raise ConfigError(
-                f"{folder} holds results of RULER, and only needle tests are compared; "
+                f"{folder} holds results of {kind}, and only needle tests are compared; "
                 "give such a folder by itself"
             )
     pages = [writers[kinds[folder]](folder) for folder in folders]

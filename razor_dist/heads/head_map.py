@@ -30,6 +30,23 @@ _STRING_OR_ROW: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Fidelity:
+    """What a head map changes on prose without needles, against full attention."""
+
+    tokens: int = Field(ge=1)  # compared: those of a document's second half
+    loss_full: float  # nats per token, and so are the next two
+    loss: float
+    kl: float = Field(ge=0)  # the mean divergence from full attention's distribution
+    same: float = Field(ge=0, le=1)  # how often the likeliest token is the same
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens of prose: a loss of {self.loss:.3f} nats per token instead of "
+            f"{self.loss_full:.3f}, KL {self.kl:.4f}; likeliest token the same {self.same:.1%}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Verification:
     """Needles found with full attention and with a head map, one asked for in each document.
 
@@ -51,6 +68,7 @@ class Verification:
     gained: int = Field(ge=0)  # found with the map only
     kv_bytes_full: int = Field(ge=1)
     kv_bytes: int = Field(ge=1)
+    fidelity: Fidelity | None = None
 
     def __str__(self) -> str:
         least = self.settings.get("window_min")
@@ -61,6 +79,7 @@ class Verification:
             f"{self.found_full}, this map {self.found}; {self.lost} lost, {self.gained} gained\n"
             f"KV of a document: {self.kv_bytes / 2**20:.1f} MiB instead of "
             f"{self.kv_bytes_full / 2**20:.1f} ({self.kv_bytes / self.kv_bytes_full:.0%})"
+            + ("" if self.fidelity is None else f"\n{self.fidelity}")
         )
 
 

@@ -96,6 +96,9 @@ def test_verify_records_what_the_map_loses(
     assert (found.documents, found.tokens, found.seed, found.dtype) == (5, 400, 1, "float32")
     assert found.haystack == str(tmp_path)
     assert found.settings["window_min"] == 150 and found.settings["prefill"] == "local"
+    assert found.fidelity is not None and found.fidelity.tokens == 199
+    assert found.fidelity.kl > 0 and 0 < found.fidelity.same < 1
+    assert f"tokens of prose: a loss of {found.fidelity.loss:.3f} nats per token" in text
     kept = HeadMap.load(out).kv_fraction
     assert kept < found.kv_bytes / found.kv_bytes_full < 1
     assert f"verified on {found}" in text

@@ -1,0 +1,104 @@
+"""Settings of ``eval fidelity``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.config.sizes import Size
+from razor_dist.evals.baselines.presses import LISTED
+from razor_dist.evals.needle.config import STREAMING_SETTINGS
+from razor_dist.jobs.task import ExternalEngineConfig
+
+if TYPE_CHECKING:
+    from razor_dist.evals.fidelity.model import FidelityModel
+
+_BUILT_IN: Mapping[str, Mapping[str, Any]] = {
+    "razor": {},
+    "no-compensation": {"compensation": False},
+    "streaming": {"attention": "streaming"},
+    "full": {"attention": "full"},
+}
+# In which a method may differ from the others: what a head sees, and in which dtype it is kept.
+SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
+
+
+class FidelityEngineConfig(ExternalEngineConfig):
+    """Settings that full attention and all methods share, of one rank in a process; frozen."""
+
+    def open(self) -> FidelityModel:
+        from razor_dist.evals.fidelity.model import FidelityModel
+
+        return FidelityModel(self)
+
+
+class FidelityConfig(JobConfig):
+    """Settings of the texts and the methods, the job's and the engines'; frozen."""
+
+    methods: Annotated[tuple[str, ...] | dict[str, dict[str, Any]], LISTED] = Field(
+        default=("razor", "no-compensation", "streaming"),
+        description="What to compare with full attention: razor, no-compensation, streaming, full "
+        "(with another kv_dtype), paths of head maps (.json); in YAML a mapping of names to "
+        "settings.",
+    )
+    tokens: Size | None = Field(
+        default=None, ge=3, description="Of each text; none: all that it has and the model holds."
+    )
+    prompt_tokens: Size | None = Field(
+        default=None,
+        ge=1,
+        description="Of these, read before the first that is compared; none: half.",
+    )
+    ranges: int = Field(default=6, ge=1, description="Ranges of positions in the report.")
+    steps: Literal["prefill", "decode"] = Field(
+        default="prefill",
+        description="What is compared is read in chunks (prefill), or one token at a time, as "
+        "answers are (decode).",
+    )
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if "attention" in self.model_fields_set:
+            raise ConfigError("attention is what methods differ in: set methods instead")
+        if self.world_size != 1:
+            raise ConfigError(
+                f"world_size is {self.world_size}, but eval fidelity compares in one process; "
+                "leave it out"
+            )
+        if self.tokens and self.prompt_tokens and self.prompt_tokens > self.tokens - 2:
+            raise ConfigError(
+                f"prompt_tokens is {self.prompt_tokens}, but of {self.tokens} tokens 2 at least "
+                "must follow the prompt"
+            )
+
+        _ = self.method_settings
+
+    @property
+    def engine(self) -> FidelityEngineConfig:
+        """What full attention and all methods share: the model, and where it runs."""
+        own = self.model_dump(include=set(EngineConfig.model_fields) - set(SETTINGS))
+        return FidelityEngineConfig(**own | {"attention": "full", "seed": None})
+
+    @property
+    def method_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        if isinstance(self.methods, dict):
+            return self.methods
+        given: dict[str, Mapping[str, Any]] = {}
+        for name in self.methods:
+            if name not in _BUILT_IN and not name.endswith(".json"):
+                raise ConfigError(
+                    f"methods: unknown method {name!r}; give {', '.join(_BUILT_IN)}, paths of head "
+                    "maps that end in .json, or in a YAML file a mapping of names to settings"
+                )
+            is_map = name not in _BUILT_IN
+            given[Path(name).stem if is_map else name] = (
+                {"head_map": name} if is_map else _BUILT_IN[name]
+            )
+        if len(given) < len(self.methods):
+            raise ConfigError("methods: two head maps have the same file name; rename one")
+        return given

@@ -1,0 +1,201 @@
+"""A model that reads one text by several methods, and compares what it expects of every next token.
+
+Full attention reads first, and leaves the hidden states from which its logits are made: a few
+kilobytes a token, where a row of the vocabulary's size takes hundreds. Then each method reads the
+same tokens, and both distributions exist for one chunk of tokens at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from razor_dist.config.errors import ModelError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.messages import exception_of
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.needle.replay import FULL_METHOD, Method, Observer, ReplayModel
+
+# Rows of the vocabulary's size that are compared at once; a chunk's logits are there besides.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text's tokens, and those that are compared: all that follow ``prompt`` but the last."""
+
+    ids: tuple[int, ...]
+    prompt: int  # tokens that are read before the first that is compared
+
+    def __post_init__(self) -> None:
+        assert 0 < self.prompt < len(self.ids) - 1, (self.prompt, len(self.ids))
+
+    @property
+    def positions(self) -> range:
+        """Positions after which a token is expected that there is."""
+        return range(self.prompt, len(self.ids) - 1)
+
+
+class Figures:
+    """What was found at each position of a text; float32 and bool ``[positions]``."""
+
+    def __init__(self, count: int) -> None:
+        self.loss_full, self.loss, self.kl = (torch.full((count,), torch.nan) for _ in range(3))
+        self.same = torch.zeros(count, dtype=torch.bool)
+
+    def note(self, at: Tensor, full: Tensor, own: Tensor, following: Tensor) -> None:
+        """Compare log-probabilities ``[n, V]`` at the indices ``at`` [n]."""
+        chosen = following.unsqueeze(-1)
+        self.loss_full[at] = -full.gather(-1, chosen).squeeze(-1).cpu()
+        self.loss[at] = -own.gather(-1, chosen).squeeze(-1).cpu()
+        found = kl_div(own, full, reduction="none", log_target=True).sum(-1)
+        self.kl[at] = found.clamp(min=0).cpu()  # below 0 is rounding
+        self.same[at] = (full.argmax(-1) == own.argmax(-1)).cpu()
+
+    def summary(self, begin: int = 0, end: int | None = None) -> dict[str, Any]:
+        """Return the means of a range of indices, and how sure the change of the loss is.
+
+        ``loss`` and ``loss_full`` are nats per token, ``loss_change_error`` is the standard error
+        of the mean of their difference, ``kl`` the mean KL divergence from full attention's
+        distribution in nats, ``kl_99`` what 99 % of the tokens do not exceed, and ``same`` how
+        often the likeliest token is the same.
+        """
+        of = slice(begin, end)
+        change = (self.loss[of] - self.loss_full[of]).double()
+        count = len(change)
+        error = change.std().item() / count**0.5 if count > 1 else 0.0
+        return {
+            "tokens": count,
+            "loss_full": self.loss_full[of].double().mean().item(),
+            "loss": self.loss[of].double().mean().item(),
+            "loss_change_error": error,
+            "kl": self.kl[of].double().mean().item(),
+            "kl_99": torch.quantile(self.kl[of].double(), 0.99).item() if count else 0.0,
+            "same": self.same[of].double().mean().item(),
+        }
+
+
+class FidelityModel(ReplayModel):
+    """Compares methods with full attention, which reads each text once for all of them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.pids = [os.getpid()]
+        self._head: Any = self.replay.model.get_output_embeddings()
+        # The text that was read last, full attention's hidden states ``[positions, E]``, its bytes.
+        self._full: tuple[Scored, Tensor, int] | None = None
+
+    def measure(
+        self, method: Method, text: Scored, *, one_by_one: bool = False
+    ) -> tuple[Figures, dict[str, Any]]:
+        """Compare a method with full attention.
+
+        The first tokens are read as a prompt, by the method's prefill. Those that are compared
+        continue it, in chunks, or ``one_by_one`` as an answer's are. Beside the figures it returns
+        ``kv_bytes`` and ``kv_bytes_full``, of all tokens but the last, and the ``seconds`` of the
+        method's own reading.
+        """
+        hidden, kv_bytes_full = self._reference(text)
+        began = time.perf_counter()
+        figures = Figures(len(text.positions))
+        ids = torch.tensor(text.ids, device=hidden.device)
+
+        def compare(positions: Tensor, logits: Tensor) -> Tensor:
+            known = positions < text.positions.stop
+            places = positions[known].to(hidden.device)
+            for at, own in zip(places.split(_ROWS), logits[known].split(_ROWS), strict=True):
+                index, device = at - text.prompt, own.device
+                full = self._head(hidden[index].to(device)).float().log_softmax(-1)
+                following = ids[at + 1].to(device)
+                figures.note(index.cpu(), full, own.float().log_softmax(-1), following)
+            if not one_by_one or not len(places):
+                return logits
+            # The answer is the text's own, whatever the model says.
+            forced = torch.zeros_like(logits)
+            forced[0, ids[places[0] + 1]] = 1
+            return forced
+
+        kv_bytes = self._read_on(method, text, compare, one_by_one=one_by_one)
+        assert not figures.kl.isnan().any(), "every position is compared"
+        seconds = time.perf_counter() - began
+        return figures, {"kv_bytes": kv_bytes, "kv_bytes_full": kv_bytes_full, "seconds": seconds}
+
+    def close(self) -> None:
+        super().close()
+        self._full = None
+
+    def _reference(self, text: Scored) -> tuple[Tensor, int]:
+        """Return full attention's hidden states at the positions, on the CPU, and its KV bytes."""
+        if self._full is not None and self._full[0] == text:
+            return self._full[1:]
+        self._full = self._read = None
+        found: list[Tensor] = []
+        first: list[Tensor] = []
+
+        def look(positions: Tensor, logits: Tensor) -> Tensor:
+            if not first:
+                first.append(logits)
+            return logits
+
+        hook = self._head.register_forward_pre_hook(
+            lambda _, args: found.append(args[0].flatten(0, -2).cpu())
+        )
+        try:
+            kv_bytes = self._read_on(FULL_METHOD, text, look, on_begin=found.clear)
+        finally:
+            hook.remove()
+        self._check_head(found[0].to(first[0].device), first[0])
+        hidden = torch.cat(found)[: len(text.positions)]
+        self._full = text, hidden, kv_bytes
+        return hidden, kv_bytes
+
+    @torch.inference_mode()
+    def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
+        """Refuse a model that does anything to what its output layer computes."""
+        if not torch.allclose(self._head(hidden).to(logits.dtype), logits, rtol=1e-3, atol=1e-3):
+            raise ModelError(
+                f"eval fidelity makes full attention's logits of the hidden states before the "
+                f"output layer, and {self.config.model} changes them after it"
+            )
+
+    def _read_on(
+        self,
+        method: Method,
+        text: Scored,
+        observer: Observer,
+        *,
+        one_by_one: bool = False,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Read a text by a method, the observer all that follows the prompt; return its KV bytes.
+
+        With ``one_by_one``, what the observer returns decides which tokens follow.
+        """
+        engine = self.read(method, len(text.ids) + 1, list(text.ids[: text.prompt]))
+        on_begin()
+        core, runner, count = engine.core, engine.runner, len(text.positions)
+        # What the prompt's own streaming caches hold: those of what continues it are copies.
+        before = runner.kv_bytes - runner.caches.pages.used_bytes
+        rest = list(text.ids[text.prompt : text.positions.stop])
+        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+        if one_by_one:
+            rest, params = rest[:1], replace(params, max_tokens=count + 1, prompt_logprobs=None)
+        core.add("rest", rest, params, prefix_id="document")
+        self.replay.observer, kv_bytes = observer, 0
+        try:
+            while core.has_work:
+                for message in core.step():
+                    if message["t"] == "error":
+                        raise exception_of(message)
+                    if message["t"] == "token" and message["finish"] is None:
+                        kv_bytes = runner.kv_bytes - before
+        finally:
+            self.replay.observer = None
+        return kv_bytes

@@ -1,0 +1,217 @@
+"""Fidelity of tiny models: figures against stock transformers, resumption, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from razor_dist import cli
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
+from razor_dist.evals.fidelity.methods import methods_of
+from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
+from razor_dist.evals.fidelity.task import FidelityTask
+from razor_dist.evals.needle.replay import FULL_METHOD, Method
+from razor_dist.heads.decision import Flags
+from razor_dist.jobs.results import read_job
+from tests.literal import literal_logits
+from tests.tiny_models import make_tiny
+from tests.tokenizer import write_letters
+
+HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
+WINDOW = {"window_min": 30, "window_ratio": 5, "block": 16, "sink_tokens": 4}
+PROMPT, END = 100, 230
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
+    write_letters(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> FidelityModel:
+    settings = {"attention": "full", "threads": 1, "chunked_prefill_size": 64}
+    return FidelityModel(FidelityEngineConfig(model=str(folder), **settings))
+
+
+@pytest.fixture(scope="module")
+def text() -> Scored:
+    generator = torch.Generator().manual_seed(1)
+    return Scored(tuple(torch.randint(4, 99, (END,), generator=generator).tolist()), PROMPT)
+
+
+def stock_logits(folder: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
+    """Logits ``[N, V]`` of transformers' own model, under a mask ``[N, N]`` or the causal one."""
+    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = torch.tensor([text.ids])
+    added = None
+    if mask is not None:
+        added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[
+            None, None
+        ]
+    with torch.inference_mode():
+        return stock(input_ids=ids, attention_mask=added, use_cache=False).logits[0]
+
+
+def assert_figures_are(found: Figures, text: Scored, full: Tensor, own: Tensor) -> None:
+    at = slice(text.positions.start, text.positions.stop)
+    following = torch.tensor(text.ids[text.prompt + 1 :])
+    p, q = full[at].double().log_softmax(-1), own[at].double().log_softmax(-1)
+    kl = kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    assert kl.mean() > 1e-3  # it does make a difference
+    torch.testing.assert_close(found.kl.double(), kl, rtol=1e-3, atol=1e-5)
+    for loss, logits in ((found.loss_full, full), (found.loss, own)):
+        wanted = cross_entropy(logits[at].double(), following, reduction="none")
+        torch.testing.assert_close(loss.double(), wanted, rtol=0, atol=1e-4)
+    assert found.same.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
+    whole = found.summary()
+    assert whole["tokens"] == len(kl) == END - PROMPT - 1
+    assert whole["kl"] == pytest.approx(kl.mean().item(), abs=1e-5)
+    assert whole["same"] == found.same.double().mean().item() < 1
+
+
+def test_full_attention_differs_from_itself_in_nothing(model: FidelityModel, text: Scored) -> None:
+    figures, cost = model.measure(FULL_METHOD, text)
+    # Logits of fewer rows at once differ in their last bits.
+    assert figures.kl.max() < 1e-6 and figures.same.all()
+    torch.testing.assert_close(figures.loss, figures.loss_full, rtol=0, atol=1e-5)
+    assert cost["kv_bytes"] == cost["kv_bytes_full"] > 0
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["prefill", "decode"])
+def test_razor_is_as_far_from_full_as_its_literal_definition(
+    model: FidelityModel, folder: Path, text: Scored, one_by_one: bool
+) -> None:
+    figures, cost = model.measure(Method("razor", WINDOW, HEADS), text, one_by_one=one_by_one)
+    literal = {"minimum": 30, "ratio": 5, "maximum": None, "block": 16, "sinks": 4}
+    own = literal_logits(str(folder), list(text.ids), HEADS, literal | {"compensation": True})
+    assert_figures_are(figures, text, stock_logits(folder, text), own)
+    assert 0 < cost["kv_bytes"] < cost["kv_bytes_full"]
+
+
+@pytest.mark.parametrize("prefill", ["local", "exact"])
+def test_streaming_is_stock_transformers_with_a_mask(
+    model: FidelityModel, folder: Path, text: Scored, prefill: str
+) -> None:
+    own = {"attention": "streaming", "prefill": prefill, "compensation": False}
+    figures, _ = model.measure(Method("streaming", {**WINDOW, **own}), text)
+    query, key = torch.arange(END)[:, None], torch.arange(END)[None]
+    least = torch.clamp(-(-(query + 1) // 5), min=30)
+    begin = 16 * ((query + 1 - least) // 16)
+    seen = (key < 4) | (key >= begin)
+    if prefill == "exact":
+        seen |= query < PROMPT
+    mask = seen & (key <= query)
+    full = stock_logits(folder, text)
+    assert_figures_are(figures, text, full, stock_logits(folder, text, mask))
+
+
+def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text: Scored) -> None:
+    figures, cost = model.measure(Method("bf16", {"attention": "full", "kv_dtype": "bf16"}), text)
+    assert 0 < figures.summary()["kl"] < 1e-3
+    assert cost["kv_bytes"] == cost["kv_bytes_full"] / 2
+
+
+def test_a_run_goes_on_with_other_methods_and_texts(
+    model: FidelityModel,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(FidelityEngineConfig, "open", lambda config: model)
+    read: list[int] = []
+    hook = model.replay.model.register_forward_pre_hook(
+        lambda _, __, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    (tmp_path / "one.py").write_text("def f(x): return x * 2  # twice\n" * 9)
+    (tmp_path / "two.txt").write_text("It is a truth universally acknowledged, that. " * 6)
+    out = tmp_path / "run"
+    shared = ["--model", str(folder), "--no-ray", "--out", str(out), "--tokens", "200"]
+    shared += ["--window-min", "30", "--window-ratio", "5", "--block", "16", "--ranges", "2"]
+
+    def run(texts: list[str], methods: str) -> int:
+        read.clear()
+        command = ["eval", "fidelity", *(str(tmp_path / name) for name in texts), *shared]
+        assert cli.main([*command, "--methods", methods]) == 0
+        return sum(tokens for tokens in read if tokens > 1)
+
+    # Full attention reads each text once for all methods; the last token is not read.
+    assert run(["one.py"], "full,streaming") == 199 + 99 + 199
+    assert run(["one.py"], "full,streaming") == 0
+    assert run(["one.py", "two.txt"], "streaming") == 199 + 199
+    hook.remove()
+    records = [record["result"] for record in read_job(out).records]
+    assert [(r["text"], r["method"]) for r in records] == [
+        ("one.py", "streaming"),
+        ("two.txt", "streaming"),
+        ("one.py", "full"),
+    ]
+    for result in records:
+        parts, whole = result["ranges"], result["all"]
+        assert [(r["begin"], r["end"]) for r in parts] == [(100, 149), (149, 199)]
+        for key in ("kl", "loss", "same"):
+            mean = sum(r[key] * r["tokens"] for r in parts) / whole["tokens"]
+            assert whole[key] == pytest.approx(mean, abs=1e-12)
+    summary = json.loads((out / "fidelity.json").read_text())
+    assert [r["all"] for r in summary["results"]] == [r["all"] for r in records]
+    page, picture = (out / "report.md").read_text(), (out / "fidelity.svg").read_bytes()
+    row = next(line for line in page.splitlines() if line.startswith("| full |"))
+    assert row.endswith("| 100.0% | +0.0000 ± 0.0000 | 0.0000 | 0.000 | 100.00% |"), row
+    assert b"one.py" in picture and b"streaming" in picture
+    capsys.readouterr()
+    assert cli.main(["eval", "report", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == page.strip()
+    assert (out / "fidelity.svg").read_bytes() == picture
+    # Other ranges would be another table.
+    other = ["eval", "fidelity", str(tmp_path / "one.py"), *shared[:-1], "3"]
+    assert cli.main([*other, "--methods", "streaming"]) == 2
+    assert "holds results of other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"methods": ("razr",)}, "unknown method 'razr'; give razor, no-compensation, streaming"),
+        ({"world_size": 2}, "world_size is 2, but eval fidelity compares in one process"),
+        ({"tokens": 100, "prompt_tokens": 99}, "prompt_tokens is 99, but of 100 tokens 2"),
+        ({"attention": "razor"}, "attention is what methods differ in"),
+        ({"methods": {"a": {"page_size": 16}}}, "methods: a: page_size is no setting of a method"),
+        ({"methods": {"a": {"window_min": 0}}}, "methods: a: window_min must be at least 1, got 0"),
+        (
+            {"methods": {"a": {"attention": "full", "percent": 5}}},
+            "methods: a: percent is of no use with attention: full",
+        ),
+        ({"methods": ("/no/map.json",)}, "methods: map: cannot read the head map /no/map.json"),
+        ({"methods": ("razor",)}, "methods: razor: no head map is shipped for the model"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, HeadMapError)) as error:
+        methods_of(FidelityConfig(model=str(folder), **settings))
+    assert str(error.value).startswith(message)
+
+
+def test_texts_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    short, other = tmp_path / "short.txt", tmp_path / "other" / "short.txt"
+    short.write_text("Not much.")
+    config = FidelityConfig(model=str(folder), methods=("streaming",), tokens=200)
+    for files, message in (
+        ([short], "short.txt has 9 tokens, fewer than the 200 wanted"),
+        ([short, other], "two texts are named short.txt; rename one"),
+        ([tmp_path / "none.txt"], f"cannot read the text {tmp_path}/none.txt: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FidelityTask.plan(config, files)
+    with pytest.raises(ConfigError, match=r"tokens is 5000, but .* holds 4095"):
+        FidelityTask.plan(config.model_copy(update={"tokens": 5000}), [short])
