@@ -28,7 +28,8 @@ def methods_of(config: FidelityConfig) -> list[Method]:
         try:
             methods.append(_method(config, name, own))
         except (ConfigError, HeadMapError) as error:
-            raise type(error)(f"methods: {name}: {error}") from None
+            kind = HeadMapError if isinstance(error, HeadMapError) else ConfigError
+            raise kind(f"methods: {name}: {error}") from None
     return methods
 
 

@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"methods": ("razr",)}, "unknown method 'razr'; give razor, no-compensation, streaming"),
+        ({"methods": ("razr",)}, "methods: unknown method 'razr'; give razor, no-compensation, "),
         ({"world_size": 2}, "world_size is 2, but eval fidelity compares in one process"),
         ({"tokens": 100, "prompt_tokens": 99}, "prompt_tokens is 99, but of 100 tokens 2"),
         ({"attention": "razor"}, "attention is what methods differ in"),
