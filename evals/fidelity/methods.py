@@ -35,6 +35,7 @@ def methods_of(config: FidelityConfig) -> list[Method]:
 
 def _method(config: FidelityConfig, name: str, own: Mapping[str, Any]) -> Method:
     known = (_PERCENT, *SETTINGS)
+    percent = own.get(_PERCENT)
     if unknown := own.keys() - set(known):
         raise ConfigError(f"{min(unknown)} is no setting of a method; those are {', '.join(known)}")
     shared = config.model_dump(include=set(SETTINGS) - {"attention"})
@@ -54,8 +55,10 @@ def _method(config: FidelityConfig, name: str, own: Mapping[str, Any]) -> Method
     head_map = HeadMap.load(path)
     model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
     head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
-    told["head_map"] = path.name
-    if _PERCENT not in own:
+    if percent is None:
+        told["head_map"] = path.name
         return Method(name, told, head_map.retrieval, head_map.windows)
-    told[_PERCENT] = own[_PERCENT]
-    return Method(name, told, choose(head_map, kv_budget(head_map, own[_PERCENT])).retrieval)
+    if isinstance(percent, bool) or not isinstance(percent, int | float):
+        raise ConfigError(f"{_PERCENT} must be a number, got {percent!r}")
+    told["head_map"] = f"{path.name}, {percent:g} %"
+    return Method(name, told, choose(head_map, kv_budget(head_map, percent)).retrieval)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
@@ -20,6 +20,7 @@ from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask
 from razor_dist.evals.needle.replay import FULL_METHOD, Method
 from razor_dist.heads.decision import Flags
+from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.results import read_job
 from tests.literal import literal_logits
 from tests.tiny_models import make_tiny
@@ -119,6 +120,25 @@ def test_a_dtype_of_keys_and_values_is_measured_alone(model: FidelityModel, text
     figures, cost = model.measure(Method("bf16", {"attention": "full", "kv_dtype": "bf16"}), text)
     assert 0 < figures.summary()["kl"] < 1e-3
     assert cost["kv_bytes"] == cost["kv_bytes_full"] / 2
+
+
+def test_a_budget_is_filled_by_a_maps_own_scores(
+    model: FidelityModel, folder: Path, text: Scored, tmp_path: Path
+) -> None:
+    scores = tuple((float(flags[0]), float(flags[1])) for flags in HEADS)
+    config = AutoConfig.from_pretrained(folder)
+    found = HeadMap.of_model(
+        "tiny", config, method="duo", settings={}, retrieval=HEADS, kv_scores={"gate": scores}
+    )
+    found.save(tmp_path / "map.json")
+    own = {"head_map": str(tmp_path / "map.json"), **WINDOW}
+    settings = {"as it is": own, "half": {**own, "percent": 50}, "less": {**own, "percent": 20}}
+    as_it_is, half, less = methods_of(FidelityConfig(model=str(folder), methods=settings))
+    assert (half.retrieval, as_it_is.retrieval) == (HEADS, HEADS)
+    assert less.retrieval is not None and sum(map(sum, less.retrieval)) == 2
+    figures, cost = model.measure(half, text)
+    assert torch.equal(figures.kl, model.measure(as_it_is, text)[0].kl)
+    assert model.measure(less, text)[1]["kv_bytes"] < cost["kv_bytes"]
 
 
 def test_a_run_goes_on_with_other_methods_and_texts(
