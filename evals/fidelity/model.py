@@ -1,7 +1,7 @@
 """A model that reads one text by several methods, and compares what it expects of every next token.
 
 Full attention reads first, and leaves the hidden states from which its logits are made: a few
-kilobytes a token, where a row of the vocabulary's size takes hundreds. Then each method reads the
+kilobytes a token, where the logits themselves take hundreds. Then each method reads the
 same tokens, and both distributions exist for one chunk of tokens at a time.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from razor_dist.config.errors import ModelError
+from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.messages import exception_of
 from razor_dist.engine.sampling_params import SamplingParams
@@ -123,7 +123,8 @@ class FidelityModel(ReplayModel):
             return forced
 
         kv_bytes = self._read_on(method, text, compare, one_by_one=one_by_one)
-        assert not figures.kl.isnan().any(), "every position is compared"
+        if figures.kl.isnan().any():
+            raise EngineError(f"{self.config.model} computes logits that are not finite")
         seconds = time.perf_counter() - began
         return figures, {"kv_bytes": kv_bytes, "kv_bytes_full": kv_bytes_full, "seconds": seconds}
 
@@ -196,6 +197,9 @@ class FidelityModel(ReplayModel):
                         raise exception_of(message)
                     if message["t"] == "token" and message["finish"] is None:
                         kv_bytes = runner.kv_bytes - before
+        except BaseException:
+            self._read = None  # it may be full attention's engine, with its work half done
+            raise
         finally:
             self.replay.observer = None
         return kv_bytes

@@ -62,7 +62,8 @@ class FidelityTask:
         """Read and tokenise the texts; without a file it is the haystack of the needle tests."""
         methods = tuple(methods_of(config))
         model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
-        most = ModelShape.from_config(model).max_positions - 1  # one is generated
+        context = ModelShape.from_config(model).max_positions
+        most = min(config.max_model_len or context, context) - 1  # one is generated
         if config.tokens is not None and config.tokens > most:
             raise ConfigError(
                 f"tokens is {config.tokens}, but {config.model} holds {most} and one that follows"
