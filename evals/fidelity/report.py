@@ -63,7 +63,9 @@ def write_report(folder: Path) -> str:
 def _by_text(results: Sequence[Result]) -> dict[str, list[Result]]:
     texts: dict[str, list[Result]] = {}
     for result in results:
-        name = f"{result['text']}, {result['tokens']} tokens from {result['prompt_tokens']}"
+        name = (
+            f"{result['text']}, {result['tokens']} tokens, compared from {result['prompt_tokens']}"
+        )
         texts.setdefault(name, []).append(result)
     return texts
 
