@@ -19,7 +19,7 @@ from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.sources import Document, SourcesTask
 from razor_dist.evals.run_notes import join, markdown
 from razor_dist.frontend.outputs import Source
-from razor_dist.frontend.passages import PromptText, Trace, sentence_around
+from razor_dist.frontend.passages import PromptText, Trace, sentences
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
 
@@ -62,11 +62,10 @@ class Asked(NamedTuple):
     def bm25(self) -> list[Source]:
         """Return the document's sentences by their likeness to question and answer."""
         [part] = self.text.parts
-        found, at = [], 0
-        while at < part.searched:
-            begin, end = sentence_around(part.text, at, part.searched)
-            found.append(Source(begin, end, 0.0, part.text[begin:end], part.message))
-            at = end + len(part.text[end:]) - len(part.text[end:].lstrip())
+        found = [
+            Source(begin, end, 0.0, part.text[begin:end], part.message)
+            for begin, end in sentences(part.text[: part.searched])
+        ]
         query = _words(f"{self.document.question} {self.result['answer']}")
         scores = bm25(query, [_words(source.text or "") for source in found])
         return [found[i] for i in sorted(range(len(found)), key=lambda i: -scores[i])]

@@ -64,7 +64,7 @@ def prefill(
         for source in sources:
             began = time.perf_counter()
             try:
-                text = source.text().strip()
+                text = source.read().text.strip()
                 total, cached = _read(llm, text if plain else page_text(source.path, text))
             except (DocumentError, RequestError) as error:
                 typer.echo(f"skipped {source.id}: {error}", err=True)

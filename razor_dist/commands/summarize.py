@@ -40,6 +40,10 @@ def summarize(
     temperature: Annotated[
         float, typer.Option(help="Of the draws; 0 is greedy.")
     ] = Style.temperature,
+    with_sources: Annotated[
+        bool,
+        typer.Option("--sources", help="Also tell where each sentence of a summary came from."),
+    ] = False,
     encoding: Annotated[
         str | None, typer.Option(help="Of plain text that is not UTF-8, such as latin-1.")
     ] = None,
@@ -59,7 +63,7 @@ def summarize(
     from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
 
     prompt = Style.template if template is None else read_text(template, "the --template file")
-    style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0)
+    style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0, with_sources)
     sources, left_out = collect(inputs, encoding)
     require_readers(source.kind for source in sources)
     for path in left_out:

@@ -15,6 +15,7 @@ from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.documents.read import (
     BOMS_OF_UTF16,
     KIND_OF_SUFFIX,
+    Document,
     ReadLimits,
     checked_text,
     kind_of,
@@ -38,12 +39,12 @@ class Source:
     line: Line | None = None  # None for a whole file
     encoding: str | None = None  # of plain text that is not UTF-8
 
-    def text(self) -> str:
-        """Return the text; raises `DocumentError` if it cannot be read or has changed."""
+    def read(self) -> Document:
+        """Return the text and its pages; `DocumentError` if it cannot be read or has changed."""
         ReadLimits().check_bytes(self.size)
         try:
             if self.line is not None:
-                return checked_text(_fields(self.line.read())[1])
+                return Document(checked_text(_fields(self.line.read())[1]))
             data = Path(self.file).read_bytes()
         except OSError as error:
             raise DocumentError(f"cannot be opened: {error.strerror}") from None

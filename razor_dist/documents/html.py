@@ -22,6 +22,7 @@ _INLINE = re.compile(
 _ROLES = {"navigation", "banner", "contentinfo", "search"}
 _CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter"}
 _SPACE = re.compile(r"[ \t\r\n\f]+")
+_HASH = re.compile("^#", re.MULTILINE)
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
 
 
@@ -72,7 +73,8 @@ class _Blocks:
             self._open.append("\t")
         elif name == "pre":
             self.end()
-            self.done.append(tag.get_text().strip("\n"))
+            # A comment or a prompt of a shell is no heading.
+            self.done.append(_HASH.sub(" #", tag.get_text().strip("\n")))
         else:
             self.end()
             if re.fullmatch("h[1-6]", name):

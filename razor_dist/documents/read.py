@@ -15,11 +15,12 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.memory import resident_bytes
@@ -38,6 +39,11 @@ _NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
+
+
+class Document(NamedTuple):
+    text: str
+    pages: Sequence[int] = ()  # of a PDF file: the characters at which they begin
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,8 @@ def read_document(
     gz: bool = False,
     encoding: str | None = None,
     limits: ReadLimits | None = None,
-) -> str:
-    """Return the text of a file's bytes, which is not empty.
+) -> Document:
+    """Return the document in a file's bytes, whose text is not empty.
 
     ``kind`` is "text", "html", "pdf", "epub" or "docx", ``gz`` tells that the file is compressed,
     and ``encoding`` is tried for plain text that is not UTF-8. Raises `DocumentError` if the file
@@ -117,7 +123,8 @@ def read_document(
         )
     except subprocess.TimeoutExpired:
         raise limits.too_slow() from None
-    return reader_output(done.returncode, done.stdout, limits).decode()
+    text, pages = reader_output(done.returncode, done.stdout, limits)
+    return Document(text.decode(), pages)
 
 
 def reader_arguments(
@@ -142,8 +149,8 @@ def reader_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def reader_output(code: int, output: bytes, limits: ReadLimits) -> bytes:
-    """Return the text, in UTF-8, that a reader's process wrote before it ended with ``code``.
+def reader_output(code: int, output: bytes, limits: ReadLimits) -> tuple[bytes, list[int]]:
+    """Return what a reader's process wrote before it ended with ``code``: a `Document` in UTF-8.
 
     Raises `DocumentError` if it failed.
     """
@@ -154,7 +161,8 @@ def reader_output(code: int, output: bytes, limits: ReadLimits) -> bytes:
         raise DocumentError(output.decode())
     if code:
         raise DocumentError(f"cannot be read: its reader crashed ({code})")
-    return output
+    pages, _, text = output.partition(b"\n")
+    return text, json.loads(pages)
 
 
 def main() -> None:
@@ -175,7 +183,8 @@ def main() -> None:
             detect = import_module("razor_dist.documents.detect")
             kind = detect.detect_kind(data, given["named"])
             require_readers([kind])
-        answer, code = _read(data, kind, given["encoding"], limits), 0
+        text, pages = _read(data, kind, given["encoding"], limits)
+        answer, code = f"{json.dumps(pages)}\n{text}", 0
     except (DocumentError, ConfigError) as error:
         answer, code = str(error), _REFUSED
     except Exception as error:  # the libraries raise whatever the broken file leads them to
@@ -188,20 +197,24 @@ def main() -> None:
     sys.exit(code)
 
 
-def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> str:
+def _read(data: bytes, kind: str, encoding: str | None, limits: ReadLimits) -> Document:
     limits.check_bytes(len(data))
     pages: Iterable[str]
     if kind == "text":
         pages = [_text(data, encoding)]
     else:
         pages = import_module(f"razor_dist.documents.{kind}").read(data, limits)
-    texts, characters = [], 0
-    for text in pages:
-        texts.append(text)
-        characters += len(text)
+    texts: list[str] = []
+    begins, characters = [], 0
+    for page in pages:
+        text = _whole_characters(page)
+        begins.append(characters + 2 * len(texts))  # what joins them
+        if text:
+            texts.append(text)
+            characters += len(text)
         if characters > limits.characters:
             raise DocumentError(f"holds more than {limits.characters:,} characters; split it")
-    return checked_text("\n\n".join(filter(None, texts)))
+    return Document(checked_text("\n\n".join(texts)), begins if kind == "pdf" else [])
 
 
 def checked_text(text: str) -> str:
@@ -211,6 +224,10 @@ def checked_text(text: str) -> str:
     """
     if not text.strip():
         raise DocumentError("holds no text")
+    return _whole_characters(text)
+
+
+def _whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

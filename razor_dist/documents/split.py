@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 # From texts to their numbers of tokens.
 Count = Callable[[Sequence[str]], list[int]]
 
+# Before a chapter's title in a plain text, which stands alone between empty lines.
+PLAIN_CHAPTER = (
+    r"(?<=\n\n)(?=[ \t]*(?:BOOK|PART|Part|CHAPTER|Chapter) +[\dIVXLC]+\b[^\n]{0,80}\n\s*\n)"
+)
 # Where a text may be cut, the best places first. Each matches nothing, before what begins a unit.
 _BOUNDARIES = [
     re.compile(pattern, re.MULTILINE)
     for pattern in (
         r"(?=^# )",
-        # A chapter's title in a plain text stands alone, between empty lines.
-        r"(?<=\n\n)(?=[ \t]*(?:BOOK|PART|Part|CHAPTER|Chapter) +[\dIVXLC]+\b[^\n]{0,80}\n\s*\n)",
+        PLAIN_CHAPTER,
         r"(?=^## )",
         r"(?=^#{3,6} )",
         r"(?<=\n)(?=\n)",

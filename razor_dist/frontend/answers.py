@@ -6,7 +6,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,6 +44,15 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
+
+    async def traced(self, trace: Trace, piece: TextPiece) -> TextPiece:
+        """Return a piece with the sentences that have ended; at the end, keep the sources."""
+        last = piece.finish_reason is not None
+        if spans := trace.ended(last=last):
+            piece = replace(piece, sentences=await asyncio.to_thread(trace.sentences, spans))
+        if last:
+            self.sources, self.grounded = await asyncio.to_thread(trace.sources)
+        return piece
 
 
 class LiveChoices:
@@ -145,10 +154,8 @@ class LiveChoices:
                     elif message["t"] == "token":
                         piece = assembler.push(message)
                         if trace is not None:
-                            trace.add(message.get("sources", ()))
-                            if piece.finish_reason is not None:
-                                found = await asyncio.to_thread(trace.sources)
-                                choice.sources, choice.grounded = found
+                            trace.add(message.get("sources", ()), piece.offset, piece.text)
+                            piece = await choice.traced(trace, piece)
                         choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))
                         if piece.finish_reason is not None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher, token_texts
-from razor_dist.frontend.outputs import Logprob, TokenLogprobs
+from razor_dist.frontend.outputs import AnswerSentence, Logprob, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class TextPiece:
     finish_reason: str | None = None  # "stop" or "length" with the last piece
     stop_reason: str | int | None = None  # as in `CompletionOutput`
     offset: int = 0
+    # With ``return_sources``: those that the token made certain to have ended.
+    sentences: Sequence[AnswerSentence] = ()
 
 
 class Assembler:

@@ -53,6 +53,19 @@ class Source:
     message: int | None = None  # its index in a conversation
 
 
+@dataclass(frozen=True)
+class AnswerSentence:
+    """A sentence of an answer, in characters of its text, and where it came from.
+
+    ``sources`` and ``grounded`` are those of `CompletionOutput`, of the sentence's tokens alone.
+    """
+
+    start: int
+    end: int
+    sources: list[Source]
+    grounded: float | None
+
+
 @dataclass
 class CompletionOutput:
     """One generated answer, or as much of it as there is; what was not asked for is ``None``."""
@@ -72,6 +85,7 @@ class CompletionOutput:
     # of them. None for an answer of one token.
     sources: list[Source] | None = None
     grounded: float | None = None
+    sentences: list[AnswerSentence] | None = None  # those that have ended
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.messages import Tokens
-from razor_dist.frontend.outputs import Source
+from razor_dist.frontend.outputs import AnswerSentence, Source
 
 # A sequence's first tokens, to which heads attend when they have nothing to look for.
 SINKS = 4
@@ -89,23 +89,55 @@ class Trace:
     tokenizer: PreTrainedTokenizerBase | None
     most: int  # sources to return
     least: float = FOUND  # grounded less than this, there are none
-    # Of each token but the first: positions, and the strongest heads' mean attention to them.
+    # Of each token: positions, and the strongest heads' mean attention to them; none of the first.
     tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    answer: str = ""  # so far
+    _begins: list[int] = field(default_factory=list)  # of the tokens, in characters of the answer
+    _told: int = 0  # characters of the answer whose sentences have been told
 
-    def add(self, pairs: Sequence[tuple[int, float]]) -> None:
-        """Add what one token's message tells; the first token's tells nothing."""
-        if pairs:
-            self.tokens.append(pairs)
+    def add(self, pairs: Sequence[tuple[int, float]], begin: int = 0, text: str = "") -> None:
+        """Add what a token's message tells, where it begins, and the text that it made certain."""
+        self.tokens.append(pairs)
+        self._begins.append(begin)
+        self.answer += text
 
     def sources(self) -> tuple[list[Source], float | None]:
         """Return the sources, heaviest first, and how well they ground the answer.
 
         Both are shares of what was looked up: attention to anything but what is no source.
         """
-        places = self._places({position for pairs in self.tokens for position, _ in pairs})
+        return self._sum(self.tokens, self._places(self.tokens))
+
+    def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
+        """Return the sentences of the answer that have ended since: all, if nothing follows."""
+        rest = self.answer[self._told :]
+        spans = [(self._told + begin, self._told + end) for begin, end in sentences(rest)]
+        spans = spans if last else spans[:-1]
+        self._told = max([self._told, *(end for _, end in spans)])
+        return spans
+
+    def sentences(self, spans: Sequence[tuple[int, int]]) -> list[AnswerSentence]:
+        """Return sentences of the answer, each with the sources of its own tokens.
+
+        Those are its tokens that have characters of it; one without text belongs to none.
+        """
+        ends = [*self._begins[1:], len(self.answer)]
+        found = []
+        for begin, end in spans:
+            tokens = [
+                pairs
+                for pairs, first, stop in zip(self.tokens, self._begins, ends, strict=True)
+                if max(first, begin) < min(stop, end)
+            ]
+            found.append(AnswerSentence(begin, end, *self._sum(tokens, self._places(tokens))))
+        return found
+
+    def _sum(
+        self, tokens: Sequence[Sequence[tuple[int, float]]], places: Mapping[int, Place]
+    ) -> tuple[list[Source], float | None]:
         found: defaultdict[Place, float] = defaultdict(float)
         looked_up = grounded = 0.0
-        for pairs in self.tokens:
+        for pairs in filter(None, tokens):
             own: defaultdict[Place, float] = defaultdict(float)
             for position, weight in pairs:
                 own[places[position]] += weight
@@ -114,16 +146,17 @@ class Trace:
             for place, weight in own.items():
                 found[place] += weight
         if not looked_up:
-            return [], 0.0 if self.tokens else None
+            return [], 0.0 if any(tokens) else None
         ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))[: self.most]
         if grounded < self.least * looked_up:
             return [], grounded / looked_up
         sources = [self._source(at, weight / looked_up) for at, weight in ordered]
         return sources, grounded / looked_up
 
-    def _places(self, positions: Iterable[int]) -> dict[int, Place]:
+    def _places(self, tokens: Sequence[Sequence[tuple[int, float]]]) -> dict[int, Place]:
         """Return each position's passage, `_NOWHERE` for what is no source."""
-        places = dict.fromkeys(positions, _NOWHERE)
+        every = {position for pairs in tokens for position, _ in pairs}
+        places = dict.fromkeys(every, _NOWHERE)
         mine = sorted(at for at in places if SINKS <= at < len(self.prompt))
         if self.text is not None:
             return places | {at: self.text.passage(at) for at in mine}
@@ -202,3 +235,12 @@ def sentence_around(text: str, at: int, end: int) -> tuple[int, int]:
             stop = first + (found.end(found.lastindex) if found.lastindex else found.start())
             break
     return begin, max(stop, begin + 1)
+
+
+def sentences(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where the sentences of a text begin and end, without the space between them."""
+    at, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    while at < end:
+        _, stop = sentence_around(text, at, end)
+        yield at, stop
+        at = stop + len(text[stop:]) - len(text[stop:].lstrip())

@@ -182,6 +182,7 @@ def _served(
         text=answer.text,
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
+        sentences=answer.sentences or (),
     )
     prompt = np.array(output.prompt_token_ids, np.int32)
     told = answer.sources, answer.grounded

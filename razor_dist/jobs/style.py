@@ -19,6 +19,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NAMES = ("document", "kind", "words", "language")
 # Tokens for each word asked for: some languages take three, and a sentence wants to be ended.
 _TOKENS_PER_WORD = 3
+# Passages that are told of a sentence.
+SOURCES = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Style:
     max_tokens: int | None = None  # where an answer is cut off; none: three for each word
     temperature: float = 0.0
     seed: int = 0
+    sources: bool = False  # tell of each sentence where it came from
 
     def __post_init__(self) -> None:
         check_least(self, words=1, max_tokens=1)
@@ -53,8 +56,20 @@ class Style:
     @property
     def sampling(self) -> SamplingParams:
         limit = self.max_tokens or _TOKENS_PER_WORD * self.words
-        return SamplingParams(max_tokens=limit, temperature=self.temperature, seed=self.seed)
+        return SamplingParams(
+            max_tokens=limit,
+            temperature=self.temperature,
+            seed=self.seed,
+            return_sources=SOURCES if self.sources else 0,
+        )
 
     def prompt(self, document: str, kind: str) -> str:
+        return self._fill(self.template, document, kind)
+
+    def document_begin(self, kind: str) -> int:
+        """Return the character of the prompt at which the document begins."""
+        return len(self._fill(self.template.partition("{document}")[0], "", kind))
+
+    def _fill(self, template: str, document: str, kind: str) -> str:
         values = {**asdict(self), "document": document, "kind": kind}
-        return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)
+        return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)

@@ -219,13 +219,16 @@ class GenerationCall:
 
 
 def _unfinished(index: int, params: SamplingParams) -> CompletionOutput:
-    if params.logprobs is None:
-        return CompletionOutput(index)
-    return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
+    answer = CompletionOutput(index, sentences=[] if params.return_sources else None)
+    if params.logprobs is not None:
+        answer.cumulative_logprob, answer.logprobs = 0.0, []
+    return answer
 
 
 def _grow(answer: CompletionOutput, piece: TextPiece) -> None:
     answer.text += piece.text
+    if answer.sentences is not None:
+        answer.sentences += piece.sentences
     answer.token_ids.append(piece.token)
     answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
     if answer.logprobs is not None:

@@ -57,4 +57,5 @@ class DocumentReader:
             send_signal(process, signal.SIGKILL)
             await process.wait()
         assert process.returncode is not None
-        return reader_output(process.returncode, output, self._limits)
+        text, _ = reader_output(process.returncode, output, self._limits)
+        return text

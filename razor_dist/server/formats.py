@@ -18,7 +18,7 @@ from razor_dist.engine.messages import Message
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
 from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
-from razor_dist.frontend.outputs import Logprob, TokenLogprobs
+from razor_dist.frontend.outputs import Logprob, Source, TokenLogprobs
 from razor_dist.server.errors import Failure
 from razor_dist.server.tools import ToolParser, ToolUse
 
@@ -142,6 +142,7 @@ class ChatFormat(Format):
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         text, finish = piece.text, piece.finish_reason
+        told = told_sources(self._choices[index], [piece])
         calls: list[Json] = []
         if parser := self._parsers.get(index):
             text = parser.push(piece)
@@ -154,7 +155,11 @@ class ChatFormat(Format):
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
-            news.append({"finish_reason": finish, **told_sources(self._choices[index])})
+            news.append({"finish_reason": finish})
+        if told and not news:
+            news.append({"delta": {"content": ""}})
+        if told:
+            news[-1] |= told
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
@@ -169,7 +174,7 @@ class ChatFormat(Format):
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
             "finish_reason": finish,
-            **told_sources(self._choices[index]),
+            **told_sources(self._choices[index], pieces),
         }
 
     def _empty(self, index: int) -> Json:
@@ -218,7 +223,8 @@ class CompletionFormat(Format):
         elif self._echo:
             pieces = [replace(piece, offset=self._lengths[index] + piece.offset)]
         choice = self._choice(index, pieces, "".join(piece.text for piece in pieces))
-        silent = not choice["text"] and not piece.finish_reason and choice["logprobs"] is None
+        silent = not choice["text"] and not piece.finish_reason
+        silent = silent and choice["logprobs"] is None and not piece.sentences
         return [] if silent and self._tokenizer is not None else [self._chunk([choice])]
 
     def _with_prompt(self, choice: Choice, pieces: Sequence[TextPiece]) -> list[TextPiece]:
@@ -241,22 +247,29 @@ class CompletionFormat(Format):
             "text": text,
             "logprobs": legacy_logprobs(self._tokenizer, pieces),
             "finish_reason": pieces[-1].finish_reason,
-            **told_sources(self._choices[index]),
+            **told_sources(self._choices[index], pieces),
         }
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
 
 
-def told_sources(choice: Choice) -> Json:
-    """``sources`` and ``grounded`` of a choice that has ended, if they were asked for."""
-    if choice.sources is None:
-        return {}
-    sources = [asdict(source) for source in choice.sources]
-    for source in sources:
-        if source["message"] is None:
-            del source["message"]
-    return {"sources": sources, "grounded": choice.grounded}
+def told_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
+    """What pieces of a choice tell of where it came from, if that was asked for."""
+    told: Json = {}
+    if pieces[-1].finish_reason and choice.sources is not None:
+        told = {"sources": _sources(choice.sources), "grounded": choice.grounded, "sentences": []}
+    if found := [sentence for piece in pieces for sentence in piece.sentences]:
+        told["sentences"] = [
+            {"start": s.start, "end": s.end, "sources": _sources(s.sources), "grounded": s.grounded}
+            for s in found
+        ]
+    return told
+
+
+def _sources(sources: Sequence[Source]) -> list[Json]:
+    told = map(asdict, sources)
+    return [{k: v for k, v in s.items() if (k, v) != ("message", None)} for s in told]
 
 
 def chat_logprobs(

@@ -53,10 +53,12 @@ _SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
 _SOURCE = _object(
     {"start": _COUNT, "end": _COUNT, "weight": _SHARE, "text": or_null(TEXT)}, message=_COUNT
 )
-_SOURCES: Json = {
+_FOUND: Json = {
     "sources": {"type": "array", "items": _SOURCE},
     "grounded": or_null(_SHARE),
 }
+_SENTENCE = _object({"start": _COUNT, "end": _COUNT, **_FOUND})
+_SOURCES: Json = {**_FOUND, "sentences": {"type": "array", "items": _SENTENCE}}
 ANSWERS: Json = {
     "Error": _object(
         {

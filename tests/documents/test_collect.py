@@ -30,12 +30,12 @@ def test_folders_files_and_lines(folder: Path) -> None:
     assert [source.id for source in sources] == ids
     assert sorted(map(str, left_out)) == ["in/.hidden/c.txt", "in/picture.png"]
     copies = pickle.loads(pickle.dumps(sources))
-    texts = [source.text() for source in copies[:5]]
+    texts = [source.read().text for source in copies[:5]]
     assert texts == ["text of GPL-3", "text of in/b.txt", "text of in/deep/a.md", "first", "second"]
     with pytest.raises(DocumentError, match="the line has no text"):
-        copies[5].text()
+        copies[5].read()
     with pytest.raises(DocumentError, match="the line is not valid JSON"):
-        copies[6].text()
+        copies[6].read()
 
 
 def test_patterns(folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_binary_files_without_a_suffix_and_other_encodings(folder: Path) -> None
     sources, left_out = collect(["in"], "latin1")
     assert Path("in/program") in left_out
     found = {source.id: source for source in sources}
-    assert found["in/utf-16"].text() == "é" and found["in/old.txt"].text() == "café"
+    assert found["in/utf-16"].read().text == "é" and found["in/old.txt"].read().text == "café"
     assert {id for id, source in found.items() if source.encoding} == {"in/utf-16", "in/old.txt"}
     with pytest.raises(ConfigError, match="unknown encoding 'latin-one'"):
         collect(["in"], "latin-one")
@@ -65,14 +65,14 @@ def test_a_file_that_changed_is_another(folder: Path) -> None:
     assert collect(["in/b.txt"]).sources[0].digest != before.digest
     for source in (before, line):
         with pytest.raises(DocumentError, match="was changed since the job began"):
-            source.text()
+            source.read()
 
 
 def test_a_file_that_is_gone_is_told_of_with_the_others(folder: Path) -> None:
     [source] = collect(["in/b.txt"]).sources
     Path("in/b.txt").unlink()
     with pytest.raises(DocumentError, match="cannot be opened: No such file"):
-        source.text()
+        source.read()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from razor_dist.frontend.passages import (
     conversation_parts,
     question_begin,
     sentence_around,
+    sentences,
 )
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.models.registry import resolve_model
@@ -141,3 +142,40 @@ def test_every_token_may_come_from_another_passage() -> None:
     sources, grounded = trace.sources()
     assert [source.weight for source in sources] == [pytest.approx(0.75), pytest.approx(0.25)]
     assert grounded == pytest.approx((0.8 + 0.3) / 1.2)
+
+
+def test_every_sentence_of_an_answer_has_its_own_sources() -> None:
+    text = "One is here. Two is there. Which?"
+    trace = trace_of(text, [])  # of the first token nothing is told
+    answer = "It is two.  Then one. And so on."
+    two, one = [(20, 0.6), (0, 0.4)], [(6, 0.9), (20, 0.1)]
+    tokens = ((2, two), (5, two), (9, []), (10, one), (16, one), (20, one), (21, []))
+    found = []
+    for index, (begin, pairs) in enumerate(tokens):
+        end = tokens[index + 1][0] if index + 1 < len(tokens) else len(answer)
+        trace.add(pairs, begin, answer[0 if index == 0 else begin : end])
+        found += trace.sentences(trace.ended())
+        assert len(found) == (begin >= 10) + (begin >= 21), "told once the next one begins"
+    trace.add(two, len(answer))  # the end of the sequence, which is of no sentence
+    found += trace.sentences(trace.ended(last=True))
+    words = [answer[sentence.start : sentence.end] for sentence in found]
+    assert words == ["It is two.", "Then one.", "And so on."]
+    told = [[(s.text, pytest.approx(s.weight)) for s in sentence.sources] for sentence in found]
+    assert told == [
+        [("Two is there.", 1.0)],
+        [("One is here.", 0.9), ("Two is there.", 0.1)],
+        [],
+    ]
+    assert [sentence.grounded for sentence in found] == [
+        pytest.approx(1.0),
+        pytest.approx(0.9),
+        None,
+    ]
+    assert trace.ended(last=True) == []
+    padded = f" {text}\n\nx"
+    assert [padded[begin:end] for begin, end in sentences(padded)] == [
+        "One is here.",
+        "Two is there.",
+        "Which?",
+        "x",
+    ]

@@ -18,14 +18,14 @@ def test_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary_sample.write_sample(tmp_path)
     sources = {Path(s.path).name: s for s in collect([str(tmp_path)]).sources}
     sizes = {
-        name: len(smollm2_tokenizer()(sources[name].text())["input_ids"])
+        name: len(smollm2_tokenizer()(sources[name].read().text)["input_ids"])
         for name in ("gpl-3.txt", "special-names.txt", "python-licence.pdf")
     }
     assert sizes["special-names.txt"] > 8192 and min(sizes.values()) > 2000
-    text = sources["python-licence.pdf"].text()
+    text = sources["python-licence.pdf"].read().text
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text
     with pytest.raises(DocumentError, match="cannot be read as pdf"):
-        sources["broken.pdf"].text()
+        sources["broken.pdf"].read()
     monkeypatch.setattr(summary_sample, "_GPL", tmp_path / "no")
     with pytest.raises(ConfigError, match="the sample needs"):
         summary_sample.write_sample(tmp_path)

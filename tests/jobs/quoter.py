@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.client import EngineInfo
-from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.frontend.outputs import AnswerSentence, CompletionOutput, RequestOutput
+from razor_dist.frontend.passages import Trace
+from razor_dist.llm.generation import Encoded
 from tests.tokenizer import smollm2_tokenizer
 
 
 class Quoter:
     """Answers each prompt with the words of its text that hold digits.
+
+    Asked for sources it makes a sentence of each, in which it looks at the word that it quotes.
 
     Attributes
     ----------
@@ -38,24 +43,42 @@ class Quoter:
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
 
-    def generate(
-        self, prompts: Sequence[Mapping[str, Any]], params: SamplingParams
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Sequence[Encoded], params: SamplingParams) -> list[RequestOutput]:
         self.params = params
         assert params.max_tokens is not None
         outputs, texts = [], []
         for prompt in prompts:
-            ids = prompt["prompt_token_ids"]
+            ids = prompt.ids
             assert len(ids) + params.max_tokens <= self.info.max_model_len
             texts.append(self._tokenizer.decode(ids))
             found = [word for word in texts[-1].split() if word.startswith("fact")]
-            answer = self._tokenizer(" ".join(found))["input_ids"]
+            said = " ".join(found)
+            if params.return_sources:
+                said = "\n" + " ".join(f"Of {word.rstrip('.')}." for word in found)
+            answer = self._tokenizer(said)["input_ids"]
             cut = answer[: params.max_tokens]
             text = self._tokenizer.decode(cut)
             reason = "length" if len(cut) < len(answer) else "stop"
-            outputs.append(
-                RequestOutput("r", None, ids, outputs=[CompletionOutput(0, text, cut, None)])
-            )
-            outputs[-1].outputs[0].finish_reason = reason
+            output = CompletionOutput(0, text, cut, None, finish_reason=reason)
+            if params.return_sources:
+                output.sentences = self._sentences(prompt, texts[-1], text, params.return_sources)
+            outputs.append(RequestOutput("r", None, ids, outputs=[output]))
         self.prompts += texts
         return outputs
+
+    def _sentences(
+        self, prompt: Encoded, asked: str, answer: str, most: int
+    ) -> list[AnswerSentence]:
+        assert prompt.where is not None
+        trace = Trace(np.array(prompt.ids, np.int32), prompt.where, None, most)
+        for begin, end in self._tokenizer(answer, return_offsets_mapping=True)["offset_mapping"]:
+            before = answer.rfind("fact", 0, end)
+            word = answer[before:].split(".")[0].split()[0] if before >= 0 else ""
+            if answer[begin:end].strip() in ("", ".", "Of") or not word:
+                trace.add([(0, 1.0)], begin, answer[begin:end])
+                continue
+            at = re.search(rf"{word}(?!\d)", asked)
+            assert at is not None
+            position = int(np.searchsorted(prompt.where.ends, at.end()))
+            trace.add([(position, 1.0)], begin, answer[begin:end])
+        return trace.sentences(trace.ended(last=True))

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.jobs import host_engine
 from razor_dist.jobs.results import read_job
+from razor_dist.llm.generation import Encoded
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.test_summary import document
@@ -149,9 +150,7 @@ class Stopping(Quoter):
     def close(self) -> None:
         self._closed.set()
 
-    def generate(
-        self, prompts: Sequence[Mapping[str, Any]], params: SamplingParams
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Sequence[Encoded], params: SamplingParams) -> list[RequestOutput]:
         outputs = super().generate(prompts, params)
         Path("asked").write_text("\0".join(self.prompts))
         if len(self.prompts) == 5:

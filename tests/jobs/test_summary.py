@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
+from razor_dist.documents.read import Document
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ItemSize, PartResult, Update
@@ -33,7 +34,7 @@ def steps(
     llm: Quoter, text: str, stored: dict[str, Any], **style: Any
 ) -> tuple[list[Update], dict[str, Any]]:
     """The updates and the summary."""
-    work = Summarizer(cast(LLM, llm), Style(**style)).summarize(text, stored)
+    work = Summarizer(cast(LLM, llm), Style(**style)).summarize(Document(text), stored)
     updates = []
     while True:
         try:

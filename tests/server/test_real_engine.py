@@ -126,12 +126,17 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
         content = messages[source["message"]]["content"]
         assert content[source["start"] : source["end"]] == source["text"]
     assert 0.5 < choice.grounded <= 1
+    [sentence, *_] = choice.sentences
+    said = choice.message.content[sentence["start"] : sentence["end"]]
+    assert "48213" in said and sentence["sources"][0]["text"] == fact
     # The same from the cache, from a stream, and in the completion's prompt.
     chunks = list(ask(stream=True))
     for again in (ask().choices[0], chunks[-1].choices[0]):
         for one, same in zip(again.sources, choice.sources, strict=True):
             assert one == {**same, "weight": pytest.approx(same["weight"], abs=1e-4)}
     assert all(not hasattr(chunk.choices[0], "sources") for chunk in chunks[:-1])
+    streamed = [s for c in chunks for s in getattr(c.choices[0], "sentences", [])]
+    assert [s["end"] for s in streamed] == [s["end"] for s in choice.sentences]
     prompt = f"{documents[1]}\n\nQuestion: What is the secret code of the castle?\n\nAnswer: It is"
     found = client.completions.create(prompt=prompt, **asked, extra_body={"return_sources": 1})
     [source] = found.choices[0].sources

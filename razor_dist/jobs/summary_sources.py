@@ -1,0 +1,148 @@
+"""Where the sentences of summaries came from: places in the document, through parts if it has any.
+
+A sentence has ``start`` and ``end``, in characters of its summary; ``grounded``, as in
+`CompletionOutput`; and ``sources``, the heaviest first, passages of the document with ``start`` and
+``end`` in characters of its text, ``weight``, ``text``, and ``page`` or ``headings`` where they are
+known.
+
+A summary of summaries was not written from the document. Its sentences have ``parts`` besides:
+what the model looked at, sentences of the parts' summaries, with the number of the ``part``, from
+1, that of the ``sentence`` in it, from 0, and a ``weight``; ``grounded`` is about these. Their
+``sources`` are those of these sentences, of the product of both weights: where to look, and no
+proof, since what is wrong in a part's summary is wrong in the summary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from razor_dist.documents.places import Places
+from razor_dist.documents.read import Document
+from razor_dist.frontend.outputs import AnswerSentence, Source
+from razor_dist.frontend.passages import Part
+from razor_dist.jobs.style import SOURCES
+
+Json = dict[str, Any]
+
+
+class Material(NamedTuple):
+    """A text that is summarised: the whole of a document, or the summaries of its parts.
+
+    ``spans`` are the beginnings and ends of what may be a source in it. Of a piece that is cut
+    out of a text, ``begin`` is where, in characters of that text, and so are the spans.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    begin: int = 0
+
+    def stripped(self) -> Material:
+        lead = len(self.text) - len(self.text.lstrip())
+        return Material(self.text.strip(), self.spans, self.begin + lead)
+
+    def cut(self, texts: Iterable[str]) -> list[Material]:
+        """Return the pieces that the text was cut into."""
+        pieces, begin = [], self.begin
+        for text in texts:
+            pieces.append(Material(text, self.spans, begin))
+            begin += len(text)
+        return pieces
+
+    def parts_at(self, place: int) -> list[Part]:
+        """Return what may be a source, of a text in which this one begins at ``place``.
+
+        `Part.message` is the number of the span.
+        """
+        found = []
+        for number, span in enumerate(self.spans):
+            begin, end = (min(max(at - self.begin, 0), len(self.text)) for at in span)
+            if begin < end:
+                found.append(Part(self.text[begin:end], place + begin, end - begin, number))
+        return found
+
+
+def merged(summaries: Sequence[str]) -> Material:
+    """Put the summaries of parts together, as one text, which can be cut between them."""
+    text, spans = "", []
+    for number, summary in enumerate(summaries, start=1):
+        text += f"\n\n# Part {number}\n\n" if text else f"# Part {number}\n\n"
+        spans.append((len(text), len(text) + len(summary)))
+        text += summary
+    return Material(text, spans)
+
+
+def as_told(sentences: Iterable[AnswerSentence], material: Material, lead: int) -> list[Json]:
+    """Return what is known when a prompt is answered; `placed` or `traced_back` finishes it.
+
+    Sources are places in a span, ``of`` its number. ``lead`` characters of the answer are no part
+    of the summary.
+    """
+
+    def place(source: Source) -> Json:
+        assert source.message is not None
+        begin, _ = material.spans[source.message]
+        cut = max(0, material.begin - begin)  # of the span, before the material
+        at = {"start": source.start + cut, "end": source.end + cut}
+        return {"of": source.message, **at, "weight": source.weight}
+
+    return [
+        {
+            "start": sentence.start - lead,
+            "end": sentence.end - lead,
+            "grounded": sentence.grounded,
+            "sources": list(map(place, sentence.sources)),
+        }
+        for sentence in sentences
+    ]
+
+
+def placed(sentences: Sequence[Json], document: Document, places: Places) -> list[Json]:
+    """Return the sentences of a summary of the document, or a part of it, with their places."""
+
+    def source(start: int, end: int, weight: float) -> Json:
+        found = {"start": start, "end": end, "weight": weight, "text": document.text[start:end]}
+        return found | places.at(start)
+
+    return [
+        {**one, "sources": [source(s["start"], s["end"], s["weight"]) for s in one["sources"]]}
+        for one in sentences
+    ]
+
+
+def traced_back(sentences: Sequence[Json], summaries: Sequence[Json]) -> list[Json]:
+    """Return the sentences of a summary of ``summaries``, with the parts' and the document's."""
+    return [{**one, **_through(one["sources"], summaries)} for one in sentences]
+
+
+def _through(looked_up: Sequence[Json], summaries: Sequence[Json]) -> Json:
+    parts: Counter[tuple[int, int]] = Counter()
+    weights: Counter[tuple[int, int]] = Counter()
+    sources: dict[tuple[int, int], Json] = {}
+    for place in looked_up:
+        number, weight = place["of"], place["weight"]
+        sentences = summaries[number]["sentences"]
+        index = max(range(len(sentences)), key=lambda n: _common(sentences[n], place))
+        one = sentences[index]
+        own = [{"part": number + 1, "sentence": index, "weight": 1.0}]
+        for part in one.get("parts", own):
+            parts[part["part"], part["sentence"]] += weight * part["weight"]
+        for source in one["sources"]:
+            at = source["start"], source["end"]
+            sources[at] = source
+            weights[at] += weight * source["weight"]
+    return {
+        "parts": [
+            {"part": part, "sentence": index, "weight": weight}
+            for (part, index), weight in parts.most_common(SOURCES)
+        ],
+        "sources": [
+            {**sources[at], "weight": weight} for at, weight in weights.most_common(SOURCES)
+        ],
+    }
+
+
+def _common(sentence: Json, place: Json) -> int:
+    """Return the number of characters that are in both."""
+    return min(sentence["end"], place["end"]) - max(sentence["start"], place["start"])
