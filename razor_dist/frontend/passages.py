@@ -92,8 +92,9 @@ class Trace:
     # Of each token: positions, and the strongest heads' mean attention to them; none of the first.
     tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     answer: str = ""  # so far
-    _begins: list[int] = field(default_factory=list)  # of the tokens, in characters of the answer
-    _told: int = 0  # characters of the answer whose sentences have been told
+    # Of the tokens, and up to where sentences have been told, in characters of the answer.
+    _begins: list[int] = field(default_factory=list, init=False)
+    _told: int = field(default=0, init=False)
 
     def add(self, pairs: Sequence[tuple[int, float]], begin: int = 0, text: str = "") -> None:
         """Add what a token's message tells, where it begins, and the text that it made certain."""

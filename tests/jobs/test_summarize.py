@@ -19,9 +19,12 @@ import pytest
 from razor_dist import cli
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
+from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs import host_engine
 from razor_dist.jobs.results import read_job
 from razor_dist.llm.generation import Encoded
+from razor_dist.models.loader import read_config
+from razor_dist.models.shape import ModelShape
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.test_summary import document
@@ -211,8 +214,12 @@ def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:
     """A random model: what it says means nothing, but the parts must fit."""
     model = make_tiny("llama", tmp_path / "tiny")  # its own: the shared one has no tokenizer
     write_letters(model)
-    Path("in/long.md").write_text("# A\n\n" + "word " * 150 + "\n\n# B\n\n" + "text " * 150)
-    command = ["summarize", "in/long.md", "--out", "out", "--model", str(model), *FLAGS]
+    shape = ModelShape.from_config(read_config(model))
+    HeadMap.uniform("full", shape).save(model / "heads.json")
+    text = "# A\n\n" + "word " * 150 + "\n\n# B\n\n" + "text " * 150
+    Path("in/long.md").write_text(text)
+    command = ["summarize", "in/long.md", "--out", "out", "--model", str(model), "--no-ray"]
+    command += ["--head-map", str(model / "heads.json"), "--sources"]
     sizes = ["--max-model-len", "1024", "--max-tokens", "8", "--threads", "1"]
     assert cli.main([*command, *sizes]) == 0
     [record] = read_job("out").records
@@ -220,3 +227,7 @@ def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:
     assert (result["parts"], result["levels"]) == (2, 1)
     assert len(result["part_summaries"]) == 2
     assert all(part["finish_reason"] in ("stop", "length") for part in result["part_summaries"])
+    for part, heading in zip(result["part_summaries"], "AB", strict=True):
+        places = [source for sentence in part["sentences"] for source in sentence["sources"]]
+        assert places and all(place["headings"] == [heading] for place in places)
+        assert all(text[place["start"] : place["end"]] == place["text"] for place in places)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -18,9 +19,13 @@ import razor_dist
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import encode
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.app import build_app
+from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Limits, parse_value
 from razor_dist.server.service import RequestReader, Service
@@ -524,3 +529,28 @@ def test_names_and_settings_of_a_chat_reach_the_template() -> None:
     assert tokenizer.decode(found) == text
     counted = parse_value("tokenize", body, encoder, limits).answer
     assert counted is not None and counted["tokens"] == found.tolist()
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_a_sentence_is_told_with_its_sources_once_it_has_ended(
+    kind: type[ChatFormat] | type[CompletionFormat],
+) -> None:
+    source = Source(4, 9, 0.5, "green", message=None)
+    told = [AnswerSentence(0, 4, [source], 0.5), AnswerSentence(5, 8, [], None)]
+    pieces = [
+        TextPiece(5, "One."),
+        TextPiece(6, " Tw", offset=4, sentences=told[:1]),
+        TextPiece(7, "o", None, "stop", offset=7, sentences=told[1:]),
+    ]
+    choice = Choice(np.array([1]), 0, pieces, sources=[source], grounded=0.5)
+    form = kind("m", [choice], smollm2_tokenizer())
+    as_json = {"start": 4, "end": 9, "weight": 0.5, "text": "green"}
+    first = {"start": 0, "end": 4, "sources": [as_json], "grounded": 0.5}
+    second = {"start": 5, "end": 8, "sources": [], "grounded": None}
+    [whole] = form.whole()["choices"]
+    assert whole["sentences"] == [first, second] and whole["sources"] == [as_json]
+    chunks = [chunk["choices"][0] for piece in pieces for chunk in form.piece(0, piece)]
+    with_sentences = [chunk["sentences"] for chunk in chunks if "sentences" in chunk]
+    assert with_sentences == [[first], [second]]
+    assert [chunk for chunk in chunks if "sources" in chunk] == chunks[-1:]
+    assert chunks[-1]["finish_reason"] == "stop" and chunks[-1]["grounded"] == 0.5
