@@ -227,7 +227,9 @@ def test_on_a_real_engine(folder: Path, tmp_path: Path) -> None:
     assert (result["parts"], result["levels"]) == (2, 1)
     assert len(result["part_summaries"]) == 2
     assert all(part["finish_reason"] in ("stop", "length") for part in result["part_summaries"])
-    for part, heading in zip(result["part_summaries"], "AB", strict=True):
-        places = [source for sentence in part["sentences"] for source in sentence["sources"]]
-        assert places and all(place["headings"] == [heading] for place in places)
-        assert all(text[place["start"] : place["end"]] == place["text"] for place in places)
+    for answer in [result, *result["part_summaries"]]:
+        said, spans = answer["summary"], answer["sentences"]
+        words = [said[sentence["start"] : sentence["end"]] for sentence in spans]
+        assert "".join("".join(words).split()) == "".join(said.split())
+        for source in [source for sentence in spans for source in sentence["sources"]]:
+            assert text[source["start"] : source["end"]] == source["text"]
