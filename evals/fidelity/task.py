@@ -155,7 +155,8 @@ def _text_of(file: Path) -> str:
         kind = "text"
     try:
         require_readers([kind])
-        return read_document(file.read_bytes(), kind, gz=file.suffix.lower() == ".gz")
+        gz = file.suffix.lower() == ".gz"
+        return read_document(file.read_bytes(), kind, gz=gz).text
     except OSError as error:
         raise ConfigError(f"cannot read the text {file}: {error.strerror}") from None
     except DocumentError as error:
