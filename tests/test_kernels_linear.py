@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from razor_dist.kernels.linear import Linear, linear, use_fast_linear
+from razor_dist.kernels.linear import Int8Linear, Linear, linear, use_fast_linear, use_int8_linear
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,3 +89,38 @@ def test_a_models_layers_keep_their_weights() -> None:
     assert [id(p) for p in model.parameters()] == weights
     with torch.inference_mode():
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    inputs=st.integers(2, 200),
+    outputs=st.integers(1, 80),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_8_bit_products_are_near_and_no_rows_company_changes_it(
+    rows: int, inputs: int, outputs: int, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=bias))
+    # Rows and outputs of very different sizes, as models have them; one row is nothing.
+    x = torch.randn(rows, inputs) * torch.logspace(-4, 4, rows).view(-1, 1)
+    x[0] = 0 if rows > 1 else x[0]
+    with torch.inference_mode():
+        model[0].weight *= torch.logspace(-3, 3, outputs).view(-1, 1)
+        want = model.double()(x.double())
+        model.float()
+        use_int8_linear(model)
+        assert isinstance(model[0], Int8Linear)
+        got = model(x)
+        assert got.dtype == torch.float32 and got.isfinite().all()
+        for row in range(rows):
+            assert torch.equal(model(x[row : row + 1]), got[row : row + 1])
+    # Both factors are rounded to a 127th of their largest, a row's to a 63rd without VNNI.
+    w, x = model[0].weight.detach().double(), x.double()
+    x_step, w_step = x.abs().amax(1, keepdim=True) / 63, w.abs().amax(1) / 127
+    most = x_step * w.abs().sum(1) + w_step * x.abs().sum(1, keepdim=True)
+    assert ((got - want).abs() <= 1.01 * most + 1e-6 * want.abs()).all()
+    usual = (x_step**2 * w.square().sum(1) + w_step**2 * x.square().sum(1, keepdim=True)).sum() / 3
+    assert (got - want).square().sum() <= 4 * usual + 1e-12 * want.square().sum()

@@ -73,6 +73,9 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "fp32", "bf16"] = _ranks(
         "auto", "Of weights and computing; auto: fp32 on cpu, bf16 on cuda."
     )
+    weight_dtype: Literal["auto", "int8"] = _ranks(
+        "auto", "Of linear layers on cpu; int8: 8-bit weights and products; auto: as dtype."
+    )
     kv_dtype: Literal["auto", "fp32", "bf16"] = _memory(
         "auto", "Of cached and travelling keys and values; auto: as dtype."
     )

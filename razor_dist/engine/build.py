@@ -38,6 +38,7 @@ from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.sources import source_heads
+from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.loader import (
     dtype_name,
     eos_token_ids,
@@ -91,6 +92,8 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     shares, fingerprint = None, ""
     if config.weights == "replicated":
         model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
+        if config.weight_dtype == "int8":
+            use_int8_linear(model)
     else:
         # As views of the mapped files, of which a rank then reads its share.
         cpu = torch.device("cpu")
@@ -110,7 +113,21 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
 
 
 def _check_weights(config: EngineConfig, comm: Communicator, device: torch.device) -> None:
-    """Raise `ConfigError` if weights are to be sharded without DeepSpeed, or over one rank."""
+    """Raise `ConfigError` if weights are to be sharded without DeepSpeed, or over one rank.
+
+    Or if they are to be of 8 bits where no such products are computed.
+    """
+    if config.weight_dtype == "int8":
+        if device.type != "cpu" or torch_dtype(config, device) != torch.float32:
+            raise ConfigError(
+                "weight_dtype: int8 is for device: cpu with dtype: fp32; leave it out, or on a GPU "
+                "use dtype: bf16"
+            )
+        if config.weights != "replicated":
+            raise ConfigError(
+                f"weight_dtype: int8 packs whole layers, which weights: {config.weights} has on no "
+                "rank; leave one of them out"
+            )
     if config.weights == "replicated":
         return
     if config.weights == "zero3" and comm.size == 1:
@@ -238,6 +255,7 @@ def make_engine(
             "policy": asdict(StreamingPolicy.of(config)),
             "dtype": dtype_name(dtype),
             "kv_dtype": dtype_name(kv_dtype),
+            **({} if config.weight_dtype == "auto" else {"weight_dtype": config.weight_dtype}),
         }
         _keep_prefixes(config, about, runner, core)
     kept = sum(map(sum, retrieval))

@@ -72,6 +72,8 @@ def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:
     """Why several ranks of these settings cannot share short steps, or None."""
     if config.weights != "replicated":
         return f"weights: {config.weights} gathers whole layers on every rank"
+    if config.weight_dtype == "int8":
+        return "weight_dtype: int8 packs whole layers"
     if config.keeps_prefixes:
         return "prefix_host_gb and prefix_store save windows that every rank has whole"
     return why_not(model)

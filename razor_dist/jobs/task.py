@@ -156,6 +156,8 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     names = set(EngineConfig.model_fields) - {*_INDIFFERENT.split(), "head_map"}
     if isinstance(config, ExternalEngineConfig):
         names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
+    if config.weight_dtype == "auto":  # younger than folders of jobs that can still go on
+        names.remove("weight_dtype")
     fields = config.model_dump(mode="json", include=names)
     if config.attention == "razor":
         path = Path(config.head_map or default_head_map(config.model))

@@ -104,7 +104,8 @@ class Weights:
     step_bytes: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Weights:
+    def of(cls, model: PreTrainedModel, *, int8: bool = False) -> Weights:
+        """Count them; with ``int8``, linear layers have a copy of one byte each, which is read."""
         embedding: nn.Module = model.get_input_embeddings()
         table, head = embedding.weight, model.get_output_embeddings().weight
         assert isinstance(table, torch.Tensor) and isinstance(head, torch.Tensor)
@@ -112,16 +113,18 @@ class Weights:
         routed = getattr(config, "num_experts_per_tok", None)
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
+        linear = [m.weight for m in model.modules() if int8 and isinstance(m, nn.Linear)]
+        copied = {id(weight): weight.numel() for weight in linear}
         matmul, step = 0.0, float(buffers)
         for name, parameter in model.named_parameters():
             share = routed / experts if routed and experts and ".experts." in name else 1.0
             if parameter is not table or table is head:
-                step += parameter.nbytes * share
+                step += copied.get(id(parameter), parameter.nbytes) * share
             if parameter.dim() >= 2 and parameter is not table and parameter is not head:
                 matmul += parameter.numel() * share
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
-            nbytes=buffers + sum(p.nbytes for p in model.parameters()),
+            nbytes=buffers + sum(p.nbytes for p in model.parameters()) + sum(copied.values()),
             matmul=round(matmul),
             head=head.numel(),
             step_bytes=round(step),
@@ -279,7 +282,7 @@ class Deployment:
 
     @cached_property
     def weights(self) -> Weights:
-        return Weights.of(self.meta_model())
+        return Weights.of(self.meta_model(), int8=self.config.weight_dtype == "int8")
 
     @property
     def kv_bytes(self) -> int:

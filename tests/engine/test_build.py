@@ -25,6 +25,7 @@ from razor_dist.engine.capacity import (
     free_memory,
     new_caches,
 )
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import read_config
@@ -62,6 +63,21 @@ def test_attention_that_cannot_be_honoured_is_refused_at_start(
     monkeypatch.setattr(build, "load_model", with_dropout)
     with pytest.raises(ModelError, match=r"cannot be served: .*drops out"):
         build_full(tiny("llama"))
+
+
+def test_8_bit_weights_are_near_and_for_float32_on_the_cpu(tiny: Callable[[str], Path]) -> None:
+    def logprobs(**settings: Any) -> torch.Tensor:
+        core = build_full(tiny("llama"), **settings).core
+        core.add("a", list(range(3, 40)), SamplingParams(max_tokens=1, prompt_logprobs=0))
+        [told] = [m for _ in range(9) for m in core.step() if m["t"] == "prompt"]
+        return torch.tensor([entry[0] for entry in told["logprobs"][1:]])
+
+    exact, rounded = logprobs(), logprobs(weight_dtype="int8")
+    assert 1e-4 < (exact - rounded).abs().max() < 0.1
+    with pytest.raises(ConfigError, match="weight_dtype: int8 is for device: cpu with dtype: fp32"):
+        build_full(tiny("llama"), weight_dtype="int8", dtype="bf16")
+    with pytest.raises(ConfigError, match="which weights: zero3-offload has on no rank"):
+        build_full(tiny("llama"), weight_dtype="int8", weights="zero3-offload")
 
 
 def test_caches_that_do_not_fit_are_refused_with_the_settings_to_change(
