@@ -12,7 +12,6 @@ pins torch and ``tests/test_kernels_linear.py`` checks what we rely on.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,10 @@ from torch.nn import functional
 # A matrix of one vector's product is cut into up to so many blocks of rows: a batch of products,
 # which MKL computes side by side and by better code than a single one.
 _BLOCKS = 16
+
+# The largest integer of an input. Without VNNI pairs of products are added up in 16 bits, which a
+# product of 8 bits and 8 bits can exceed.
+_MOST = 127 if torch.cpu._is_vnni_supported() else 63
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
@@ -61,37 +64,41 @@ class Linear(nn.Linear):
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer of 8-bit integers: ``y = s_x s_w (q_x . q_w)``, accumulated in 32 bits.
+    """A linear layer of 8-bit integers: ``y = s_x s_w (q_x . q_w)``, added up in 32 bits.
 
-    ``q_w = round(w / s_w)`` with a scale for each output, ``q_x = round(x / s_x)`` with one per
-    row, so that a row's result is the same in any company. Made of a float32 layer on CPU by
+    ``q_w = round(w / s_w)`` with a scale for each output, ``q_x = round(x / s_x)`` with one for
+    each row, so that a row's result is the same in any company. Made of a float32 layer on CPU by
     `use_int8_linear`; ``weight`` stays what it was, and is not read.
+
+    ``onednn::qlinear_pointwise`` is the op that torch's compiler emits for quantized models.
     """
 
-    _packed: Any
-    _bounds: Tensor
-    _reduced: bool
+    _packed: Tensor
+    _scales: Tensor
+    _zeros: Tensor
 
     def pack(self) -> None:
         weight = self.weight.detach()
-        scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny).double() / 127
-        zeros = torch.zeros(len(scales), dtype=torch.int64)
-        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(quantized, None)
-        # torch scales the rows of a call together, by the least and the largest number in them:
-        # with these, and each row divided by its own largest, that is the same in every call.
-        self._bounds = torch.zeros(1, self.in_features)
-        self._bounds[0, 0], self._bounds[0, -1] = 1, -1
-        # Without VNNI pairs of products are added up in 16 bits, which 8 bits times 8 can exceed.
-        self._reduced = not torch.cpu._is_vnni_supported()
+        self._scales = _step(weight, 127).flatten()
+        self._zeros = torch.zeros(len(weight), dtype=torch.int32)
+        quantized = (weight / self._scales[:, None]).round_().to(torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        largest = rows.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
-        scaled = torch.cat([rows / largest, self._bounds])
-        product = torch.ops.quantized.linear_dynamic(scaled, self._packed, self._reduced)[:-1]
-        out: Tensor = product.mul_(largest).view(*input.shape[:-1], self.out_features)
+        step = _step(rows, _MOST)
+        quantized = (rows / step).round_().to(torch.int8)
+        weights = self._packed, self._scales, self._zeros
+        product = torch.ops.onednn.qlinear_pointwise(
+            *(quantized, 1.0, 0, *weights, None, 1.0, 0, torch.float32, "none", [], "")
+        )
+        out: Tensor = product.mul_(step).view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
+
+
+def _step(x: Tensor, most: int) -> Tensor:
+    """Return what a row's integers are multiplied by, ``[n, 1]``, if its largest is ``most``."""
+    return x.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny * most) / most
 
 
 def use_fast_linear(model: nn.Module) -> None:

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from razor_dist.kernels.linear import Int8Linear, Linear, linear, use_fast_linear, use_int8_linear
+from razor_dist.kernels.linear import (
+    _MOST,
+    Int8Linear,
+    Linear,
+    linear,
+    use_fast_linear,
+    use_int8_linear,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,10 +124,15 @@ def test_8_bit_products_are_near_and_no_rows_company_changes_it(
         assert got.dtype == torch.float32 and got.isfinite().all()
         for row in range(rows):
             assert torch.equal(model(x[row : row + 1]), got[row : row + 1])
-    # Both factors are rounded to a 127th of their largest, a row's to a 63rd without VNNI.
-    w, x = model[0].weight.detach().double(), x.double()
-    x_step, w_step = x.abs().amax(1, keepdim=True) / 63, w.abs().amax(1) / 127
-    most = x_step * w.abs().sum(1) + w_step * x.abs().sum(1, keepdim=True)
-    assert ((got - want).abs() <= 1.01 * most + 1e-6 * want.abs()).all()
-    usual = (x_step**2 * w.square().sum(1) + w_step**2 * x.square().sum(1, keepdim=True)).sum() / 3
-    assert (got - want).square().sum() <= 4 * usual + 1e-12 * want.square().sum()
+    # The definition, in float64.
+    w, x = model[0].weight.detach(), x
+    s_w, s_x = w.abs().amax(1, keepdim=True) / 127, x.abs().amax(1, keepdim=True) / _MOST
+    q_w, q_x = (w / s_w).round().double(), (x / s_x.clamp_min(1e-36)).round().double()
+    exact = s_x * (q_x @ q_w.T) * s_w.T + (0 if model[0].bias is None else model[0].bias)
+    # A number halfway between two integers may be rounded either way.
+    most = s_x * s_w.T * (q_x.abs().amax(1, keepdim=True) + q_w.abs().amax(1)) * 2
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=float(most.max()))
+    assert ((got - exact).abs() > 1e-5 * exact.abs().amax(1, keepdim=True)).sum() <= 2
+    # As large as independent roundings make it, up to four standard deviations.
+    variance = (s_x * w.norm(dim=1)).square() + (s_w.T * x.norm(dim=1, keepdim=True)).square()
+    assert (got - want).square().sum() <= 16 * variance.sum() / 12 + 1e-12 * want.square().sum()
