@@ -250,14 +250,14 @@ def _page(record: Record) -> str:
 - finish reason: {result["finish_reason"]}
 - seconds: {record["run"]["seconds"]}
 - settings: {record["settings"]}"""
-    blocks = [facts, result["summary"], *_sources_of(result, parts)]
+    blocks = [facts, result["summary"], *_sources_of(result, parts, "## Sources")]
     for number, part in enumerate(parts, start=1):
         title = f"## Part {number} of {len(parts)} ({part['tokens']} tokens)"
-        blocks += [title, part["summary"], *_sources_of(part, parts)]
+        blocks += [title, part["summary"], *_sources_of(part, parts, "### Sources")]
     return "\n\n".join(blocks) + "\n"
 
 
-def _sources_of(answer: Json, parts: Sequence[Json]) -> list[str]:
+def _sources_of(answer: Json, parts: Sequence[Json], heading: str) -> list[str]:
     """Return a heading and the list of a summary's sentences with their places, if there are any.
 
     A sentence of a summary of summaries has those of the parts that it was made of before them.
@@ -279,7 +279,7 @@ def _sources_of(answer: Json, parts: Sequence[Json]) -> list[str]:
             lines.append(f"    - {where} ({source['weight']:.2f}): {_quoted(source['text'])}")
         if not sentence["sources"]:
             lines.append("    - no place found")
-    return ["### Sources", "\n".join(lines)]
+    return [heading, "\n".join(lines)]
 
 
 def _quoted(text: str) -> str:
