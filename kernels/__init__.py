@@ -10,16 +10,19 @@ import importlib
 import math
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from razor_dist.kernels.partial import (
     HIDDEN,
     Partial,
     empty_partial,
+    foldable,
     merge,
     merge_stacked,
     over_keys,
 )
+from razor_dist.kernels.quantized import Codes, KeysOrValues, attend_codes
 
 __all__ = [
     "BACKENDS",
@@ -47,8 +50,8 @@ def _backend(name: str) -> ModuleType:
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: KeysOrValues,
+    v: KeysOrValues,
     *,
     scale: float,
     causal: bool = False,
@@ -58,8 +61,8 @@ def attend(
     """Softmax attention of grouped queries over one segment of keys.
 
     ``q`` is ``[K, G, T, D]``, G query heads for each of K key-value heads; ``k`` and ``v`` are
-    ``[K, S, D]``. Those of another dtype than ``q`` are read in blocks that are converted to it,
-    for the fused ops want one dtype. ``out`` is in the dtype of ``q`` or float32.
+    ``[K, S, D]``. Those of another dtype than ``q``, or of 8 bits, are read in blocks that are
+    converted to it, for the fused ops want one dtype. ``out`` is in the dtype of ``q`` or float32.
 
     With ``causal``, query t sees keys 0..t; it requires ``T == S`` (else ValueError), so that no
     alignment convention matters. ``bias`` is float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite,
@@ -71,7 +74,15 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    if k.dtype != q.dtype:
+    if isinstance(k, Codes) and isinstance(v, Codes) and _reads_codes(q, causal, bias, backend):
+        few_k, few_v = k, v
+
+        def of_codes(span: slice) -> Partial:
+            part = None if bias is None else bias[..., span]
+            return attend_codes(q, few_k[:, span], few_v[:, span], scale, part)
+
+        return over_keys(of_codes, k.shape[1], _CONVERTED_KEYS)
+    if isinstance(k, Codes) or isinstance(v, Codes) or k.dtype != q.dtype:
         # Causal attention is over as many keys as queries: a shard of a chunk, and short.
         block = k.shape[1] if causal else _CONVERTED_KEYS
 
@@ -90,6 +101,12 @@ def attend(
         if module.supports(q, causal, bias):
             return module.attend(q, k, v, scale, causal, bias)
     raise AssertionError("the reference backend supports every input")
+
+
+def _reads_codes(q: Tensor, causal: bool, bias: Tensor | None, backend: str | None) -> bool:
+    """Tell if `attend_codes` is the fastest way to read keys of 8 bits."""
+    few = foldable(q, causal, bias) and backend is None
+    return few and q.device.type == "cpu" and q.dtype == torch.float32
 
 
 def compensate(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from razor_dist.kernels import attend
 from razor_dist.kernels.partial import Partial, merge, over_keys
+from razor_dist.kernels.quantized import KeysOrValues
 
 # Queries that share a reference.
 BLOCK = 512
@@ -68,8 +69,8 @@ def distance_bias(slopes: Tensor, distance: Tensor) -> Tensor:
 
 def attend_at_places(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: KeysOrValues,
+    v: KeysOrValues,
     slopes: Tensor,
     places: Places,
     *,
@@ -117,8 +118,8 @@ def _blocks(queries: Sequence[range]) -> Iterator[tuple[int, range]]:
 
 def attend_at_distance(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: KeysOrValues,
+    v: KeysOrValues,
     slopes: Tensor,
     distance: Distance,
     *,
@@ -135,7 +136,8 @@ def attend_at_distance(
     if digits is not None:
 
         def wider(span: slice) -> Partial:
-            wide = widened(q, k[:, span], v[:, span], scale, slopes, digits[span])
+            keys = k[:, span].to(q.dtype), v[:, span].to(q.dtype)
+            wide = widened(q, *keys, scale, slopes, digits[span])
             part = None if bias is None else bias[span]
             out, lse = attend(*wide, scale=scale, causal=causal, bias=part)
             return Partial(out[..., : q.shape[3]], lse)
@@ -144,7 +146,7 @@ def attend_at_distance(
         return over_keys(wider, k.shape[1], k.shape[1] if causal else WIDENED_KEYS)
     if q.device.type == "cuda" and q.dtype == torch.float16:
         # It does not reach as far as the digits do.
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
     far = distance_bias(slopes, number)
     return attend(q, k, v, scale=scale, causal=causal, bias=far if bias is None else far + bias)
 

@@ -7,7 +7,7 @@ of fixed shapes; and `decode_triton`, where a layer is a launch to store, one to
 two to merge.
 
 ``store(k, v, order, pages, windows)`` puts the new tokens' keys and values, ``[K, n, D]``, into the
-caches.
+caches; pages may be of 8 bits (`razor_dist.kernels.quantized`), windows are not.
 
 ``attend(q, order, pages, windows, out, *, scale, slopes, pack)`` attends with ``q`` ``[K, G, n,
 D]``, the new tokens included, and writes to ``out`` ``[n, K, G, D]``. With ``pack`` it returns the

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from razor_dist.kernels.decode import Pages, Windows
 from razor_dist.kernels.partial import merge_stacked
+from razor_dist.kernels.quantized import quantize
 
 
 def store(
@@ -19,8 +20,13 @@ def store(
     """See `razor_dist.kernels.decode`."""
     split = 0 if pages is None else len(pages.k)
     if pages is not None:
-        for cache, new in ((pages.k, k), (pages.v, v)):
-            cache.index_copy_(1, pages.at, new[order[:split]].to(cache.dtype))
+        for cache, scales, new in ((pages.k, pages.k_scale, k), (pages.v, pages.v_scale, v)):
+            kept = new[order[:split]]
+            if scales is not None:
+                rounded = quantize(kept)
+                scales.index_copy_(1, pages.at, rounded.scale)
+                kept = rounded.codes
+            cache.index_copy_(1, pages.at, kept.to(cache.dtype))
     if windows is not None:
         room, position = windows.capacity, windows.position
         ring = windows.sinks + position % room.clamp(min=1)

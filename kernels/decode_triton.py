@@ -30,6 +30,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # A finite reference for rows that see no key: exp2(-inf - LEAST) is 0, and never NaN.
 _LEAST = tl.constexpr(-1e30)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Added and taken off again, it rounds a float32 to the nearest whole number, a half to even.
+_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
 # Keys of a tile by the bytes of a query's number: products of float32 take more registers.
 TILES = {2: 64, 4: 16}
@@ -46,22 +49,38 @@ MERGED, MERGED_WIDTH = 64, 32
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
 
 
+@triton.jit
+def _quantized(new):
+    """Return the codes and the scale of `razor_dist.kernels.quantized`, of one token's ``new``."""
+    new = new.to(tl.float32)
+    scale = tl.max(tl.abs(new), 0) / 127.0
+    return ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8), scale
+
+
 @triton.jit(do_not_specialize=["retrieval"])
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
-    page_k, page_v, page_row, page_slot, at,
+    page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
     ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
     SINKS: tl.constexpr, ENTRIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PAGES_SCALED: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     own, at_token = tl.load(order + head), token.to(tl.int64)
-    new_k = tl.load(k + own * k_head + at_token * k_token + d, mask=d < D)
-    new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D)
+    new_k = tl.load(k + own * k_head + at_token * k_token + d, mask=d < D, other=0.0)
+    new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D, other=0.0)
     if head < retrieval:
-        place = head.to(tl.int64) * page_row + tl.load(at + token) * page_slot + d
-        tl.store(page_k + place, new_k.to(page_k.dtype.element_ty), mask=d < D)
-        tl.store(page_v + place, new_v.to(page_v.dtype.element_ty), mask=d < D)
+        slot = tl.load(at + token)
+        place = head.to(tl.int64) * page_row + slot * page_slot + d
+        kept_k, kept_v = new_k, new_v
+        if PAGES_SCALED:
+            kept_k, k_scale = _quantized(new_k)
+            kept_v, v_scale = _quantized(new_v)
+            tl.store(page_k_scale + head.to(tl.int64) * page_scale_row + slot, k_scale)
+            tl.store(page_v_scale + head.to(tl.int64) * page_scale_row + slot, v_scale)
+        tl.store(page_k + place, kept_k.to(page_k.dtype.element_ty), mask=d < D)
+        tl.store(page_v + place, kept_v.to(page_v.dtype.element_ty), mask=d < D)
     else:
         room, stands = tl.load(capacity + token), tl.load(position + token)
         in_ring = SINKS + stands % tl.maximum(room, 1)
@@ -272,11 +291,12 @@ def store(
     slot = (order,) * 3 if windows is None else (windows.position, windows.offset, windows.capacity)
     store_kernel[(heads, tokens)](
         k, *k.stride()[:2], v, *v.stride()[:2], order, split,
-        page.k, page.v, page.k.stride(0), page.k.stride(1), at,
+        page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order), at,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
         SINKS=0 if windows is None else windows.sinks,
         ENTRIES=0 if windows is None else windows.entries,
-        D=dim, WIDTH=triton.next_power_of_2(dim), num_warps=1,
+        D=dim, WIDTH=triton.next_power_of_2(dim),
+        PAGES_SCALED=pages is not None and pages.k_scale is not None, num_warps=1,
     )  # fmt: skip
 
 

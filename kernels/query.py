@@ -17,13 +17,14 @@ from razor_dist.kernels.alibi import (
     distance_bias,
 )
 from razor_dist.kernels.partial import Partial
+from razor_dist.kernels.quantized import KeysOrValues, unpacked
 
 
 class Keys(NamedTuple):
     """One segment that all queries of a sequence see alike: `Query.attend`'s arguments."""
 
-    k: Tensor  # [K, S, D]
-    v: Tensor
+    k: KeysOrValues  # [K, S, D]
+    v: KeysOrValues
     bias: Tensor | None = None
     where: Places | Distance | None = None
 
@@ -58,8 +59,8 @@ class Query(NamedTuple):
 
     def attend(
         self,
-        k: Tensor,
-        v: Tensor,
+        k: KeysOrValues,
+        v: KeysOrValues,
         *,
         causal: bool = False,
         bias: Tensor | None = None,
@@ -67,9 +68,12 @@ class Query(NamedTuple):
     ) -> Partial:
         """Attention to one segment of keys ``[K, S, D]``: see `razor_dist.kernels.attend`.
 
+        They may be packed, as `razor_dist.kernels.quantized` says.
+
         ``where`` is needed if `by_distance`: where queries and keys stand, or how far the keys are
         from queries that all stand in one place.
         """
+        k, v = unpacked(k), unpacked(v)
         if self.slopes is None:
             return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias)
         assert where is not None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from razor_dist.attention.sources import QueryHeads
 from razor_dist.cache.sequence import shard_sizes
 from razor_dist.cache.streaming import Arena
-from razor_dist.engine.capacity import CacheConfig
+from razor_dist.engine.capacity import CacheConfig, streaming_dtype
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, Piece, StepPlan
@@ -112,6 +112,7 @@ def make_runner(
         case.page_size,
         pages if case.exact else 0,
         case.kv_dtype,
+        streaming_dtype(case.kv_dtype, case.dtype),
     )
     return ModelRunner(
         model,

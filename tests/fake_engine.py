@@ -94,6 +94,7 @@ class FakeEngine:
             "eos_token_ids": [EOS],
             "attention": self.config["attention"],
             "prefill": self.config["prefill"],
+            "kv_dtype": "int8",
             "retrieval_fraction": 0.15,
             "kv_reserved_bytes_per_rank": 1000,
         }

@@ -25,6 +25,7 @@ from razor_dist.kernels import (
     merge_stacked,
 )
 from razor_dist.kernels.partial import attend_folded
+from razor_dist.kernels.quantized import quantize, row_bytes, unpacked
 
 
 def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed: int = 0):
@@ -306,24 +307,43 @@ def test_backends_are_listed_in_order_of_preference() -> None:
     assert BACKENDS == ("flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("queries", [1, 40])
-def test_keys_of_another_dtype_are_converted(queries: int) -> None:
+def test_keys_of_another_dtype_are_converted(queries: int, kept: torch.dtype) -> None:
     """In blocks, of which a bias may hide whole ones."""
     q, k, v = draw(2, 3, queries, 9000)
-    k, v = k.bfloat16(), v.bfloat16()
+    k, v = (quantize(x) if kept == torch.int8 else x.to(kept) for x in (k, v))
+    wide_k, wide_v = (x.to(torch.float32) for x in (k, v))
     bias = torch.zeros(9000)
     bias[100:8500] = HIDDEN
     for hiding in (None, bias):
         got = attend(q, k, v, scale=0.25, bias=hiding)
-        want = attend(q, k.float(), v.float(), scale=0.25, bias=hiding, backend="reference")
+        want = attend(q, wide_k, wide_v, scale=0.25, bias=hiding, backend="reference")
         torch.testing.assert_close(got.out, want.out, atol=1e-5, rtol=0)
         torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=0)
-    own_k, own_v = k[:, :queries], v[:, :queries]
-    got = attend(q, own_k, own_v, scale=0.25, causal=True)
-    want = attend(q, own_k.float(), own_v.float(), scale=0.25, causal=True)
+    own = slice(0, queries)
+    got = attend(q, k[:, own], v[:, own], scale=0.25, causal=True)
+    want = attend(q, wide_k[:, own], wide_v[:, own], scale=0.25, causal=True)
     torch.testing.assert_close(got.out, want.out, atol=1e-6, rtol=0)
     # The other way round, the narrower dtype is the queries'.
-    got = attend(q.bfloat16(), k.float(), v.float(), scale=0.25)
-    want = attend(q.bfloat16(), k, v, scale=0.25, backend="reference")
+    got = attend(q.bfloat16(), wide_k, wide_v, scale=0.25)
+    want = attend(q.bfloat16(), wide_k, wide_v, scale=0.25, backend="reference")
     assert got.out.dtype == torch.float32
     torch.testing.assert_close(got.out, want.out, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bits_are_off_by_half_a_step(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 50, 16) * 10 ** torch.linspace(-30, 30, 16)).to(dtype)
+    x[1, 7] = 0.0
+    x[2, 3, 0] = torch.inf
+    packed = quantize(x).packed()
+    assert packed.nbytes == 3 * 50 * row_bytes(16, torch.int8) == 3 * 50 * (16 + 4)
+    found = unpacked(packed[:, ::7]).to(torch.float32)
+    wide = x[:, ::7].float()
+    finite = wide.isfinite().all(-1)
+    step = wide.abs().amax(-1, keepdim=True) / 127
+    assert ((found - wide).abs() <= 0.501 * step)[finite].all()
+    assert found[~finite].isnan().any(-1).all(), "what is not finite does not go unnoticed"
+    again = quantize(found[finite]).to(torch.float32)
+    torch.testing.assert_close(again, found[finite], rtol=1e-6, atol=0)

@@ -261,17 +261,32 @@ def stored(batch: Batch) -> bool:
     heads = batch.retrieval + batch.streaming
     k = torch.randn(count, heads, batch.dim).to(batch.dtype).transpose(0, 1)
     v = torch.randn(count, heads, 2 * batch.dim).to(batch.dtype)[..., : batch.dim].transpose(0, 1)
+    if batch.int8:  # in the engine, windows are not
+        empty = torch.full(windows.k.shape, math.nan)
+        windows = windows._replace(k=empty, v=empty, k_scale=None, v_scale=None)
+        k[0, 0] = 0.0
     left = []
     for module in (decode_triton, decode_torch):
-        caches = [x._replace(k=x.k.clone(), v=x.v.clone()) for x in (pages, windows)]
-        module.store(k, v, order, *caches)
-        left.append([store for cache in caches for store in (cache.k, cache.v)])
-    changed = (left[0][2][0, :, 0] != windows.k[0, :, 0]) & ~left[0][2][0, :, 0].isnan()
+        caches = [
+            cache._replace(
+                **{
+                    name: store.clone()
+                    for name in ("k", "v", "k_scale", "v_scale")
+                    if (store := getattr(cache, name)) is not None
+                }
+            )
+            for cache in (windows, pages)
+        ]
+        module.store(k, v, order, *caches[::-1])
+        left.append([getattr(c, name) for c in caches for name in ("k", "v")])
+        if batch.int8:
+            left[-1] += [caches[1].k_scale, caches[1].v_scale]
+    changed = (left[0][0][0, :, 0] != windows.k[0, :, 0]) & ~left[0][0][0, :, 0].isnan()
     assert changed.sum() == sum(position >= 0 for position in batch.positions)
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*left, strict=True))
 
 
-@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16"])
+@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16", "int8"])
 def test_new_keys_go_where_they_belong(name: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(stored, BATCHES[name]).result(120)
 
@@ -406,8 +421,10 @@ def test_attending_compiles_without_spills(
     assert shared <= 80 << 10
 
 
+STORE = {"SINKS": 4, "ENTRIES": 4, "D": 128, "WIDTH": 128, "num_warps": 1}
 SMALL: dict[str, dict[str, Any]] = {
-    "store_kernel": {"SINKS": 4, "ENTRIES": 4, "D": 128, "WIDTH": 128, "num_warps": 1},
+    "store_kernel": STORE | {"PAGES_SCALED": False},
+    "store_kernel, int8": STORE | {"PAGES_SCALED": True},
     "merge_splits_kernel": {"G": 8, "D": 128, "WIDTH": 32, "SPLITS": 64, "PACKED": True},
     "merge_ranks_kernel": {"RANKS": 8, "PARTS": 8, "G": 8, "D": 128, "WIDTH": 128},
     "rotate_kernel": {
@@ -419,8 +436,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kernel", SMALL)
 def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPoolExecutor) -> None:
-    types = pointers("bf16", "bf16", "bf16")
-    call = compiler.submit(resources, kernel, 90, types, SMALL[kernel])
+    name, _, keys = kernel.partition(", ")
+    types = pointers("bf16", "i8" if keys else "bf16", "bf16")
+    call = compiler.submit(resources, name, 90, types, SMALL[kernel])
     registers, spilled, shared = call.result(120)
     assert spilled == 0
     assert registers <= 64

@@ -13,8 +13,13 @@ import torch
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
+from razor_dist.engine.capacity import streaming_dtype
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels.quantized import quantize
 from razor_dist.parallel.comm import Communicator
+from razor_dist.plan.deployment import Deployment
+from razor_dist.plan.memory import DryRun
+from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.test_invariance import split_of, tokens_of
@@ -24,10 +29,17 @@ ULP = 2.0**-8  # bf16 keeps 8 significant bits: a number moves by half of this, 
 
 
 def outcome(
-    comm: Communicator, case: Case
+    comm: Communicator, case: Case, rounded: bool = False
 ) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
-    """Logits on rank 0, bytes sent by purpose, and bytes of the caches' keys and values."""
+    """Logits on rank 0, bytes sent by purpose, and bytes of the caches' keys and values.
+
+    With ``rounded``, retrieval keys and values become what 8 bits hold of them.
+    """
     runner = make_runner(comm, case)
+    if rounded:
+        runner.caches.pages.stored = lambda *new: tuple(  # type: ignore[method-assign]
+            quantize(x).to(x.dtype) for x in new
+        )
     comm.bytes_sent.clear()
     rows = [prefill(runner, 0, case)]
     for token in case.forced:
@@ -35,7 +47,8 @@ def outcome(
     caches = runner.caches
     pools = [caches.pages, *caches.streaming, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]
-    assert {pool.k.dtype for pool in pools} == {case.kv_dtype}
+    dtypes = {case.kv_dtype, streaming_dtype(case.kv_dtype, case.dtype)}
+    assert {pool.k.dtype for pool in pools} == dtypes
     logits = torch.cat([row for row in rows if row is not None]) if comm.rank == 0 else None
     return logits, dict(comm.bytes_sent), kept
 
@@ -109,6 +122,59 @@ def test_prefill_and_decode_see_the_same_bf16_cache(
         want = ranks(world).run(outcome, whole)[0][0]
         errors.append((rows[count - 140] - want[0]).abs().max())
     assert torch.stack(errors).quantile(0.25) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "exact"),
+    [(1, "llama", False), (2, "glm", True), (4, "llama", False), (2, "bloom", False)],
+)
+def test_int8_is_attention_to_what_8_bits_hold(
+    world: int,
+    family: str,
+    exact: bool,
+    ranks: Callable[[int], RankPool],
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """In one layer alone: where a sum in another order turns a code, later layers turn many."""
+    path = make_alibi(family, tmp_path) if family == "bloom" else tiny(family)
+    tokens = tokens_of(165, seed=3)
+    heads, *others = split_of(path)
+    retrieval = ((True,) * len(heads), *((False,) * len(heads) for _ in others))
+    reference = Case(
+        str(path),
+        retrieval,
+        POLICY,
+        tokens[:150],
+        tokens[150:],
+        chunked_prefill_size=64,
+        exact=exact,
+    )
+    case = dataclasses.replace(reference, kv_dtype=torch.int8)
+    want, plain = (ranks(1).run(outcome, reference, rounded)[0] for rounded in (True, False))
+    got = ranks(world).run(outcome, case)[0]
+    largest = want[0].abs().max()
+    assert (got[0] - want[0]).abs().max() < 1e-4 * largest
+    assert (plain[0] - want[0]).abs().max() > 5e-4 * largest
+    if world > 1:
+        sent = ranks(world).run(outcome, reference)[0][1]
+        changed = {purpose for purpose in sent if got[1][purpose] != sent[purpose]}
+        assert changed == {"ring"}
+        # What travels of D dimensions is D + 4 bytes, not 4 D; queries and results are float32.
+        assert sent["ring"] / 4 < got[1]["ring"] < sent["ring"]
+
+
+def test_int8_is_a_quarter_of_the_bytes() -> None:
+    full, small = (
+        Deployment.of(EngineConfig(model="smollm2", kv_dtype=dtype), "cpu")
+        for dtype in ("fp32", "int8")
+    )
+    held = [DryRun(d).caches(8192, 7000) for d in (full, small)]
+    name = "sequence_retrieval_kv"
+    assert 0.26 < held[1][name] / held[0][name] < 0.27
+    assert 0.26 < held[1]["retrieval_kv"] / held[0]["retrieval_kv"] < 0.27
+    assert held[1]["streaming_cache"] == held[0]["streaming_cache"]
+    assert small.full_kv_bytes == full.full_kv_bytes * (64 + 4) // 256
 
 
 def engine(path: Path, **settings: object) -> torch.dtype:

@@ -175,7 +175,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16"])
+@pytest.mark.parametrize("family", ["bloom", "phi3", "bf16", "int8"])
 def test_branches_of_other_models_and_dtypes(
     family: str, world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -192,6 +192,6 @@ def test_branches_of_other_models_and_dtypes(
         path = tiny("phi3" if family == "phi3" else "qwen2")
         split = split_of(path)
     case = Case(str(path), split, GROWING, (), page_size=4, tail=20, windows=windows)
-    if family == "bf16":
-        case = dataclasses.replace(case, kv_dtype=torch.bfloat16)
+    if kept := {"bf16": torch.bfloat16, "int8": torch.int8}.get(family):
+        case = dataclasses.replace(case, kv_dtype=kept)
     assert_as_fresh(ranks, world, case, TEXTS, tolerance=1e-4)

@@ -145,8 +145,16 @@ def test_with_a_bias_by_distance(family: str, ranks: Ranks, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "settings",
-    [{"exact": True}, {"kv_dtype": torch.bfloat16}, {"exact": True, "kv_dtype": torch.bfloat16}],
-    ids=["exact", "bfloat16", "both"],
+    [
+        {"exact": True},
+        {"kv_dtype": torch.bfloat16},
+        {
+            "exact": True,
+            "kv_dtype": torch.int8,
+            "retrieval": ((True, True), *((False, False),) * 3),
+        },
+    ],
+    ids=["exact", "bfloat16", "exact, int8"],
 )
 def test_with_exact_prefill_and_keys_of_another_dtype(
     settings: dict[str, object], ranks: Ranks, tiny: Tiny

@@ -67,8 +67,13 @@ def test_shared_steps_are_one_ranks(family: str, ranks: Ranks, tiny: Tiny) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"exact": True}, {"kv_dtype": torch.bfloat16}, {"windows": ((9, None), (None, 9)) * 2}],
-    ids=["exact", "bfloat16", "windows"],
+    [
+        {"exact": True},
+        {"kv_dtype": torch.bfloat16},
+        {"kv_dtype": torch.int8, "retrieval": ((True, True), *((False, False),) * 3)},
+        {"windows": ((9, None), (None, 9)) * 2},
+    ],
+    ids=["exact", "bfloat16", "int8", "windows"],
 )
 def test_with_other_settings(settings: dict[str, Any], ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")

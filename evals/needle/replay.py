@@ -33,6 +33,7 @@ from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import Flags, Windows
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
+from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
@@ -242,13 +243,19 @@ def prefill(core: EngineCore, document: list[int]) -> None:
 
 
 def kept_layers(runner: ModelRunner) -> Layers:
-    """Return what an engine of one rank whose heads all keep all holds of its one sequence."""
+    """Return what an engine of one rank whose heads all keep all holds of its one sequence.
+
+    Keys and values of 8 bits are read back: in 8 bits again, they are the same.
+    """
     (sequence,) = runner.sequences.values()
     pages, layout = runner.caches.pages, runner.caches.layout
     assert not layout.streaming_rows, "only full attention keeps every head's keys"
     spans = pages.spans(sequence.table, 0, sequence.table.tokens)
     found = [pages.segments(layer.retrieval_rows, spans) for layer in layout.layers]
-    return [
-        tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*segments, strict=True))
-        for segments in found
-    ]
+    dtype = runner.model.dtype
+
+    def whole(parts: Sequence[KeysOrValues]) -> Tensor:
+        tensors = [x.to(dtype) if isinstance(x, Codes) else x for x in parts]
+        return tensors[0] if len(parts) == 1 else torch.cat(tensors, dim=1)
+
+    return [tuple(map(whole, zip(*segments, strict=True))) for segments in found]

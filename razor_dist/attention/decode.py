@@ -60,15 +60,21 @@ class DecodeContext:
             inputs.at,
             inputs.position,
             pool.positions,
+            pool.k_scale if pool.k_scale is None else pool.k_scale[rows],
+            pool.v_scale if pool.v_scale is None else pool.v_scale[rows],
         )
 
     def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
-        """Yield the streaming heads window by window, the first with the retrieval heads."""
+        """Yield the streaming heads window by window, the first with the retrieval heads.
+
+        Retrieval heads of 8 bits come first, alone: a kernel reads keys of one dtype.
+        """
         split = len(heads.retrieval)
-        if not heads.groups and heads.retrieval:
-            yield heads.order, None
+        alone = split > 0 and (not heads.groups or self.caches.pages.k_scale is not None)
+        if alone:
+            yield heads.order[:split], None
         for number, group in enumerate(heads.groups):
-            begin = split + group.part.start if number else 0
+            begin = split + group.part.start if number or alone else 0
             yield heads.order[begin : split + group.part.stop], self._window(group)
 
     def _window(self, group: StreamingGroup) -> Windows:

@@ -38,15 +38,6 @@ class Caches:
     def reserved_bytes(self) -> int:
         return sum(store.reserved_bytes for store in self.stores)
 
-    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """New keys and values in the dtype in which they are kept and travel.
-
-        Attention sees no others, not even of the tokens at hand: what it computes then does not
-        depend on which keys have been through a cache or a link.
-        """
-        dtype = self.pages.k.dtype
-        return k.to(dtype), v.to(dtype)
-
 
 class PrefillContext:
     """`AttentionContext` of one chunk.
@@ -109,7 +100,6 @@ class PrefillContext:
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads = self.caches.layout.layers[layer]
-        k, v = self.caches.stored(k, v)
         dtype = query.q.dtype
         kv_heads, group_size, n, dim = query.q.shape
         out = torch.zeros(n, kv_heads, group_size, dim, dtype=dtype, device=k.device)
@@ -149,6 +139,7 @@ class PrefillContext:
         old, new = self._scratch_slots if exact else self._slots
         positions = self._positions(exact) if query.by_distance else []
         earlier = Earlier(pool.segments(rows, old), self._earlier[exact], positions)
+        k, v = pool.stored(k, v)
         out = self._ring_attention(self.comm, self.chunk, query, k, v, earlier)
         pool.write(rows, new, k, v)
         return out
@@ -182,7 +173,8 @@ class PrefillContext:
                         stored.append(KVPiece(at, pool.k[rows, a:b], pool.v[rows, a:b]))
                         done += b - a
         chunk = self._streaming[group.index]
-        return chunk.start(layer, group, stored, k[group.part], v[group.part])
+        new = self.caches.streaming[group.index].stored(k[group.part], v[group.part])
+        return chunk.start(layer, group, stored, *new)
 
     @property
     def positions(self) -> Tensor:

@@ -148,13 +148,13 @@ class ShortContext:
 
     def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
         heads = self.caches.layout.short[layer]
-        k, v = self.caches.stored(k, v)
         if query.by_distance and self._distances is None:
             self._distances = self._measure(query.q.dtype)
         parts = []
         if heads.retrieval:
             of = heads.retrieval_index
-            found = self._retrieval(heads, query.heads(of), k[of], v[of])
+            own = self.caches.pages.stored(k[of], v[of])
+            found = self._retrieval(heads, query.heads(of), *own)
             parts.append(found if heads.taken is None else found.flatten(0, 1)[heads.taken])
         if heads.streaming:
             of = heads.streaming_index
@@ -190,7 +190,8 @@ class ShortContext:
         outs = []
         for group in heads.groups:
             part = group.part
-            of, k_of, v_of = query.heads(part), k[part], v[part]
+            of = query.heads(part)
+            k_of, v_of = self.caches.streaming[group.index].stored(k[part], v[part])
             found = [self._windows(group, of, k_of, v_of)] if self._extents else []
             for piece in self._pieces:
                 at = piece.at

@@ -109,6 +109,8 @@ class SourceTracer:
                 for span in self._spans[index]:
                     keys = self._pages.k[head.row, span]
                     scores = torch.cat([part.float() @ q for part in keys.split(_WIDENED)])
+                    if self._pages.k_scale is not None:
+                        scores *= self._pages.k_scale[head.row, span]
                     if query.slopes is not None:
                         assert self._pages.positions is not None
                         distance = (self._pages.positions[span] - sequence.length).float()

@@ -19,6 +19,14 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import EngineError
+from razor_dist.kernels.quantized import (
+    SCALE_BYTES,
+    Codes,
+    KeysOrValues,
+    packed,
+    quantize,
+    unpacked,
+)
 
 # Shorter runs of pages than this many tokens are read by copying them together, up to so many at a
 # time: a call for each costs more than the copy (docs/LOG.md).
@@ -65,6 +73,9 @@ class PagePool:
     ``rows`` counts the retrieval KV heads of all layers together, layer by layer; the pool has
     ``num_pages`` pages of ``page_size`` tokens.
 
+    Where ``dtype`` is int8, codes and scales lie apart, as the kernels that decode on CUDA want
+    them. What is written is packed (`razor_dist.kernels.quantized`).
+
     ``track_positions`` notes where the tokens stand, for heads that are biased by distance.
     """
 
@@ -87,6 +98,12 @@ class PagePool:
         # torch.empty: memory that no token has touched yet is not resident on CPU.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.width = head_dim  # of a key, as `read` gives it
+        self.k_scale: Tensor | None = None  # float32 [rows, slots], where they are of 8 bits
+        self.v_scale: Tensor | None = None
+        if dtype == torch.int8:
+            self.width += SCALE_BYTES
+            self.k_scale, self.v_scale = (torch.empty(shape[:2], device=device) for _ in "kv")
         self.positions: Tensor | None = None  # of each slot's token in its sequence, int64
         if track_positions:
             self.positions = torch.zeros(shape[1], dtype=torch.int64, device=device)
@@ -103,13 +120,18 @@ class PagePool:
         return np.zeros(self.num_pages, np.int32)
 
     @property
+    def _stores(self) -> list[Tensor]:
+        """All that a token of every row has, ``[rows, slots, ...]``."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
+
+    @property
     def page_bytes(self) -> int:
         return self.reserved_bytes // (self.num_pages + 1)
 
     @property
     def reserved_bytes(self) -> int:
         positions = 0 if self.positions is None else self.positions.nbytes
-        return self.k.nbytes + self.v.nbytes + positions
+        return sum(store.nbytes for store in self._stores) + positions
 
     @property
     def free_pages(self) -> int:
@@ -193,7 +215,7 @@ class PagePool:
         rest = stored - shared * self.page_size
         if rest:
             source, target = table.pages[shared] * self.page_size, own[0] * self.page_size
-            for store in (self.k, self.v):
+            for store in self._stores:
                 store[:, target : target + rest] = store[:, source : source + rest]
             if self.positions is not None:
                 self.positions[target : target + rest] = self.positions[source : source + rest]
@@ -219,18 +241,42 @@ class PagePool:
         pages = torch.tensor(table.pages, dtype=torch.int64)
         return pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
 
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new keys and values ``[K, n, D]`` as they are kept, and travel.
+
+        Attention sees no others, not even of the tokens at hand: what it computes then does not
+        depend on which keys have been through a cache or a link.
+        """
+        if self.k_scale is not None:
+            return quantize(k).packed(), quantize(v).packed()
+        return k.to(self.k.dtype), v.to(self.k.dtype)
+
+    def _parts(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return what of keys and values goes to each of `_stores`."""
+        both = [unpacked(k), unpacked(v)]
+        codes = [x for x in both if isinstance(x, Codes)]
+        return [x.codes for x in codes] + [x.scale for x in codes] if codes else [k, v]
+
+    def at(self, rows: slice, span: Span) -> tuple[KeysOrValues, KeysOrValues]:
+        """Return the keys and values ``[K, n, D]`` in some slots: views of a run of them."""
+        k, v = self.k[rows, span], self.v[rows, span]
+        if self.k_scale is None or self.v_scale is None:
+            return k, v
+        return Codes(k, self.k_scale[rows, span]), Codes(v, self.v_scale[rows, span])
+
     def write(self, rows: slice, extents: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
-        """Store ``k`` and ``v`` ``[K, n, D]`` of one layer in the slots of ``extents``."""
-        done = 0
-        for a, b in extents:
-            self.k[rows, a:b] = k[:, done : done + b - a]
-            self.v[rows, a:b] = v[:, done : done + b - a]
-            done += b - a
+        """Keep one layer's ``k`` and ``v``, as `stored` gives them, in the slots of ``extents``."""
+        for store, new in zip(self._stores, self._parts(k, v), strict=True):
+            done = 0
+            for a, b in extents:
+                store[rows, a:b] = new[:, done : done + b - a]
+                done += b - a
 
     def read(self, table: PageTable, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[rows, n, D]`` of the table's tokens ``begin`` to ``end``: copies."""
+        """Copy all rows' keys and values of the table's tokens ``begin`` to ``end``, packed."""
         spans = [slice(0, 0), *(slice(a, b) for a, b in self.extents(table, begin, end))]
-        k, v = (torch.cat([store[:, at] for at in spans], dim=1) for store in (self.k, self.v))
+        parts = [map(packed, self.at(slice(None), at)) for at in spans]
+        k, v = (torch.cat(found, dim=1) for found in zip(*parts, strict=True))
         return k, v
 
     def place(self, extents: list[tuple[int, int]], positions: Tensor) -> None:
@@ -240,9 +286,9 @@ class PagePool:
             self.positions[a:b] = part
 
     def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store ``k`` and ``v`` ``[K, n, D]`` in the slots ``at`` (int64 ``[n]``)."""
-        self.k[rows].index_copy_(1, at, k)
-        self.v[rows].index_copy_(1, at, v)
+        """Keep ``k`` and ``v``, as `stored` gives them, in the slots ``at`` (int64 ``[n]``)."""
+        for store, new in zip(self._stores, self._parts(k, v), strict=True):
+            store[rows].index_copy_(1, at, new)
 
     def spans(self, table: PageTable, begin: int, end: int) -> list[Span]:
         """Slots for the table's tokens ``begin`` to ``end``, in order, in few parts to read."""
@@ -270,7 +316,7 @@ class PagePool:
         return Segments(self, rows, spans)
 
 
-class Segments(Sequence[tuple[Tensor, Tensor]]):
+class Segments(Sequence[tuple[KeysOrValues, KeysOrValues]]):
     """Pairs ``(k, v)``, each ``[K, n, D]``: views, or copies that are made when they are read."""
 
     def __init__(self, pool: PagePool, rows: slice, spans: Sequence[Span]) -> None:
@@ -280,5 +326,4 @@ class Segments(Sequence[tuple[Tensor, Tensor]]):
         return len(self._spans)
 
     def __getitem__(self, index: Any) -> Any:
-        at = self._rows, self._spans[index]
-        return self._pool.k[at], self._pool.v[at]
+        return self._pool.at(self._rows, self._spans[index])

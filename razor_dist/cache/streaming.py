@@ -362,6 +362,10 @@ class StreamingCache:
         found = [slot.offset + self.places(slot, at) for slot, at in pairs]
         return torch.stack(found) if found else position
 
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new keys and values as they are kept, and travel: attention sees no others."""
+        return k.to(self.k.dtype), v.to(self.k.dtype)
+
     def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` at the places ``at`` of the arena, int64 ``[n]``."""
         self.k[rows].index_copy_(1, at, k)

@@ -268,6 +268,7 @@ def make_engine(
         "attention": config.attention,
         "prefill": config.prefill,
         "decode": runner.decode,
+        "kv_dtype": dtype_name(kv_dtype),
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
         "source_heads": len(source_heads),
         "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,

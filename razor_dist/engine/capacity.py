@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import psutil
 import torch
@@ -20,6 +19,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import whole_shards
@@ -57,7 +57,8 @@ class CacheConfig:
     num_pages: int
     page_size: int  # tokens
     scratch_pages: int  # for exact prefill; 0 with local prefill
-    dtype: torch.dtype  # of keys and values, in the caches and between ranks
+    dtype: torch.dtype  # of retrieval heads' keys and values, in the caches and between ranks
+    streaming_dtype: torch.dtype  # of streaming heads'
     max_cached: int = 0  # sequences that are kept when nobody uses them
     page_bytes: int = 1
     place_bytes: tuple[int, ...] = ()  # of each arena
@@ -131,7 +132,9 @@ def cache_config(
     pages = -(-max(longest) // config.page_size) + max(1, -(-_UNEVEN // config.page_size))
     policy = StreamingPolicy.of(config)
     tail = cached_tail(config)
-    token = 2 * shape.head_dim * kv_dtype.itemsize  # a head's key and value
+    kept = streaming_dtype(kv_dtype, dtype)
+    # A head's key and value.
+    token, streaming_token = (2 * row_bytes(shape.head_dim, of) for of in (kv_dtype, kept))
 
     def room_for(sequences: float) -> CacheConfig:
         num_pages = int(pages * sequences)
@@ -149,9 +152,10 @@ def cache_config(
             page_size=config.page_size,
             scratch_pages=pages if config.prefill == "exact" else 0,
             dtype=kv_dtype,
+            streaming_dtype=kept,
             max_cached=_CACHED * config.max_num_seqs if config.caches_prefixes else 0,
             page_bytes=layout.retrieval_rows * config.page_size * token,
-            place_bytes=tuple(rows * token for rows in layout.most_rows),
+            place_bytes=tuple(rows * streaming_token for rows in layout.most_rows),
         )
 
     if room == math.inf:
@@ -164,6 +168,11 @@ def cache_config(
     )
     more = max(0.0, room - one) / max(1, two - one)
     return room_for(min(config.max_num_seqs, 1 + more))
+
+
+def streaming_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return what streaming heads' keys and values are kept in: 8 bits are for the others."""
+    return dtype if kv_dtype == torch.int8 else kv_dtype
 
 
 def cached_tail(config: EngineConfig) -> int:
@@ -184,11 +193,19 @@ def new_caches(
     ``rows``, by default the layout's, are the heads in each streaming cache.
     """
     size, dim = cache.page_size, shape.head_dim
-    new_pool = partial(PagePool, dtype=cache.dtype, device=device)
-    scratch = None
+    pages = PagePool(
+        layout.retrieval_rows,
+        cache.num_pages,
+        size,
+        dim,
+        dtype=cache.dtype,
+        device=device,
+        track_positions=shape.alibi,
+    )
+    scratch, dtype = None, cache.streaming_dtype
     if cache.scratch_pages and layout.streaming_rows:
-        scratch = new_pool(layout.streaming_rows, cache.scratch_pages, size, dim)
-    pages = new_pool(layout.retrieval_rows, cache.num_pages, size, dim, track_positions=shape.alibi)
+        rows_kept, pages_kept = layout.streaming_rows, cache.scratch_pages
+        scratch = PagePool(rows_kept, pages_kept, size, dim, dtype=dtype, device=device)
     streaming = tuple(
         # Two more than are held: a copy is made before another one goes, and one may be loaded.
         StreamingCache(
@@ -196,7 +213,7 @@ def new_caches(
             cache.max_sequences + cache.max_cached + 2,
             arena,
             dim,
-            dtype=cache.dtype,
+            dtype=dtype,
             device=device,
         )
         for heads, arena in zip(rows or layout.rows, cache.arenas, strict=True)

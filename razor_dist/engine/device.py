@@ -14,7 +14,7 @@ from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def torch_device(config: EngineConfig, local_rank: int) -> torch.device:

@@ -17,7 +17,8 @@ Engine to frontend
     ``alive``     ``pid`` of rank 0, ``seconds_left`` (estimated, until all requests that it has are
                   answered); every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
-                  prefill, decode ("replicated" or "tensor"), retrieval_fraction (of KV heads),
+                  prefill, decode ("replicated" or "tensor"), kv_dtype ("float32", "bfloat16" or
+                  "int8"), retrieval_fraction (of KV heads),
                   source_heads (those that tell where answers come from),
                   kv_reserved_bytes_per_rank
     ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),

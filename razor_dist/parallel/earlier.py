@@ -10,10 +10,11 @@ from torch import Tensor
 
 from razor_dist.kernels import Partial, empty_partial, merge
 from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.quantized import KeysOrValues, packed
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Chunk
 
-Segments = Sequence[tuple[Tensor, Tensor]]
+Segments = Sequence[tuple[KeysOrValues, KeysOrValues]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Earlier:
     @property
     def total(self) -> int:
         return sum(self.tokens)
+
+    def block(self, k: Tensor, v: Tensor) -> Tensor:
+        """Join the shard with new keys and values, to be sent: ``[2, K, n, D]``, or packed."""
+        old = [(packed(x), packed(y)) for x, y in self.segments]
+        return torch.stack([torch.cat(x, 1) for x in zip(*old, (k, v), strict=True)])
 
     def partials(self, query: Query, runs: Sequence[range], rank: int) -> list[Partial]:
         """Attention to each segment of the shard of ``rank``, this one.
@@ -50,18 +56,17 @@ class Earlier:
 
 
 def queries_travel(
-    chunk: Chunk, earlier_tokens: int, group: int, dim: int, itemsize: int, kv_itemsize: int
+    chunk: Chunk, earlier_tokens: int, group: int, dim: int, itemsize: int, kv_bytes: int
 ) -> bool:
     """True if pass-Q moves fewer bytes than pass-KV for the earlier chunks' keys.
 
     pass-KV moves every earlier key and value to the P-1 other ranks; pass-Q moves every query of
     the chunk there and brings back float32 partial results (``out`` and ``lse``). ``itemsize`` is
-    the bytes of a query's number, ``kv_itemsize`` those of a key's or value's. Both ways cost in
+    the bytes of a query's number, ``kv_bytes`` those of a key and its value. Both ways cost in
     proportion to the heads: one stands for all.
     """
-    kv_bytes = earlier_tokens * 2 * dim * kv_itemsize
     q_bytes = (chunk.end - chunk.begin) * group * (dim * itemsize + 4 * (dim + 1))
-    return q_bytes < kv_bytes
+    return q_bytes < earlier_tokens * kv_bytes
 
 
 def positions_of(runs: Sequence[range], device: torch.device) -> Tensor:

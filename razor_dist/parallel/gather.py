@@ -44,7 +44,7 @@ def gathered_attention(
         visitors = _start(comm, query.q.contiguous(), rows)
         earlier_tokens = [0] * size
     else:
-        keys = torch.stack([torch.cat(x, 1) for x in zip(*earlier.segments, (k, v), strict=True)])
+        keys = earlier.block(k, v)
         earlier_tokens = list(earlier.tokens)
     heads, dim = k.shape[0], k.shape[2]
     tokens = [n + chunk.tokens(r) for r, n in enumerate(earlier_tokens)]

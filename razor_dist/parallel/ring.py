@@ -58,8 +58,8 @@ def ring_attention(
     """Causal attention of a chunk's queries to the chunk's keys and to all earlier ones.
 
     ``query`` (``[K, G, T, D]``) is that of this rank's tokens, early shard then late shard; ``k``
-    and ``v`` (``[K, T, D]``) are the same tokens', perhaps of another dtype. The result is float32
-    and has the queries' shape.
+    and ``v`` (``[K, T, D]``) are the same tokens', perhaps of another dtype, or packed as
+    `razor_dist.kernels.quantized` says. The result is float32 and has the queries' shape.
     """
     _, group, _, dim = query.q.shape
     if comm.size == 1:
@@ -67,7 +67,7 @@ def ring_attention(
         own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
         return merge([own, *earlier.partials(query, chunk.ranges(0), 0)]).out
     pass_q = earlier.total > 0 and queries_travel(
-        chunk, earlier.total, group, dim, query.q.element_size(), k.element_size()
+        chunk, earlier.total, group, dim, query.q.element_size(), 2 * k.shape[2] * k.element_size()
     )
     if is_short(chunk):
         return gathered_attention(comm, chunk, query, k, v, earlier, pass_q=pass_q)
@@ -115,7 +115,7 @@ def _pass_kv(
     """
     rank, size = comm.rank, comm.size
     heads, dim = k.shape[0], k.shape[2]
-    block = torch.stack([torch.cat(x, 1) for x in zip(*earlier.segments, (k, v), strict=True)])
+    block = earlier.block(k, v)
     where = _Positions(chunk, earlier, query.by_distance, k.device)
     split = len(chunk.owned(rank)[0])
     query_early, query_late = query.tokens(slice(0, split)), query.tokens(slice(split, None))

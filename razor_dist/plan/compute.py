@@ -8,13 +8,14 @@ plans, summed instead of sent (``tests/plan/test_measured.py`` compares them). F
 P ranks, K heads of D numbers, G query heads each:
 
 * ring, keys travel (`ring._pass_kv`): r hands on every rank's block but that of r+1, each of
-  ``2·K·D·kv_itemsize`` bytes per token of the chunk and of the earlier shards;
+  ``2·K·row`` bytes per token of the chunk and of the earlier shards, where ``row`` is
+  `kernels.quantized.row_bytes`;
 * ring, queries travel (`ring._start_pass_q`, where `queries_travel`): the chunk's own blocks as
   above; every rank's queries but r+1's, ``K·G·D·itemsize`` per token; partial results back to
   every other rank, ``4·K·G·(D+1)`` per token;
 * the same of a short chunk (`razor_dist.parallel.gather`), but of the rank's own block and queries,
   sent to every other rank;
-* halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·D·kv_itemsize`` each;
+* halo, sinks: the tokens of `window.plan_window`'s exchanges, ``2·K·row`` each;
 * compensation: an all-reduce of ``[edges - 1, 2, K, D]`` float32 per layer;
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
 * tensor: in tensor mode, per decode step two all-reduces of the hidden state in every layer, and a
@@ -99,7 +100,10 @@ def traffic(d: Deployment, prompt: int) -> Traffic:
     if d.world_size > 1:
         others, rows = d.world_size - 1, sum(d.retrieval_per_layer)
         chunks = d.chunks(prompt)
-        _add_rings(d, chunks, prefill)
+        _add_rings(d, chunks, rows, d.kv_bytes, prefill)
+        if d.exact:
+            streaming = sum(heads.rows for heads in d.streaming)
+            _add_rings(d, chunks, streaming, d.streaming_kv_bytes, prefill)
         for index, heads in enumerate(d.streaming):
             kept = [len(rows) for rows in d.layout.kept[index]]
             _add_windows(d, heads, kept, chunks, prefill)
@@ -132,9 +136,10 @@ def full_attention(d: Deployment) -> Deployment:
     )
 
 
-def pass_q(d: Deployment, chunk: Chunk) -> bool:
-    shape, kv = d.shape, d.kv_dtype.itemsize
-    return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, d.dtype.itemsize, kv)
+def pass_q(d: Deployment, chunk: Chunk, kv_bytes: int) -> bool:
+    """Tell if queries travel, for heads with so many bytes of a token's key and value."""
+    shape, own = d.shape, d.dtype.itemsize
+    return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, own, kv_bytes)
 
 
 def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
@@ -144,19 +149,19 @@ def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
     return sum(tokens) - tokens[(rank + 1) % len(tokens)]
 
 
-def _add_rings(d: Deployment, chunks: Sequence[Chunk], sent: list[Counter[str]]) -> None:
+def _add_rings(
+    d: Deployment, chunks: Sequence[Chunk], rows: int, kv_bytes: int, sent: list[Counter[str]]
+) -> None:
+    """Add what ``rows`` heads send, with so many bytes of a token's key and value."""
     size, dim = d.world_size, d.shape.head_dim
-    rows = sum(d.retrieval_per_layer)
-    if d.exact:
-        rows += sum(heads.rows for heads in d.streaming)
     earlier = [0] * size
     for chunk in chunks:
         own = [chunk.tokens(r) for r in range(size)]
         through = [a + b for a, b in zip(earlier, own, strict=True)]
-        queries = pass_q(d, chunk)
+        queries = pass_q(d, chunk, kv_bytes)
         blocks = own if queries else through
         for rank in range(size):
-            nbytes = _handed_on(chunk, blocks, rank) * d.kv_bytes
+            nbytes = _handed_on(chunk, blocks, rank) * kv_bytes
             if queries:
                 nbytes += _handed_on(chunk, own, rank) * d.shape.group * dim * d.dtype.itemsize
                 nbytes += (sum(own) - own[rank]) * d.shape.group * (dim + 1) * 4
@@ -171,7 +176,7 @@ def _add_windows(
     chunks: Sequence[Chunk],
     sent: list[Counter[str]],
 ) -> None:
-    size, per_token, policy = d.world_size, heads.rows * d.kv_bytes, heads.policy
+    size, per_token, policy = d.world_size, heads.rows * d.streaming_kv_bytes, heads.policy
     seen: dict[tuple[int, ...], list[WindowPlan]] = {}
     for index in range(len(chunks) - 1 if d.exact else 0, len(chunks)):
         key = _chunk_key(policy, chunks, index)
@@ -181,7 +186,7 @@ def _add_windows(
             sent[rank]["halo"] += plan.halo.sent_tokens * per_token
             if plan.handover is not None:
                 for receiver, tokens in plan.handover.tokens_to.items():
-                    sent[rank]["halo"] += tokens * kept[receiver] * d.kv_bytes
+                    sent[rank]["halo"] += tokens * kept[receiver] * d.streaming_kv_bytes
             sent[rank]["sinks"] += plan.sinks.sent_tokens * per_token
             if plan.changes_sums and policy.compensation:
                 for count in heads.per_layer:
@@ -238,13 +243,13 @@ def prefill_time(d: Deployment, device: Device, prompt: int, sent: Traffic) -> E
 
 def decode_reads(d: Deployment, context: int) -> int:
     """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens."""
-    tokens = sum(d.retrieval_per_layer) * _shard(d, context)
+    nbytes = sum(d.retrieval_per_layer) * _shard(d, context) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         policy = heads.policy
         entries = compensation_entries(policy, d.dtype) + policy.sinks
-        tokens += _waited_for(d, index) * (entries + policy.capacity(context))
-    unread = d.spared_parameters * d.dtype.itemsize
-    return d.weights.step_bytes - unread + tokens * d.kv_bytes
+        places = _waited_for(d, index) * (entries + policy.capacity(context))
+        nbytes += places * d.streaming_kv_bytes
+    return d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize + nbytes
 
 
 def _waited_for(d: Deployment, window: int) -> int:

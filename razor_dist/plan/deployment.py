@@ -20,6 +20,7 @@ from razor_dist.engine.capacity import (
     cache_room,
     cached_tail,
     chunk_length,
+    streaming_dtype,
 )
 from razor_dist.engine.decode_mode import why_replicated
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
@@ -27,6 +28,7 @@ from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
@@ -179,6 +181,10 @@ class Deployment:
         return torch_kv_dtype(self.config, self.dtype)
 
     @property
+    def streaming_dtype(self) -> torch.dtype:
+        return streaming_dtype(self.kv_dtype, self.dtype)
+
+    @property
     def chunked_prefill_size(self) -> int:
         length = self.config.max_model_len or self.shape.max_positions
         windows, device = self.layout.windows, torch.device(self.kind)
@@ -286,8 +292,13 @@ class Deployment:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one KV head's key and value of one token."""
-        return 2 * self.shape.head_dim * self.kv_dtype.itemsize
+        """Bytes of one retrieval head's key and value of one token, with their scales."""
+        return 2 * row_bytes(self.shape.head_dim, self.kv_dtype)
+
+    @property
+    def streaming_kv_bytes(self) -> int:
+        """The same of a streaming head."""
+        return 2 * row_bytes(self.shape.head_dim, self.streaming_dtype)
 
     @property
     def full_kv_bytes(self) -> int:

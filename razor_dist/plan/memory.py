@@ -144,7 +144,8 @@ class DryRun:
         """
         chunks = self._d.chunks(prompt)
         last, far = len(chunks) - 1, self._d.world_size - 1
-        keys_travel = (i for i, chunk in enumerate(chunks) if not pass_q(self._d, chunk))
+        kv_bytes = self._d.kv_bytes
+        keys_travel = (i for i, chunk in enumerate(chunks) if not pass_q(self._d, chunk, kv_bytes))
         places = {(0, far), (last, 0), (last, far), (max(keys_travel), far)}
         if chunks[last].end - chunks[last].begin < self._d.chunked_prefill_size:
             places.add((max(0, last - 1), far))
@@ -216,7 +217,7 @@ class DryRun:
 
     def _piece(self, at: Interval, rows: slice) -> KVPiece:
         shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
-        k, v = (torch.empty(shape, dtype=self._d.kv_dtype, device=META) for _ in "kv")
+        k, v = (torch.empty(shape, dtype=self._d.streaming_dtype, device=META) for _ in "kv")
         return KVPiece(at, k, v)
 
 
@@ -311,7 +312,7 @@ class MemoryPlanner:
         )
 
     def _window(self, context: int) -> int:
-        return self._d.kv_bytes * sum(
+        return self._d.streaming_kv_bytes * sum(
             heads.rows * window_tokens_between_chunks(self._d, heads.policy, context)
             for heads in self._d.streaming
         )

@@ -227,6 +227,7 @@ def _remedies(plan: Plan) -> list[str]:
         more += f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
     caches = memory.retrieval_kv + memory.streaming_cache
     held = memory.sequence_retrieval_kv + memory.sequence_streaming_cache
+    large = memory.sequence_retrieval_kv > memory.sequence_streaming_cache
     chunked = memory.working > memory.logits and d.chunked_prefill_size > d.world_size
     helps = {
         "lower max_num_seqs": fit and config.max_num_seqs > 1 and caches > _SEVERAL * held,
@@ -235,6 +236,7 @@ def _remedies(plan: Plan) -> list[str]:
         "add ranks": fit and not plan.device.shared,
         "set dtype: bf16": d.dtype == torch.float32,
         "set kv_dtype: bf16": d.dtype != torch.float32 and d.kv_dtype == torch.float32,
+        "set kv_dtype: int8": fit and large and d.kv_dtype != torch.int8,
         more: True,
     }
     return [remedy for remedy in helps if helps[remedy]]
@@ -247,7 +249,8 @@ def _about_windows(plan: Plan) -> list[str]:
         window = heads.policy.window(plan.context - 1)
         said += about_window(heads.policy, plan.context, size)
         if size > 1 and not d.exact and chunk <= 2 * size * window and chunk < plan.context:
-            moved = plan.links["prefill"]["halo"] / (heads.rows * d.kv_bytes * plan.context)
+            whole = heads.rows * d.streaming_kv_bytes * plan.context
+            moved = plan.links["prefill"]["halo"] / whole
             said.append(
                 f"a chunk of {tokens(chunk)} tokens is no longer than 2P windows "
                 f"({tokens(2 * size * window)}): the halo moves {moved:.1f} x all streaming keys "

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from razor_dist.cache import pages
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.sequence import owner_of, shard_positions
 from razor_dist.config.errors import EngineError
+from razor_dist.kernels.quantized import packed, unpacked
 from razor_dist.parallel.zigzag import Chunk, chunks
 
 ROWS, SIZE, PAGES, DIM = 2, 4, 12, 3
@@ -119,6 +121,33 @@ def test_a_fork_copies_the_page_that_both_will_write_to() -> None:
         assert (store[:, a] == store[:, b]).all()
         store[:, a] = 0.0  # what one of them writes, the other does not see
         assert (store[:, b] != 0).all()
+
+
+def test_keys_of_8_bits_are_read_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_LONG_RUN", 2 * SIZE)
+    monkeypatch.setattr(pages, "_COPIED", 3)
+    pool = PagePool(ROWS, PAGES, SIZE, 8, dtype=torch.int8, device=torch.device("cpu"))
+    other = pool.allocate(SIZE)
+    table = pool.allocate(2 * SIZE)
+    pool.release(other)
+    table.pages += pool._take(1)  # two runs
+    table.tokens = 2 * SIZE + 1
+    new = torch.randn(2, ROWS, table.tokens, 8) * 10 ** torch.arange(-2.0, 6.0)
+    new[0, 0, 1] = 0.0
+    k, v = pool.stored(*new)
+    scale = new.abs().amax(-1, keepdim=True) / 127
+    assert ((unpacked(k).to(torch.float32) - new[0]).abs() <= 0.501 * scale[0]).all()
+    rows, last = slice(0, ROWS), table.tokens - 1
+    pool.write(rows, pool.extents(table, 0, last), k[:, :-1], v[:, :-1])
+    pool.put(rows, torch.tensor([pool.slot(table, last)]), k[:, -1:], v[:, -1:])
+    copy = pool.fork(table, last - 1, 3 * SIZE)
+    for held, tokens in ((table, last + 1), (copy, last - 1)):
+        segments = pool.segments(rows, pool.spans(held, 0, tokens))
+        assert len(segments) == (3 if held is copy else 2)
+        parts = [torch.cat(list(map(packed, x)), 1) for x in zip(*segments, strict=True)]
+        for found in (parts, pool.read(held, 0, tokens)):
+            assert torch.equal(found[0], k[:, :tokens]) and torch.equal(found[1], v[:, :tokens])
+    assert pool.page_bytes == 2 * ROWS * SIZE * (8 + 4)
 
 
 def test_positions_are_kept_and_counted_where_they_are_wanted() -> None:

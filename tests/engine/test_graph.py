@@ -76,8 +76,14 @@ def make_pair(
     )
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
-            store.k.fill_(math.nan)
-            store.v.fill_(math.nan)
+            for kept in (
+                store.k,
+                store.v,
+                getattr(store, "k_scale", None),
+                getattr(store, "v_scale", None),
+            ):
+                if kept is not None and kept.is_floating_point():
+                    kept.fill_(math.nan)
     return eager, graphs
 
 
@@ -243,6 +249,17 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
         sequence.shard_tokens[0] += 1
         sequence.length += 1
     assert both.tape.recorded == 1
+
+
+def test_keys_of_8_bits_are_read_and_written_alike(tiny: Tiny) -> None:
+    both = Both(Communicator(None), case_of(tiny("llama"), kv_dtype=torch.int8))
+    for length, key in ((41, 0), (9, 1)):
+        both.open(key, length)
+    for _ in range(6):
+        both.decode(0, 1)
+        both.choose(0, 1)
+    assert both.tape.replayed > 0 and both.agree
+    assert max(both.errors) < 1e-4
 
 
 def test_a_key_is_of_lengths_alone(tiny: Tiny) -> None:

@@ -46,7 +46,15 @@ class PagesOnly:
         # Streaming heads of two windows; one rank's slots, for all have the same.
         arenas = tuple(Arena(policy, 1, places, tail) for policy in POLICIES)
         self.config = CacheConfig(
-            arenas, slots, MAX_LEN, pages, PAGE, scratch, torch.float32, max_cached=CACHED
+            arenas,
+            slots,
+            MAX_LEN,
+            pages,
+            PAGE,
+            scratch,
+            torch.float32,
+            torch.float32,
+            max_cached=CACHED,
         )
         cpu, most = torch.device("cpu"), slots + CACHED + 1
         self.streaming = [

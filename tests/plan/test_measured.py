@@ -104,8 +104,9 @@ def measure(
         # In tensor mode.
         *(("local", 4, "llama+"), ("exact", 2, "llama+"), ("local", 2, "glm+")),
         *itertools.product(("local", "exact"), (1, 2, 4), ("llama",)),
-        # What is theirs, rope on half of a head and positions beside keys, in each of both.
-        *(("local", 4, "glm"), ("exact", 2, "glm"), ("exact", 4, "bloom")),
+        # What is theirs, rope on half of a head and positions beside keys, in each of both; glm
+        # with keys of 8 bits.
+        *(("local", 4, "glm8"), ("exact", 2, "glm8"), ("exact", 4, "bloom")),
         *(("local", size, "bloom") for size in (1, 2)),
     ],
 )
@@ -117,7 +118,9 @@ def test_the_engine_does_what_was_planned(
     size: int,
     prefill: str,
 ) -> None:
-    family, decode = family.rstrip("+"), "tensor" if family.endswith("+") else "replicated"
+    decode = "tensor" if family.endswith("+") else "replicated"
+    kv_dtype = "int8" if family.endswith("8") else "auto"
+    family = family.rstrip("+8")
     retrieval = {"llama": LLAMA, "glm": GLM, "bloom": BLOOM}[family]
     folder = make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family)
     config = build_config(
@@ -126,6 +129,7 @@ def test_the_engine_does_what_was_planned(
         world_size=size,
         prefill=prefill,
         decode=decode,
+        kv_dtype=kv_dtype,
         max_model_len=PROMPT + STEPS,
         **SETTINGS,
     )
@@ -147,12 +151,14 @@ def test_the_engine_does_what_was_planned(
     else:
         assert all(measured.reserved == reserved for measured in found)
     used = caches["sequence_retrieval_kv"] + caches["sequence_streaming_cache"]
-    page = 2 * config.page_size * d.shape.head_dim * 4 * sum(map(sum, retrieval))
+    page = config.page_size * d.kv_bytes * sum(map(sum, retrieval))
     page += 8 * config.page_size * d.shape.alibi  # positions
     if prefill == "local":
         assert abs(max(measured.used for measured in found) - used) <= page
         between = sum(
-            heads.rows * d.kv_bytes * window_tokens_between_chunks(d, heads.policy, PROMPT)
+            heads.rows
+            * d.streaming_kv_bytes
+            * window_tokens_between_chunks(d, heads.policy, PROMPT)
             for heads in d.streaming
         )
         # The engine counts after each chunk, when the window of the chunk before is gone.
