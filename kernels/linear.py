@@ -88,11 +88,15 @@ class Int8Linear(nn.Linear):
         rows = input.reshape(-1, self.in_features)
         step = _step(rows, _MOST)
         quantized = (rows / step).round_().to(torch.int8)
+        if len(rows) == 1:
+            # Of one row oneDNN computes the product by slow code: 199 ms where two take 38
+            # (docs/LOG.md).
+            quantized = quantized.repeat(2, 1)
         weights = self._packed, self._scales, self._zeros
         product = torch.ops.onednn.qlinear_pointwise(
             *(quantized, 1.0, 0, *weights, None, 1.0, 0, torch.float32, "none", [], "")
         )
-        out: Tensor = product.mul_(step).view(*input.shape[:-1], self.out_features)
+        out: Tensor = product[: len(rows)].mul_(step).view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
 
