@@ -42,7 +42,7 @@ serve: install
 	$(BIN)/razor-dist serve
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 4 --dist worksteal --durations=25
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -37,7 +37,8 @@ SERVE_OPTIONS = """
     --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
     --shutdown-timeout --sink-tokens --source-heads --ssl-certfile --ssl-keyfile --threads
-    --trust-remote-code --url-file --weights --window-max --window-min --window-ratio --world-size
+    --trust-remote-code --url-file --weight-dtype --weights --window-max --window-min
+    --window-ratio --world-size
 """
 
 
@@ -76,7 +77,7 @@ PLAN_OPTIONS = """
     --json --kv-dtype --kv-tokens --max-model-len --max-num-seqs --no-compensation
     --no-prefix-cache --prefix-cache --prefix-tail-tokens
     --no-trust-remote-code --page-size --prefill --retrieval --sink-tokens --trust-remote-code
-    --chunked-prefill-size --window-max --window-min --window-ratio --world-size
+    --chunked-prefill-size --weight-dtype --window-max --window-min --window-ratio --world-size
 """
 
 
@@ -111,8 +112,8 @@ NEEDLE_OPTIONS = """
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray
     --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --ray-address --repeats --retry-failed --ring --scheduling-policy --seed --share-depths
-    --shared-memory --sink-tokens --source-heads --threads --trust-remote-code --weights
-    --window-max --window-min --window-ratio --world-size
+    --shared-memory --sink-tokens --source-heads --threads --trust-remote-code --weight-dtype
+    --weight-dtype --weights --window-max --window-min --window-ratio --world-size
 """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
@@ -155,7 +156,7 @@ def test_the_options_of_bench_serve_are_frozen() -> None:
 
 SUMMARIZE_OPTIONS = {
     *("--out", "--words", "--language", "--template", "--max-tokens", "--temperature"),
-    *("--markdown", "--encoding"),
+    *("--markdown", "--encoding", "--sources"),
 }
 
 

@@ -76,7 +76,8 @@ def measure(model: str, attention: str) -> Growth:
 
     def held(tokens: int) -> tuple[int, int]:
         """Bytes of the process and of the caches while a request holds them; then it ends."""
-        core.add("a", [i % 64 for i in range(tokens)], SamplingParams(max_tokens=8))
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        core.add("a", [i % 64 for i in range(tokens)], params)
         while not any(message["t"] == "token" for message in core.step()):
             pass
         # What the allocator keeps of freed activations comes and goes by tens of MB.

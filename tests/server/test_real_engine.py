@@ -30,7 +30,9 @@ def server() -> Iterator[ServerProcess]:
     command = [sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"]
     # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
     command += ["--heartbeat-timeout", "5"]
-    with ServerProcess(*command) as process:
+    with executed():
+        started = ServerProcess(*command)
+    with started as process:
         process.url(timeout=180)
         yield process
 
