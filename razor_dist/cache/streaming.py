@@ -301,17 +301,19 @@ class StreamingCache:
         """Tell if a slot has all that is seen after its first ``length`` tokens."""
         return max(self.policy.sinks, self.policy.start(length)) >= slot.tail_begin
 
-    def state(self, slot: StreamingSlot, rows: slice, length: int) -> dict[str, Tensor]:
+    def state(
+        self, slot: StreamingSlot, rows: slice, length: int, tail: int = 0
+    ) -> dict[str, Tensor]:
         """Return copies of all that some rows of a slot need of their first ``length`` tokens.
 
-        That is not less than `Arena.least_cut`. ``k`` and ``v`` ``[K, n, D]`` are of the sinks,
-        the tail and the window, ``sums`` float32 ``[2, K, D]``, and ``at`` the positions at which
-        window and tail begin, and ``length``.
+        That is not less than `Arena.least_cut`. The tail begins at ``tail`` at the earliest. ``k``
+        and ``v`` ``[K, n, D]`` are of the sinks, the tail and the window, ``sums`` float32
+        ``[2, K, D]``, and ``at`` the positions at which window and tail begin, and ``length``.
         """
         sinks = self.policy.sinks
         before = max(slot.start, sinks)
         begin = min(before, max(sinks, self.policy.start(length)))
-        tail = max(slot.tail_begin, begin - self.arena.tail, sinks)
+        tail = max(slot.tail_begin, begin - self.arena.tail, sinks, min(tail, begin))
         first = self.read(rows, slot, 0, min(sinks, length))
         rest = self.read(rows, slot, tail, max(tail, length))
         k, v = (torch.cat(parts, dim=1) for parts in zip(first, rest, strict=True))

@@ -122,7 +122,7 @@ class Tiers:
             m = one.manifest
             about = {"node": m.node, "world_size": m.world_size, "begin": m.begin, "end": m.end}
             parts = {"kv_parts": m.kv_parts, "steps": m.steps, "parts": m.state_parts}
-            chain.append({**about, **parts, "chunks": m.chunks, "cut": cut})
+            chain.append({**about, **parts, "chunks": m.chunks, "tails": m.tails, "cut": cut})
         chunks = Manifest.rows_of(holding.chunks, 0, node.manifest.end)
         same = node.written_by(self._ledger.world_size)
         job = {"chain": chain, "same": same, "chunks": chunks, "mark": space[1]}
@@ -210,7 +210,7 @@ class Tiers:
             return None
         job: Job = {"node": manifest.node, "begin": begin, "end": manifest.end, "host": host}
         job |= {"draft": draft and draft.name, "kv_parts": manifest.kv_parts}
-        job |= {"steps": manifest.steps, "parts": manifest.state_parts}
+        job |= {"steps": manifest.steps, "parts": manifest.state_parts, "tails": manifest.tails}
         return Saving(of, manifest, draft, host, job)
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
@@ -218,6 +218,13 @@ class Tiers:
         size, chunks = self._ledger.world_size, of.holding.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
         tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, of.holding.tails, strict=True)]
+        if not of.holding.cached:
+            # Its answer goes on meanwhile, and its tail with it: half of it is given up for that.
+            windows = (max(a.policy.sinks, a.policy.start(end)) for a in cache.arenas)
+            later = (
+                tail + arena.tail // 2 for tail, arena in zip(tails, cache.arenas, strict=True)
+            )
+            tails = [min(pair) for pair in zip(windows, later, strict=True)]
         token_bytes = cache.page_bytes / cache.page_size
         states = self._state_parts(end)
         places = zip(cache.arenas, tails, cache.place_bytes, strict=True)

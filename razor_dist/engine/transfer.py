@@ -128,11 +128,13 @@ class Transfers:
         left = itertools.count(len(states[rank::size]) + job["kv_parts"] - 1, -1)
         for window, part, rows in states[rank::size]:
             cache, slot = self._caches.streaming[window], sequence.streaming[window]
-            if not cache.can_cut(slot, end):
+            tail = job["tails"][window]
+            if not cache.can_cut(slot, end) or slot.tail_begin > tail:
                 yield TOO_LATE
             rows = slice(rows.start, min(rows.stop, cache.rows.stop))
-            self._put(cache.state(slot, rows, end), job, state_part(window, part), window=window,
-                      part=part)  # fmt: skip
+            # Of all parts alike, though the sequence may go on between two of them.
+            state = cache.state(slot, rows, end, tail)
+            self._put(state, job, state_part(window, part), window=window, part=part)
             yield next(left)
         pages, parts = self._caches.pages, job["kv_parts"]
         for part in range(parts):
@@ -214,7 +216,8 @@ class Transfers:
             rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
             _, tail, end = state["at"].tolist()
             shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
-            if tuple(state["k"].shape[:2]) != shape or end != node["end"]:
+            as_told = end == node["end"] and tail <= node["tails"][window]
+            if tuple(state["k"].shape[:2]) != shape or not as_told:
                 raise BadPartError  # which all ranks see alike
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
