@@ -26,6 +26,7 @@ import os
 import secrets
 import shutil
 import time
+import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -284,7 +285,7 @@ def read_node(path: Path) -> tuple[Manifest, Tokens]:
     manifest = Manifest.from_json(read_file(path / _MANIFEST))
     try:
         tokens = np.load(path / _TOKENS, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
         raise BadPartError(f"its tokens are damaged ({error!s:.100})") from None
     whole = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest() == manifest.tokens_sha256
     here = (manifest.fingerprint, manifest.node) == (path.parent.name, path.name)
