@@ -3,7 +3,8 @@
 Every engine gets the same prompt of random token ids (fixed seed) and generates greedily, past
 end-of-sequence tokens, so that lengths are fixed. A run is a list of the moments at which its
 tokens came: prefill ends with the first, decode is what lies between the first and the last. Each
-engine is warmed up with a whole run; then they take turns, and medians are compared.
+engine is warmed up with a whole run; then they take turns, and medians are compared, also with the
+least that they can be (`razor_dist.evals.bench.floor`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.messages import exception_of
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.model import load_stock
+from razor_dist.evals.bench.floor import Floor, Rates, floor, measure_rates
 from razor_dist.evals.bench.measure import (
     BenchRecord,
     Generate,
@@ -34,14 +37,24 @@ from razor_dist.evals.bench.measure import (
     synchronize,
     take_turns,
 )
+from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import Decode, EngineBenchSettings
 from razor_dist.llm.llm import LLM
+from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.plan.deployment import Deployment
 
 log = logging.getLogger(__name__)
 
 STOCK = "transformers generate (sdpa)"
+# Razor with settings of 8 bits.
+INT8: Mapping[str, dict[str, str]] = {
+    "int8 keys": {"kv_dtype": "int8"},
+    "int8 weights": {"weight_dtype": "int8"},
+    "int8 both": {"kv_dtype": "int8", "weight_dtype": "int8"},
+}
 OWN = {attention: f"razor_dist, attention {attention}" for attention in ("razor", "full")}
+OWN |= {label: f"razor_dist, razor, {label}" for label in INT8}
 
 _MODES: tuple[Decode, ...] = ("replicated", "tensor")
 
@@ -51,9 +64,11 @@ _DECODE = ("merge", "tensor", "control")
 
 
 def run(settings: EngineBenchSettings) -> BenchRecord:
-    single, prompt = one_process(settings)
+    single, prompt, rates, missing = one_process(settings)
+    floors = floors_of(settings, rates)
     parallel = ranks(settings, prompt)
     same = single[OWN["full"]].runs[0].tokens == single[STOCK].runs[0].tokens
+    timings = [*single.values(), *parallel.values()]
     compared = ratios(single, parallel, settings.ranks)
     figures = {
         "prompt": "random token ids",
@@ -61,19 +76,57 @@ def run(settings: EngineBenchSettings) -> BenchRecord:
         "one_process": [timing.as_json() for timing in single.values()],
         "ranks": [timing.as_json() for timing in parallel.values()],
         "ratios": [ratio._asdict() for ratio in compared],
+        "rates": rates._asdict(),
+        "floors": {
+            timing.name: floors[timing.name].as_json(timing)
+            for timing in timings
+            if timing.name in floors
+        },
     }
-    times = [["", "prefill, s", "decode, ms/token"]]
-    for timing in [*single.values(), *parallel.values()]:
-        times.append([timing.name, f"{timing.prefill:.2f}", f"{1000 * timing.decode:.1f}"])
+    times = [["", "prefill, s", "/ floor", "decode, ms/token", "/ floor"]]
+    for timing in timings:
+        prefill, decode = f"{timing.prefill:.2f}", f"{1000 * timing.decode:.1f}"
+        least = floors.get(timing.name)
+        over = [""] * 2 if least is None else [f"{ratio:.2f}" for ratio in least.under(timing)]
+        times.append([timing.name, prefill, over[0], decode, over[1]])
     bars, verdict = [["", "ratio", "bar", ""]], {None: "", True: "met", False: "missed"}
     for r in compared:
         bar = "" if r.bar is None else f"≤ {r.bar:g}"
         bars.append([r.name, f"{r.value:.2f}", bar, verdict[r.met]])
-    sent = _bytes(list(parallel.values()), settings.prompt_tokens)
-    tables = [Table("", times), sent, Table("Ratios of medians:", bars)]
+    tables = [Table("", times), Table("Ratios of medians:", bars)]
+    if parallel:
+        tables.insert(1, _bytes(list(parallel.values()), settings.prompt_tokens))
     tokens = "the same tokens as" if same else "other tokens than"
-    note = f"Full attention generates {tokens} transformers."
-    return BenchRecord("engine", settings, figures, tables, [note])
+    notes = [f"Full attention generates {tokens} transformers.", _about(rates), *missing]
+    return BenchRecord("engine", settings, figures, tables, notes)
+
+
+def own_configs(settings: EngineBenchSettings) -> dict[str, EngineConfig]:
+    """Return the settings of our engines in one process, by label of `OWN`."""
+    found = {attention: settings.config(attention) for attention in ("razor", "full")}
+    if settings.int8:
+        found |= {label: settings.config("razor", dtypes=own) for label, own in INT8.items()}
+    return found
+
+
+def floors_of(settings: EngineBenchSettings, rates: Rates) -> dict[str, Floor]:
+    """Return the floors of all engines that are one rank of this model, by name."""
+    tokens, found = (settings.prompt_tokens, settings.new_tokens), {}
+    for label, config in own_configs(settings).items():
+        kind = torch_device(config, 0).type
+        d = Deployment.of(config, "cuda" if kind == "cuda" else "cpu")
+        found[OWN[label]] = found[rank_name(label, 1)] = floor(d, rates, *tokens)
+    return found | {STOCK: found[OWN["full"]]}
+
+
+def _about(rates: Rates) -> str:
+    eight = rates.int8_products
+    products = "" if not eight else f" ({eight / 1e9:,.0f} of 8 bits)"
+    return (
+        f"A floor is the least by rates measured in the same run: {rates.products / 1e9:,.0f} "
+        f"GFLOP/s in a matrix product{products}, {rates.attention / 1e9:,.0f} in attention, "
+        f"{rates.bandwidth / 1e9:,.1f} GB/s read."
+    )
 
 
 def stock_engine(settings: EngineBenchSettings) -> Generate:
@@ -138,19 +191,32 @@ def greedy(new_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 
-def one_process(settings: EngineBenchSettings) -> tuple[dict[str, Timing], list[int]]:
-    """Time transformers against our engine, razor and full; return also the prompt."""
+def one_process(
+    settings: EngineBenchSettings,
+) -> tuple[dict[str, Timing], list[int], Rates, list[str]]:
+    """Time transformers, our engine and peers; return also the prompt, rates, and who is missing.
+
+    The rates are the better ones of before and after.
+    """
     torch.set_num_threads(settings.threads)
     engines: dict[str, Generate] = {STOCK: stock_engine(settings)}
-    for attention, name in OWN.items():
-        config = settings.config(attention)
+    owns: dict[str, OwnEngine] = {}
+    for label, config in own_configs(settings).items():
         built = build_engine(config, Communicator(None), torch_device(config, 0))
-        engines[name] = own = OwnEngine(built)
+        owns[OWN[label]] = own = OwnEngine(built)
+    peers, missing = open_peers(settings)
+    model = built.runner.model
+    about = ModelShape.from_config(model.config), model.device, model.dtype
     prompt = random_tokens(own.vocab_size, settings.prompt_tokens, settings.seed)
+    rates = measure_rates(*about, int8=settings.int8)
+    engines |= owns | peers
     timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats)
-    del engines, built, own
+    rates = rates.or_better(measure_rates(*about, int8=settings.int8))
+    for name, own in owns.items():
+        timings[name].stats["kv_bytes"] = own.runner.peak_kv_bytes
+    del engines, owns, peers, built, own, model
     gc.collect()  # the ranks that are timed next want the memory
-    return timings, prompt
+    return timings, prompt, rates, missing
 
 
 def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]:
@@ -238,16 +304,25 @@ def ratios(
     """Return the comparisons that matter, with their bars: prefill's and decode's."""
     bars: dict[Any, tuple[float | None, float | None]] = {
         "razor": (0.75, 0.6),
+        "int8 weights": (None, 0.35),
+        ("int8 both", "openvino-genai"): (0.9, 1.0),
         (1, 8): (1.5, None),
         (1, 8, "tensor"): (1.5, 2.0),
     }
     pairs: list[tuple[str, Timing, Timing, Any]] = [
-        (f"{attention} / transformers", single[name], single[STOCK], attention)
-        for attention, name in OWN.items()
+        (f"{label} / transformers", single[name], single[STOCK], label)
+        for label, name in OWN.items()
+        if name in single
     ]
-    first, *others = world_sizes
-    one = parallel[rank_name("razor", first)]
-    for size in others:
+    for peer in [name for name in single if name not in (STOCK, *OWN.values())]:
+        pairs += [
+            (f"{label} / {peer}", single[OWN[label]], single[peer], (label, peer.split()[0]))
+            for label in ("razor", "int8 both")
+            if OWN[label] in single
+        ]
+    for size in world_sizes[1:]:
+        first = world_sizes[0]
+        one = parallel[rank_name("razor", first)]
         many = parallel[rank_name("razor", size)]
         pairs.append((f"razor, P={size} / P={first}", many, one, (first, size)))
         shared = parallel[rank_name("razor", size, "tensor")]

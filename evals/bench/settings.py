@@ -9,9 +9,11 @@ import dataclasses
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from typer import Argument, Option
@@ -27,6 +29,9 @@ from razor_dist.files import check_writable
 RECALLED_TOKENS = 320
 # Fields that name files to write.
 _FILES = ("json", "markdown", "plot", "answers")
+
+# Engines of others by their names, and the packages that they come in.
+PEERS = {"openvino": "openvino-genai", "llama-cpp": "llama-cpp-python"}
 
 Decode = Literal["replicated", "tensor"]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where it runs.")]
@@ -92,13 +97,26 @@ class EngineBenchSettings(FileBenchSettings):
         int, Option(min=1, help="Threads of one rank; several ranks share them.")
     ] = 2
     world_sizes: Annotated[
-        str, Option(help="Numbers of ranks; the others are compared with the first.")
+        str, Option(help="Numbers of ranks, compared with the first; none: this process alone.")
     ] = "1,8"
+    int8: Annotated[
+        bool, Option("--int8", help="Also razor with weights, keys and values of 8 bits.")
+    ] = False
+    peers: Annotated[
+        str | None, Option(help="Other engines beside ours: openvino,llama-cpp (extra: peers).")
+    ] = None
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.prompt_tokens, self.ranks
+        if unknown := [name for name in self.peer_names if name not in PEERS]:
+            raise ConfigError(f"peers has {unknown[0]!r}; there are {', '.join(PEERS)}")
+        if self.peers and self.model != "smollm2":
+            raise ConfigError(
+                f"peers read the embedded model's GGUF file, but model is {self.model!r}; leave "
+                "one of them out"
+            )
 
     @property
     def prompt_tokens(self) -> int:
@@ -109,10 +127,18 @@ class EngineBenchSettings(FileBenchSettings):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return _sizes("world_sizes", self.world_sizes)
+        return () if self.world_sizes == "none" else _sizes("world_sizes", self.world_sizes)
+
+    @property
+    def peer_names(self) -> list[str]:
+        return self.peers.split(",") if self.peers else []
 
     def config(
-        self, attention: str, world_size: int = 1, decode: Decode = "replicated"
+        self,
+        attention: str,
+        world_size: int = 1,
+        decode: Decode = "replicated",
+        dtypes: Mapping[str, str] = MappingProxyType({}),
     ) -> EngineConfig:
         """Return the engine's settings; those not named here have the model's defaults."""
         return build_config(
@@ -123,6 +149,7 @@ class EngineBenchSettings(FileBenchSettings):
             decode=decode,
             threads=max(1, self.threads // world_size),
             prefix_cache=False,  # what is measured is read
+            **dtypes,
         )
 
 

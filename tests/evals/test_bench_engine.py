@@ -1,19 +1,40 @@
-"""The bench's arithmetic and its command line; the bench itself is run by hand."""
+"""The bench's arithmetic, its command line, and a run on a tiny model; others are run by hand."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from razor_dist import cli
-from razor_dist.evals.bench.engine import OWN, STOCK, rank_name, ratios
-from razor_dist.evals.bench.measure import TimedRun, Timing, random_tokens, take_turns
+from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.bench import floor as bench_floor
+from razor_dist.evals.bench import measure
+from razor_dist.evals.bench.engine import OWN, STOCK, rank_name, ratios, run
+from razor_dist.evals.bench.floor import Rates, floor
+from razor_dist.evals.bench.measure import (
+    CeilingSizes,
+    TimedRun,
+    Timing,
+    random_tokens,
+    take_turns,
+)
+from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import EngineBenchSettings, ProbeBenchSettings
 from razor_dist.evals.run_notes import cpu_name
 from razor_dist.heads.decision import spread
+from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.loader import load_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.plan.deployment import Deployment
+from tests.tiny_models import make_tiny
 
 
 def timing(name: str, *runs: tuple[float, float]) -> Timing:
@@ -73,6 +94,124 @@ def test_ratios_and_their_bars() -> None:
     ]
 
 
+def test_ratios_to_peers() -> None:
+    openvino, llama = "openvino-genai 2026.4.1.0", "llama-cpp-python 0.3.36"
+    single = {
+        STOCK: timing(STOCK, (20.0, 0.050)),
+        OWN["razor"]: timing("", (14.0, 0.040)),
+        OWN["full"]: timing("", (22.0, 0.060)),
+        OWN["int8 weights"]: timing("", (10.0, 0.020)),
+        OWN["int8 both"]: timing("", (9.0, 0.010)),
+        openvino: timing(openvino, (12.0, 0.020)),
+        llama: timing(llama, (36.0, 0.020)),
+    }
+    found = {r.name: (round(r.value, 3), r.met) for r in ratios(single, {}, ())}
+    assert found["decode, int8 weights / transformers"] == (0.4, False)
+    assert found[f"prefill, int8 both / {openvino}"] == (0.75, True)
+    assert found[f"decode, int8 both / {openvino}"] == (0.5, True)
+    assert found[f"decode, razor / {openvino}"] == (2.0, None)
+    assert found[f"prefill, int8 both / {llama}"] == (0.25, None)
+    assert len(found) == 2 * (4 + 2 * 2)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_floor_is_what_is_counted_at_the_rates_that_are_measured(
+    int8: bool, tiny: Callable[[str], Path]
+) -> None:
+    """Of full attention, whose work is easily counted again."""
+    model = load_model(tiny("llama"), device=torch.device("cpu"), dtype=torch.float32)
+    shape, head = ModelShape.from_config(model.config), model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    table = model.get_input_embeddings().weight
+    assert table is not head.weight
+    config = EngineConfig(
+        model=str(tiny("llama")), attention="full", weight_dtype="int8" if int8 else "auto"
+    )
+    rates = Rates(bandwidth=1e6, products=2e6, attention=4e6, int8_products=8e6)
+    found = floor(Deployment.of(config, "cpu"), rates, prompt=100, new_tokens=20)
+
+    products = 2 * (100 * sum(w.numel() for w in linear if w is not head.weight))
+    products += 2 * head.weight.numel()
+    pairs = shape.layers * shape.query_heads * 100 * 101 // 2
+    attention = 4 * shape.head_dim * pairs / 4e6
+    assert found.prefill == pytest.approx(products / (8e6 if int8 else 2e6) + attention)
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(t.nbytes for t in tensors if t is not table)
+    weights -= sum(3 * w.numel() for w in linear) if int8 else 0
+    keys = 2 * 4 * shape.head_dim * shape.kv_heads * shape.layers * (100 + 10)
+    assert found.decode == pytest.approx((weights + keys) / 1e6, rel=1e-3)
+
+    taken = timing("x", (3 * found.prefill, 5 * found.decode))
+    assert found.under(taken) == pytest.approx((3, 5))
+    assert found.as_json(taken)["decode_over_floor"] == pytest.approx(5)
+    assert rates.or_better(rates._replace(attention=1.0, bandwidth=9e6)) == rates._replace(
+        bandwidth=9e6
+    )
+
+
+def test_rates_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that says that every call takes two seconds."""
+    shapes: list[tuple[int, ...]] = []
+
+    def fastest(operation: Callable[[], object], *_: object) -> float:
+        result = operation()
+        if isinstance(result, tuple):  # attention and its lse
+            shapes.append(tuple(result[0].shape))
+        return 2.0
+
+    for module in (bench_floor, measure):
+        monkeypatch.setattr(module, "fastest", fastest)
+    monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64))
+    shape = ModelShape.from_config(Deployment.of(EngineConfig(), "cpu").model)
+    found = bench_floor.measure_rates(shape, torch.device("cpu"), torch.float32, int8=True)
+    assert shapes == [(3, 3, 64, 64)]
+    # Two operations for each product of q and k, and two of the weights with v.
+    assert found == Rates(2.0**19, 64**3, 9 * 4 * 64 * 64 * 64 / 2, 64**3)
+
+
+def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure.SIZES, "cpu", CeilingSizes(1 << 20, 64, seconds=0.01))
+    folder = make_tiny("llama", tmp_path / "tiny")
+    shape = ModelShape.from_config(Deployment.of(EngineConfig(model=str(folder)), "cpu").model)
+    heads = spread(0.5, shape.layers, shape.kv_heads)
+    replace(HeadMap.uniform("full", shape), retrieval=heads).save(folder / "head_map.json")
+    settings = EngineBenchSettings(
+        model=str(folder), tokens="300", new_tokens=4, repeats=1, world_sizes="none", int8=True,
+        threads=torch.get_num_threads(), json=tmp_path / "x.json",
+    )  # fmt: skip
+    record = run(settings)
+    record.write()
+    found = json.loads((tmp_path / "x.json").read_text())
+    times = {one["name"]: one for one in found["one_process"]}
+    assert times.keys() == found["floors"].keys() == {STOCK, *OWN.values()}
+    for name, least in found["floors"].items():
+        for key in ("prefill", "decode"):
+            seconds = "prefill_seconds" if key == "prefill" else "decode_seconds_per_token"
+            ratio = times[name][seconds] / least[seconds]
+            assert least[f"{key}_over_floor"] == pytest.approx(ratio)
+    least = {
+        label: found["floors"][name]["decode_seconds_per_token"] for label, name in OWN.items()
+    }
+    assert least["int8 both"] < least["int8 weights"] < least["int8 keys"] < least["razor"]
+    held = {label: times[name]["kv_bytes"] for label, name in OWN.items()}
+    assert held["int8 both"] == held["int8 keys"] < held["razor"] == held["int8 weights"]
+    assert found["full_attention_generates_the_tokens_of_transformers"] is True
+    assert not found["ranks"] and len(found["ratios"]) == 2 * len(OWN)
+    page = record.page()
+    assert f" {found['floors'][STOCK]['prefill_over_floor']:.2f} |" in page
+    assert "GFLOP/s in a matrix product (" in page and "Bytes, measured" not in page
+
+
+def test_peers_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    engines, missing = open_peers(EngineBenchSettings(peers="openvino,llama-cpp"))
+    assert not engines and len(missing) == 2
+    assert missing[0].startswith("openvino was left out: ")
+    assert missing[1].endswith("; pip install llama-cpp-python (extra: peers).")
+    assert open_peers(EngineBenchSettings()) == ({}, [])
+
+
 def test_ranks_share_the_threads() -> None:
     settings = EngineBenchSettings(threads=4)
     assert [settings.config("razor", p).threads for p in (1, 2, 8)] == [4, 2, 1]
@@ -130,6 +269,8 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
         (["shape", "/nowhere"], "give a folder with a config.json"),
         (["shape", "x", "--kept", "0"], "above 0 and at most 1"),
         (["shape", "x", "--window-max", "0"], "window_max must be at least 1"),
+        (["--peers", "openvino,vllm"], "peers has 'vllm'; there are openvino, llama-cpp"),
+        (["--peers", "openvino", "--model", "/x"], "but model is '/x'; leave one of them out"),
         (["--tokens", "1K,2K"], "takes one length"),
         (["--tokens", "1Q"], "'1Q'"),
         (["shape", "x", "--tokens", "1K,1024"], "each once"),
