@@ -118,7 +118,10 @@ NEEDLE_OPTIONS = """
 EVAL_OPTIONS = {
     "needle": set(NEEDLE_OPTIONS.split()),
     "report": {"--out"},
-    "grid": {*GRID_OPTIONS - {"--prefill"}, *MODEL_OPTIONS.split(), "--methods"},
+    "grid": {
+        *(GRID_OPTIONS - {"--prefill"} | {"--methods", "--weight-dtype"}),
+        *MODEL_OPTIONS.split(),
+    },
     "sources": {
         *GRID_OPTIONS,
         *ENGINE_OPTIONS.split(),

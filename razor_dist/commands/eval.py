@@ -36,8 +36,7 @@ eval = typer.Typer(
 # Attention is what methods differ in.
 _ATTENTION = frozenset({"attention"})
 _WINDOW = {"window_min", "window_ratio", "window_max", "sink_tokens", "block"}
-_DTYPES = {"dtype", "kv_dtype", "weight_dtype"}
-_MODEL = {"model", "device", "chunked_prefill_size", "threads", *_DTYPES}
+_MODEL = {"model", "device", "dtype", "kv_dtype", "chunked_prefill_size", "threads"}
 # A grid runs on one rank, and its methods decide the rest by themselves.
 _NOT_GRID = frozenset(EngineConfig.model_fields) - _MODEL - {"trust_remote_code", "seed"}
 _NOT_ABLATIONS = _NOT_GRID - _WINDOW - {"head_map"}
@@ -151,7 +150,7 @@ def report(
 
 
 @eval.command("grid")
-@with_config_flags(PlacesConfig, leave_out=_NOT_GRID)
+@with_config_flags(PlacesConfig, leave_out=_NOT_GRID - {"weight_dtype"})
 def grid(
     config: PlacesConfig,
     out: Out,
