@@ -276,6 +276,7 @@ class Savings:
     kv_bytes_per_rank: int  # measured: the most that any rank held
     bytes_sent: dict[str, int]  # measured: between ranks by purpose, all ranks together
     retrieval_fraction: float  # of the KV heads
+    shared: bool = False  # each rank holds the windows of its own streaming heads alone
 
     @classmethod
     def between(
@@ -291,6 +292,7 @@ class Savings:
             kv_bytes_per_rank=max(after["peak_kv_bytes_per_rank"]),
             bytes_sent={purpose: n for purpose, n in sent.items() if n},
             retrieval_fraction=after["retrieval_fraction"],
+            shared=after["decode"] == "tensor",
             **counted,
         )
 
@@ -320,7 +322,7 @@ class Savings:
         for name, nbytes in full.items():
             memory.add_row(f"full attention, {name}", _mb(nbytes), f"{held / nbytes:.2f}")
         parts: list[RenderableType] = [memory]
-        if self.retrieval_fraction < 1 and held >= share:
+        if self.retrieval_fraction < 1 and held >= share and not self.shared:
             parts.append(
                 f"Every rank holds the streaming heads' window whole, {self.window_tokens:,.0f} "
                 f"tokens; a share of full attention's is {self.tokens / self.world_size:,.0f}. "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,15 +255,24 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
     retrieval = [[True] * shape.kv_heads] * shape.layers
     config = EngineConfig(decode="tensor", world_size=2)
     with caplog.at_level(logging.WARNING):
-        layout, shared = share_short_steps(config, model, shape, retrieval, None, comm)
-    assert shared is None and layout.share is None
+        mode = share_short_steps(config, model, shape, retrieval, None, comm)
+    assert mode.tensor is None and mode.layout.share is None
+    assert mode.reason == "transformers has no tensor-parallel plan for bloom"
     assert "every rank computes all of a short step: transformers has no" in caplog.text
     model = load_model(tiny("llama"), device=CPU, dtype=torch.float32)
     assert why_replicated(config, model) is None
-    for name, value in (("weights", "zero3"), ("prefix_host_gb", 1.0)):
+    for name, value in (
+        ("weights", "zero3"), ("prefix_host_gb", 1.0), ("weight_dtype", "int8"),
+    ):  # fmt: skip
         given: dict[str, Any] = {name: value}
         reason = why_replicated(EngineConfig(world_size=2, **given), model)
         assert reason is not None and name in reason
+        of_it = ModelShape.from_config(model.config)
+        heads = [[True] * of_it.kv_heads] * of_it.layers
+        chosen = EngineConfig(world_size=2, **given)
+        assert chosen.decode == "auto"
+        mode = share_short_steps(chosen, model, of_it, heads, None, comm)
+        assert (mode.tensor, mode.reason) == (None, reason)
     mixtral, phi3 = (
         load_model(tiny(name), device=CPU, dtype=torch.float32) for name in ("mixtral", "phi3")
     )
@@ -270,40 +280,51 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
     assert why_not(phi3) is None and not is_compact(phi3)
 
 
-def decode_of(comm: Communicator, path: str, decode: str) -> tuple[str, str, list[int]]:
-    """Return an engine's decode mode, as it says twice, and its answer to a prompt."""
+def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, str, str, list[int]]:
+    """Return an engine's decode mode, as it says twice, why, and its answer to a prompt."""
     from razor_dist.engine.sampling_params import SamplingParams
     from razor_dist.engine.worker import follow
 
     config = EngineConfig(
         model=path,
         attention="streaming",
-        decode=decode,  # type: ignore[arg-type]
         world_size=comm.size,
         max_model_len=200,
         max_num_seqs=2,
         window_min=20,
         block=8,
+        **({} if decode is None else {"decode": decode}),  # type: ignore[arg-type]
     )
     engine = build_engine(config, comm, CPU)
     if comm.rank:
         follow(engine)
-        return engine.info["decode"], "", []
+        return engine.info["decode"], "", engine.info["decode_reason"], []
     core, tokens = engine.core, []
     core.add("a", list(range(3, 150)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     while core.has_work:
         tokens += [event["token"] for event in core.step() if event["t"] == "token"]
     said = core.stats()["decode"]
     core.stop()
-    return engine.info["decode"], said, tokens
+    return engine.info["decode"], said, engine.info["decode_reason"], tokens
 
 
 def test_the_setting_and_the_measurement_choose_for_all_ranks(ranks: Ranks, tiny: Tiny) -> None:
     path = str(tiny("llama"))
-    _, _, want = ranks(1).run(decode_of, path, "tensor")[0]
-    for decode in ("tensor", "auto", "replicated"):
+    *_, why, want = ranks(1).run(decode_of, path, "tensor")[0]
+    assert why == "one rank"
+    for decode in ("tensor", None, "replicated"):
         found = ranks(2).run(decode_of, path, decode)
-        modes = {mode for mode, _, _ in found}
+        modes = {mode for mode, *_ in found}
         assert len(modes) == 1 and found[0][1] in modes
-        assert decode == "auto" or modes == {decode}
-        assert found[0][2] == want
+        _, _, why, tokens = found[0]
+        assert tokens == want
+        if decode is not None:
+            assert (modes, why) == ({decode}, "by the settings")
+            continue
+        times = re.fullmatch(
+            r"one token's weights take ([\d.]+) ms where the ranks share them, and ([\d.]+) where "
+            r"each reads all", why,
+        )  # fmt: skip
+        assert times
+        shared, alone = map(float, times.groups())
+        assert modes == {"tensor"} if shared < alone else shared == alone or modes == {"replicated"}

@@ -85,9 +85,9 @@ class EngineConfig(BaseModel):
         "replicated", "zero3: sharded over the ranks (DeepSpeed); -offload: in CPU memory."
     )
     decode: Literal["replicated", "tensor", "auto"] = _ranks(
-        "replicated",
+        "auto",
         "Answers and short prompts: every rank computes all of them, or its share (tensor); auto: "
-        "what is faster.",
+        "what is faster as the engine starts.",
     )
     max_model_len: Size | None = _model(
         None, "Tokens of prompt and answer together; none: the model's own.", ge=1

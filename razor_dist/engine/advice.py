@@ -38,14 +38,19 @@ def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list
     ]
 
 
-def about_settings(config: EngineConfig, head_map: HeadMap, max_model_len: int) -> list[str]:
-    """All of the above, for an engine with contexts of up to ``max_model_len`` tokens."""
+def about_settings(
+    config: EngineConfig, head_map: HeadMap, max_model_len: int, *, shared: bool = False
+) -> list[str]:
+    """All of the above, for an engine with contexts of up to ``max_model_len`` tokens.
+
+    With ``shared``, its ranks share the streaming heads, so that no window is on every rank.
+    """
     if config.attention == "full":
         return []
     said = about_heads(
         head_map.kv_fraction, head_map.selected_fraction if head_map.selected else None
     )
     # Windows that a head map gives its heads are not the settings'.
-    if head_map.windows is None and head_map.kv_fraction < 1:
+    if head_map.windows is None and head_map.kv_fraction < 1 and not shared:
         said += about_window(StreamingPolicy.of(config), max_model_len, config.world_size)
     return said

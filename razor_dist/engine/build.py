@@ -166,7 +166,9 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
         source_heads=source_heads(config, loaded.head_map, loaded.model.config),
     )
     if comm.rank == 0:
-        for sentence in about_settings(config, loaded.head_map, engine.core.max_model_len):
+        shared = engine.runner.decode == "tensor"
+        longest = engine.core.max_model_len
+        for sentence in about_settings(config, loaded.head_map, longest, shared=shared):
             log.warning("%s", sentence)
     return engine
 
@@ -215,7 +217,8 @@ def make_engine(
         warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
     recorder = cuda_recorder(config, comm, device)
-    layout, tensor = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
+    mode = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
+    layout, tensor, _ = mode
     chunked_prefill_size = chunk_length(
         config, shape, layout.windows, max_model_len, comm.size, device
     )
@@ -268,6 +271,7 @@ def make_engine(
         "attention": config.attention,
         "prefill": config.prefill,
         "decode": runner.decode,
+        "decode_reason": mode.reason,
         "kv_dtype": dtype_name(kv_dtype),
         "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
         "source_heads": len(source_heads),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ log = logging.getLogger(__name__)
 _STEPS = 3  # of each mode that are timed, after one that is not
 
 
+class DecodeMode(NamedTuple):
+    layout: HeadLayout
+    tensor: TensorParallel | None  # what shares short steps, in tensor mode
+    reason: str  # why it is this mode, for people
+
+
 def share_short_steps(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -32,40 +39,41 @@ def share_short_steps(
     windows: Windows | None,
     comm: Communicator,
     recorder: Recorder | None = None,
-) -> tuple[HeadLayout, TensorParallel | None]:
-    """Return the layout of the ranks' heads, and what shares short steps, if anything does.
+) -> DecodeMode:
+    """Return the mode of decoding, and its layout of the ranks' heads.
 
     All ranks call this together. ``decode: auto`` has them time steps of both kinds, by way of the
     ``recorder`` where there is one, and follow rank 0.
     """
     whole = HeadLayout.from_decision(retrieval, model.device, windows)
-    if comm.size == 1 or config.decode == "replicated":
-        return whole, None
+    if comm.size == 1:
+        return DecodeMode(whole, None, "one rank")
+    if config.decode == "replicated":
+        return DecodeMode(whole, None, "by the settings")
     reason = why_replicated(config, model)
     if reason is not None:
         if comm.rank == 0:
             level = logging.WARNING if config.decode == "tensor" else logging.INFO
             log.log(level, "every rank computes all of a short step: %s", reason)
-        return whole, None
+        return DecodeMode(whole, None, reason)
     share = HeadShare(comm.rank, comm.size, shape.group, is_compact(model))
     layout = HeadLayout.from_decision(retrieval, model.device, windows, share)
     tensor = TensorParallel(model, shape, layout, comm)
+    reason = "by the settings"
     if config.decode == "auto":
         heads = [len(layer.outputs) for layer in layout.short]
         alone, shared = _measure(model, shape, tensor, heads, comm, recorder)
         faster = shared < alone
+        reason = (
+            f"one token's weights take {1e3 * shared:.1f} ms where the ranks share them, and "
+            f"{1e3 * alone:.1f} where each reads all"
+        )
         if comm.rank == 0:
-            log.info(
-                "decode: %s (one token's weights take %.1f ms where the ranks share them, and %.1f "
-                "where each reads all)",
-                "tensor" if faster else "replicated",
-                1e3 * shared,
-                1e3 * alone,
-            )
+            log.info("decode: %s (%s)", "tensor" if faster else "replicated", reason)
         if not faster:
             tensor.remove()
-            return whole, None
-    return layout, tensor
+            return DecodeMode(whole, None, reason)
+    return DecodeMode(layout, tensor, reason)
 
 
 def why_replicated(config: EngineConfig, model: PreTrainedModel) -> str | None:

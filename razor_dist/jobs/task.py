@@ -159,6 +159,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     if config.weight_dtype == "auto":  # younger than folders of jobs that can still go on
         names.remove("weight_dtype")
     fields = config.model_dump(mode="json", include=names)
+    fields["decode"] = "replicated"  # as such folders have it, though no answer depends on it
     if config.attention == "razor":
         path = Path(config.head_map or default_head_map(config.model))
         try:

@@ -247,7 +247,7 @@ def _about_windows(plan: Plan) -> list[str]:
     chunk = min(d.chunked_prefill_size, plan.context)
     for heads in d.streaming:
         window = heads.policy.window(plan.context - 1)
-        said += about_window(heads.policy, plan.context, size)
+        said += [] if d.shared else about_window(heads.policy, plan.context, size)
         if size > 1 and not d.exact and chunk <= 2 * size * window and chunk < plan.context:
             whole = heads.rows * d.streaming_kv_bytes * plan.context
             moved = plan.links["prefill"]["halo"] / whole

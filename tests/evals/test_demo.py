@@ -49,6 +49,7 @@ def counters(ring: int, peak: list[int]) -> dict[str, object]:
     return {
         "world_size": 2,
         "retrieval_fraction": 0.25,
+        "decode": "replicated",
         "peak_kv_bytes_per_rank": peak,
         "bytes_sent": {"ring": ring, "halo": 0},
     }
@@ -85,6 +86,8 @@ def test_a_loss_is_said_with_where_the_saving_begins() -> None:
     page = printed(savings([7000, 0]).tables())
     assert "window whole, 7 tokens; a share of full attention's is 6." in page
     assert "2 ranks keep less than full attention from about 15 tokens on." in page
+    shared = printed(replace(savings([7000, 0]), shared=True).tables())
+    assert "window whole" not in shared and shared.count("MB") == page.count("MB")
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -121,7 +121,7 @@ def test_which_settings_decide(tmp_path: Path) -> None:
         task = Completions({"e": EngineConfig(**settings)})
         return settings_hash(job_settings(task))
 
-    assert name() == name(world_size=8, chunked_prefill_size=100, threads=3, max_num_seqs=9)
+    assert name() == name(world_size=8, decode="tensor", threads=3, max_num_seqs=9)
     different = [name(), name(attention="full"), name(window_min=5), name(prefill="exact")]
     # A request that brings no seed, or no temperature, gets the engine's.
     different += [name(seed=0), name(seed=1), name(generation_config="none")]

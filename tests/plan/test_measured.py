@@ -195,7 +195,7 @@ def test_real_models_on_two_ranks(
         folder = build_needle_model(tmp_path / "needle")
         head_map, parameters = folder / HEAD_MAP, None
     config = build_config(
-        EngineConfig, model=str(folder), head_map=str(head_map), world_size=2,
+        EngineConfig, model=str(folder), head_map=str(head_map), world_size=2, decode="replicated",
         chunked_prefill_size=512,
         max_model_len=1300, window_min=128, window_ratio=5, block=64, max_num_seqs=1,
     )  # fmt: skip

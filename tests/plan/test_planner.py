@@ -36,6 +36,7 @@ def settings(**given: Any) -> EngineConfig:
             "window_min": 4000,
             "window_max": 8192,
             "max_num_seqs": 1,
+            "decode": "replicated",
             **given,
         }
     )
