@@ -1,6 +1,7 @@
 """Pictures of the page for the documentation: ``python -m tests.server.page_pictures [FOLDER]``.
 
-The embedded model on two ranks reads a part of Python's language reference and is asked about it.
+The embedded model on two ranks reads a part of Python's language reference and is asked about it;
+with the windows that it has by default it reads a longer one, and one of its sources is opened.
 """
 
 from __future__ import annotations
@@ -9,15 +10,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from razor_dist.documents.corpus import reference_paragraphs
 from tests.server.browser import chromium
 from tests.server.process import ROOT, ServerProcess
 
 CHARACTERS = 16_000
+SOURCE_CHARACTERS = 28_000
+SOURCE_QUESTION = "What do classes without an inheritance list inherit from?"
 QUESTIONS = ("What is an expression list?", "And what is a generator?")
 SCREENS = {"light": (1100, 760), "dark": (1100, 760), "phone": (390, 780)}
+
+
+def add(page: Page, first: str, characters: int) -> None:
+    """Add the first characters of the language reference, behind a paragraph of one's own."""
+    data = (first + "\n\n".join(reference_paragraphs()))[:characters].encode()
+    name = "language-reference.md"
+    page.locator("#files").set_input_files({"name": name, "mimeType": "", "buffer": data})  # type: ignore[arg-type]
+    expect(page.locator("#pending")).to_contain_text("tokens", timeout=30_000)
 
 
 def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
@@ -29,11 +40,7 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     page.add_init_script("sessionStorage['razor_dist settings'] = '{\"maxTokens\": 60}'")
     page.goto(url)
     # Another beginning each time, so that it is read anew.
-    text = f"For the {screen} screen.\n\n" + "\n\n".join(reference_paragraphs())
-    data = text[:CHARACTERS].encode()
-    name = "language-reference.md"
-    page.locator("#files").set_input_files({"name": name, "mimeType": "", "buffer": data})  # type: ignore[arg-type]
-    expect(page.locator("#pending")).to_contain_text("tokens", timeout=30_000)
+    add(page, f"For the {screen} screen.\n\n", CHARACTERS)
     for number, question in enumerate(QUESTIONS):
         page.locator("#question").fill(question)
         page.locator("#question").press("Enter")
@@ -48,6 +55,25 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     page.context.close()
 
 
+def take_sources(browser: Browser, url: str, folder: Path) -> None:
+    """Take pictures of an answer with its sources, and of the document with the first one lit."""
+    page = browser.new_context(viewport={"width": 1100, "height": 760}).new_page()
+    page.goto(url)
+    add(page, "", SOURCE_CHARACTERS)
+    page.locator("#question").fill(SOURCE_QUESTION)
+    page.locator("#question").press("Enter")
+    turn = page.locator("article").last
+    expect(turn.locator(".copy")).to_be_visible(timeout=600_000)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.screenshot(path=folder / f"page-{scheme}-sources.png")
+        turn.locator("button.source").first.click()
+        expect(page.locator("#reader mark")).to_be_in_viewport()
+        page.screenshot(path=folder / f"page-{scheme}-source.png")
+        page.locator("#close-reader").click()
+    page.context.close()
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "2"]
@@ -57,6 +83,8 @@ def main() -> None:
         url = server.url(timeout=180)
         for screen in SCREENS:
             take(browser, url, screen, folder)
+    with ServerProcess(*command) as server, chromium() as browser:
+        take_sources(browser, server.url(timeout=180), folder)
 
 
 if __name__ == "__main__":
