@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +31,16 @@ POLICY = StreamingPolicy(window_min=20, window_ratio=6, sinks=4, block=8)
 ULP = 2.0**-8  # bf16 keeps 8 significant bits: a number moves by half of this, relatively, at most
 
 
+def case_of(path: Path, tokens: tuple[int, ...], prompt: int, **settings: Any) -> Case:
+    """A prompt of ``prompt`` tokens; the others are forced one after the other."""
+    settings = {"retrieval": split_of(path), "policy": POLICY, **settings}
+    return Case(str(path), prompt=tokens[:prompt], forced=tokens[prompt:], **settings)
+
+
+def rounded_to_8_bits(*new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(quantize(x).to(x.dtype) for x in new)
+
+
 def outcome(
     comm: Communicator, case: Case, rounded: bool = False
 ) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
@@ -36,14 +49,13 @@ def outcome(
     With ``rounded``, retrieval keys and values become what 8 bits hold of them.
     """
     runner = make_runner(comm, case)
-    if rounded:
-        runner.caches.pages.stored = lambda *new: tuple(  # type: ignore[method-assign]
-            quantize(x).to(x.dtype) for x in new
-        )
     comm.bytes_sent.clear()
-    rows = [prefill(runner, 0, case)]
-    for token in case.forced:
-        rows.append(runner.execute(answer((0, token))))
+    with ExitStack() as patches:
+        if rounded:
+            patches.enter_context(patch.object(runner.caches.pages, "stored", rounded_to_8_bits))
+        rows = [prefill(runner, 0, case)]
+        for token in case.forced:
+            rows.append(runner.execute(answer((0, token))))
     caches = runner.caches
     pools = [caches.pages, *caches.streaming, *([caches.scratch] if caches.scratch else [])]
     kept = [pool.k.nbytes + pool.v.nbytes for pool in pools]
@@ -59,16 +71,7 @@ def test_bf16_keys_and_values_are_half_the_bytes_and_move_logits_by_their_roundi
     world: int, exact: bool, ranks: Callable[[int], RankPool], tiny: Callable[[str], Path]
 ) -> None:
     path = tiny("glm")
-    tokens = tokens_of(185)
-    full = Case(
-        str(path),
-        split_of(path),
-        POLICY,
-        tokens[:180],
-        tokens[180:],
-        chunked_prefill_size=64,
-        exact=exact,
-    )
+    full = case_of(path, tokens_of(185), 180, chunked_prefill_size=64, exact=exact)
     half = dataclasses.replace(full, kv_dtype=torch.bfloat16)
     want, sent, kept = ranks(world).run(outcome, full)[0]
     got, sent_half, kept_half = ranks(world).run(outcome, half)[0]
@@ -90,10 +93,7 @@ def test_bf16_keys_and_values_do_not_break_invariance(
 ) -> None:
     """Ranks and cuts order the fp32 sums differently, which can turn a rounding now and then."""
     path = tiny("llama")
-    tokens = tokens_of(150, seed=5)
-    base = Case(
-        str(path), split_of(path), POLICY, tokens[:145], tokens[145:], kv_dtype=torch.bfloat16
-    )
+    base = case_of(path, tokens_of(150, seed=5), 145, kv_dtype=torch.bfloat16)
     want = ranks(1).run(outcome, base)[0][0]
     for world, cut in ((1, 37), (4, 64), (4, 8192)):
         got = ranks(world).run(outcome, dataclasses.replace(base, chunked_prefill_size=cut))[0][0]
@@ -112,9 +112,7 @@ def test_prefill_and_decode_see_the_same_bf16_cache(
     """
     path = tiny("llama")
     tokens = tokens_of(190, seed=1)
-    decoded = Case(
-        str(path), split_of(path), POLICY, tokens[:140], tokens[140:], kv_dtype=torch.bfloat16
-    )
+    decoded = case_of(path, tokens, 140, kv_dtype=torch.bfloat16)
     rows = ranks(world).run(outcome, decoded)[0][0]
     errors = []
     for count in range(145, 190, 5):
@@ -138,18 +136,13 @@ def test_int8_is_attention_to_what_8_bits_hold(
 ) -> None:
     """In one layer alone: where a sum in another order turns a code, later layers turn many."""
     path = make_alibi(family, tmp_path) if family == "bloom" else tiny(family)
-    tokens = tokens_of(165, seed=3)
     heads, *others = split_of(path)
-    retrieval = ((True,) * len(heads), *((False,) * len(heads) for _ in others))
-    reference = Case(
-        str(path),
-        retrieval,
-        POLICY,
-        tokens[:150],
-        tokens[150:],
-        chunked_prefill_size=64,
-        exact=exact,
-    )
+    settings = {
+        "retrieval": ((True,) * len(heads), *((False,) * len(heads) for _ in others)),
+        "chunked_prefill_size": 64,
+        "exact": exact,
+    }
+    reference = case_of(path, tokens_of(165, seed=3), 150, **settings)
     case = dataclasses.replace(reference, kv_dtype=torch.int8)
     want, plain = (ranks(1).run(outcome, reference, rounded)[0] for rounded in (True, False))
     got = ranks(world).run(outcome, case)[0]

@@ -80,7 +80,7 @@ class FidelityConfig(JobConfig):
 
     @property
     def engine(self) -> FidelityEngineConfig:
-        """What full attention and all methods share: the model, and where it runs."""
+        """The engine that full attention and all methods run in."""
         own = self.model_dump(include=set(EngineConfig.model_fields) - set(SETTINGS))
         return FidelityEngineConfig(**own | {"attention": "full", "seed": None})
 

@@ -39,7 +39,7 @@ class Scored:
 
     @property
     def positions(self) -> range:
-        """Positions after which a token is expected that there is."""
+        """Positions whose next token is in the text, and is not the prompt's."""
         return range(self.prompt, len(self.ids) - 1)
 
 

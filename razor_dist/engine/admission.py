@@ -13,11 +13,11 @@ from torch import Tensor
 
 from razor_dist.cache.radix import Tokens, common_tokens
 from razor_dist.cache.sequence import shard_lengths, shard_sizes
-from razor_dist.config.errors import RequestError
 from razor_dist.engine.capacity import CacheConfig
+from razor_dist.engine.demand import Demand
 from razor_dist.engine.ledger import Bools, Holding, Ints, Ledger
 from razor_dist.engine.prefix_cache import Hit, PrefixCache
-from razor_dist.engine.request import Request, prefixes
+from razor_dist.engine.request import Request
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.tiers import Candidate, Tiers
 from razor_dist.engine.turns import Turns
@@ -51,10 +51,10 @@ class Admission:
         self.cache, self.world_size, self._turns = cache, world_size, turns
         self._end_ids = sorted(end_ids)
         self.ledger = Ledger(cache, world_size)
+        self.demand = Demand(cache, self.ledger, world_size)
         self.prefix_cache = PrefixCache(self.ledger, turns.cost) if share else None
         self.tiers: Tiers | None = None  # beyond the device, if there are any
         self._pending: list[StepPlan] = []
-        self._sizes = self.ledger.sizes[:-1]
         self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
 
     @property
@@ -65,91 +65,6 @@ class Admission:
         found: dict[str, Any] = {name: counts.get(name, 0) for name in (*names, "evictions")}
         found["entries"] = 0 if cache is None else cache.evictable
         return found | ({} if self.tiers is None else self.tiers.stats)
-
-    def check(self, request: Request, pinned: Seq[Request]) -> None:
-        """Refuse a request that is too large even for empty caches, or would wait for ever.
-
-        Pinned prefixes end by abort only; ``pinned`` are those that only an abort frees.
-        """
-        together = [request, *request.siblings]
-        if len(together) > self.cache.max_sequences:
-            raise RequestError(
-                f"n is {len(together)}, and the engine has {self.cache.max_sequences} sequences; "
-                "ask for fewer answers or start it with a larger max_num_seqs",
-                param="n",
-            )
-        need = self._lasting([*together, *prefixes(request)])
-        over = self._exceeded(need)
-        if over is not None:
-            unit, what, setting = self._resource(over[0])
-            answers = f" for {len(together)} answers" if request.siblings else ""
-            raise RequestError(
-                f"the request needs {need[over] * unit} {what}{answers} ({request.total} in all), "
-                f"which has {self._sizes[over] * unit}; shorten it or start the engine with "
-                f"{setting}",
-                code="kv_capacity_exceeded",
-            )
-        need, held = self._lasting(together), self._lasting(pinned)
-        over = self._exceeded(held + need)
-        if len(pinned) + len(together) > self.cache.max_sequences:
-            held_text = f"{len(pinned)} of the engine's {self.cache.max_sequences} sequences"
-            setting = "a larger max_num_seqs"
-        elif over is not None:
-            unit, what, setting = self._resource(over[0])
-            held_text = (
-                f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
-                f"needs {need[over] * unit}"
-            )
-        else:
-            return
-        raise RequestError(
-            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {held_text}; release one "
-            f"that is not needed or start the engine with {setting}",
-            code="pinned_prefixes_hold_cache",
-        )
-
-    def _exceeded(self, need: Ints) -> tuple[int, int] | None:
-        """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
-        over = need - self._sizes
-        row, rank = map(int, np.unravel_index(over.argmax(), over.shape))
-        return (row, rank) if over[row, rank] > 0 else None
-
-    def _resource(self, row: int) -> tuple[int, str, str]:
-        """Tokens in a unit of a row of ``_sizes``, what they are, and what makes it larger."""
-        if row == 0:
-            return self.cache.page_size, "tokens of KV cache on a rank", "a larger kv_tokens"
-        setting = "a larger max_num_seqs, a smaller window_max or more free memory"
-        return 1, "tokens of the streaming heads' cache", setting
-
-    def _lasting(self, requests: Seq[Request]) -> Ints:
-        """Return what requests take together until they end, like ``_sizes``."""
-        held = [r.holding for r in requests if r.holding is not None]
-        waiting = [self._need(r)[:-1] for r in requests if r.holding is None]
-        return sum(waiting, start=self.ledger.together(held)[:-1])
-
-    def _need(self, request: Request) -> Ints:
-        """Return what a request takes that finds nothing in the cache but its pinned prefix."""
-        stored = self._stored(request.prefix)
-        return self.ledger.need(stored, request.base, request.chunks_end, request.total)
-
-    def _stored(self, prefix: Request | None) -> Ints:
-        """Tokens of a pinned prefix on every rank."""
-        if prefix is None:
-            return np.zeros(self.world_size, np.int64)
-        if prefix.holding is not None:
-            return self._read(prefix, prefix.holding)
-        own = shard_sizes(prefix.base, prefix.chunks_end, prefix.end, self.world_size)
-        return self._stored(prefix.prefix) + own
-
-    def _begun(self, holding: Holding | None, begin: int) -> Ints:
-        """Tokens that a sequence has on every rank which begins from another's."""
-        chunks = [] if holding is None else holding.chunks
-        return np.array(shard_lengths(chunks, begin, self.world_size), np.int64)
-
-    def _read(self, request: Request, holding: Holding | None) -> Ints:
-        """Tokens of a prompt on every rank, once it has been read."""
-        new = shard_sizes(request.begin, request.chunks_end, request.end, self.world_size)
-        return self._begun(holding, request.begin) + new
 
     def open(self, request: Request, running: Iterable[Request]) -> list[StepPlan] | None:
         """Take room for a request, evicting what must go; None if it has to wait for room.
@@ -166,7 +81,7 @@ class Admission:
         short, request.cached = request.short, 0
         for source, holding, instead in self._sources(request, hit):
             begin, end, total = request.begin, request.end, request.total
-            stored, read = self._begun(holding, begin), self._read(request, holding)
+            stored, read = self.demand.begun(holding, begin), self.demand.read(request, holding)
             need = self.ledger.need(stored, begin, request.chunks_end, total)
             if instead and holding is not None:
                 need = need - self.ledger.places(holding)
@@ -188,7 +103,7 @@ class Admission:
         self, request: Request, hit: Hit | None, source: int, holding: Holding | None
     ) -> StepPlan:
         begin, ledger = request.begin, self.ledger
-        stored, read = self._begun(holding, begin), self._read(request, holding)
+        stored, read = self.demand.begun(holding, begin), self.demand.read(request, holding)
         request.prefilled_to = begin
         request.holding = ledger.open(holding, stored, begin, request.chunks_end, request.total)
         for one in request.siblings:
@@ -256,7 +171,7 @@ class Admission:
         size = self.world_size
         fresh = shard_sizes(0, request.end, request.end, size)
         short = shard_sizes(0, 0, request.end, size)
-        return self._read(request, source).tolist() in (fresh, short)
+        return self.demand.read(request, source).tolist() in (fresh, short)
 
     def _awaits(self, request: Request, hit: Hit, running: Seq[Request]) -> bool:
         """Tell if a prompt that is being read will soon have more of this one than is cached.
@@ -430,7 +345,7 @@ class Admission:
         """Keep a copy of a sequence as it is now, if there is room for one."""
         assert request.holding is not None and self.prefix_cache is not None
         length, holding = request.length, request.holding
-        stored = self._begun(holding, length)
+        stored = self.demand.begun(holding, length)
         need = self.ledger.need(stored, length, length, length)
         if length in request.spare and (
             (need > self.ledger.free).any() or self.prefix_cache.evictable >= self.cache.max_cached

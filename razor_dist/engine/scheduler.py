@@ -58,7 +58,7 @@ class Scheduler:
         it could not be admitted until a pinned prefix is released.
         """
         request.short = self.turns.is_short(request)
-        self.admission.check(request, self._held())
+        self.admission.demand.check(request, self._held())
         for one in (request, *request.siblings):
             if one.prefix is not None:
                 one.prefix.continued_by += 1

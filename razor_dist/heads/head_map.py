@@ -31,7 +31,7 @@ _STRING_OR_ROW: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Fidelity:
-    """What a head map changes on prose without needles, against full attention."""
+    """A head map's loss and divergence from full attention, on prose without needles."""
 
     tokens: int = Field(ge=1)  # compared: those of a document's second half
     loss_full: float  # nats per token, and so are the next two

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import Source
-from razor_dist.documents.places import Places
 from razor_dist.documents.read import Document
-from razor_dist.documents.split import split
+from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record

@@ -1,4 +1,4 @@
-"""Where the sentences of summaries came from: places in the document, through parts if it has any.
+"""Sources of a summary's sentences: passages of the document, also through summaries of its parts.
 
 A sentence has ``start`` and ``end``, in characters of its summary; ``grounded``, as in
 `CompletionOutput`; and ``sources``, the heaviest first, passages of the document with ``start`` and
@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from razor_dist.documents.places import Places
 from razor_dist.documents.read import Document
+from razor_dist.documents.structure import Places
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import Part
 from razor_dist.jobs.style import SOURCES

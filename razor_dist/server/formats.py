@@ -255,7 +255,7 @@ class CompletionFormat(Format):
 
 
 def told_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
-    """What pieces of a choice tell of where it came from, if that was asked for."""
+    """Fields for a choice's sources: of its sentences, and with its last piece of the whole."""
     told: Json = {}
     if pieces[-1].finish_reason and choice.sources is not None:
         told = {"sources": _sources(choice.sources), "grounded": choice.grounded, "sentences": []}

@@ -439,7 +439,7 @@ def recorder_on(device: str) -> Recorder:
 
 
 def logits_of_steps(runner: ModelRunner, case: Case) -> torch.Tensor:
-    """Of one sequence for some steps, and then of it and another."""
+    """Logits of 24 decode steps: one sequence alone, after ten steps beside a second."""
     for key, length in ((0, 41), (1, 70)):
         prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(length, key)))
     found = []

@@ -17,6 +17,12 @@ from razor_dist.llm.generation import Encoded
 from tests.tokenizer import smollm2_tokenizer
 
 
+def plain_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer without a chat template."""
+    tokenizer = smollm2_tokenizer()
+    return type(tokenizer)(tokenizer_object=tokenizer._tokenizer)
+
+
 class Quoter:
     """Answers each prompt with the words of its text that hold digits.
 

@@ -13,7 +13,7 @@ from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ItemSize, PartResult, Update
 from razor_dist.llm.llm import LLM
-from tests.jobs.quoter import Quoter
+from tests.jobs.quoter import Quoter, plain_tokenizer
 from tests.tokenizer import smollm2_tokenizer
 
 SENTENCE = "Nothing of note is said here, nor there. "
@@ -139,13 +139,7 @@ def test_a_context_that_is_too_short_is_refused(context: int) -> None:
 
 
 def test_a_model_without_a_chat_template_gets_a_text() -> None:
-    class Plain(Quoter):
-        def get_tokenizer(self) -> Any:
-            return self.plain
-
-        plain = type(smollm2_tokenizer())(tokenizer_object=smollm2_tokenizer()._tokenizer)
-
-    llm = Plain(4096)
+    llm = Quoter(4096, plain_tokenizer())
     assert summarize(llm, document(2))["summary"] == "fact0 fact1"
     assert llm.prompts[0].endswith("Write only the summary.\n\nSummary:")
 

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from razor_dist import cli
-from razor_dist.documents.places import Places
 from razor_dist.documents.read import Document, read_document
+from razor_dist.documents.structure import Places
 from razor_dist.jobs.results import read_job
 from razor_dist.jobs.summary_sources import traced_back
 from razor_dist.jobs.task import PartResult
 from tests.documents import files
-from tests.jobs.quoter import Quoter
+from tests.jobs.quoter import Quoter, plain_tokenizer
 from tests.jobs.test_summary import SENTENCE, document, steps, summarize
-from tests.tokenizer import smollm2_tokenizer
 
 
 def told(answer: dict[str, Any], text: str) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -43,15 +42,9 @@ def test_every_sentence_points_at_its_passage() -> None:
 
 
 def test_the_template_is_no_source_and_a_text_model_has_sources() -> None:
-    class Plain(Quoter):
-        def get_tokenizer(self) -> Any:
-            return self.plain
-
-        plain = type(smollm2_tokenizer())(tokenizer_object=smollm2_tokenizer()._tokenizer)
-
     text = document(2)
     template = "What is said of fact9 ? Read {kind}: {document} ({document})"
-    for llm in (Quoter(4096), Plain(4096)):
+    for llm in (Quoter(4096), Quoter(4096, plain_tokenizer())):
         found = told(summarize(llm, text, sources=True, template=template), text)
         assert [len(sources) for words, sources in found if words == "Of fact9."] == [0]
         places = [[s["text"] for s in sources] for _, sources in found[1:3]]

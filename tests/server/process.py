@@ -107,7 +107,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], Any], timeout: float) -> bool:
-    """Whether ``condition`` came true within ``timeout`` seconds."""
+    """Poll ``condition``; return whether it came true within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

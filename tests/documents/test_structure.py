@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.documents.split import split
+from razor_dist.documents.structure import split
 
 
 def words(texts: Sequence[str]) -> list[int]:

@@ -1,15 +1,19 @@
-"""Cuts a text into parts that fit, at the most significant boundaries that make them fit."""
+"""The structure of a document: where its text may be cut, and where in it a character is."""
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from razor_dist.documents.read import Document
 
 # From texts to their numbers of tokens.
 Count = Callable[[Sequence[str]], list[int]]
 
 # Before a chapter's title in a plain text, which stands alone between empty lines.
-PLAIN_CHAPTER = (
+_PLAIN_CHAPTER = (
     r"(?<=\n\n)(?=[ \t]*(?:BOOK|PART|Part|CHAPTER|Chapter) +[\dIVXLC]+\b[^\n]{0,80}\n\s*\n)"
 )
 # Where a text may be cut, the best places first. Each matches nothing, before what begins a unit.
@@ -17,7 +21,7 @@ _BOUNDARIES = [
     re.compile(pattern, re.MULTILINE)
     for pattern in (
         r"(?=^# )",
-        PLAIN_CHAPTER,
+        _PLAIN_CHAPTER,
         r"(?=^## )",
         r"(?=^#{3,6} )",
         r"(?<=\n)(?=\n)",
@@ -26,6 +30,11 @@ _BOUNDARIES = [
         r"(?=\s)",
     )
 ]
+# What is between fences is code, where # begins a comment.
+_HEADING = re.compile(
+    rf"^```.*?^```|^(?P<marks>#{{1,6}}) +(?P<title>[^\n]+)|{_PLAIN_CHAPTER}(?P<plain>[^\n]+)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def split(text: str, limit: int, count: Count) -> list[str]:
@@ -66,3 +75,33 @@ def _characters(text: str, limit: int, count: Count) -> list[tuple[str, int]]:
         return [(text, min(tokens, limit))]
     middle = len(text) // 2
     return _characters(text[:middle], limit, count) + _characters(text[middle:], limit, count)
+
+
+class Places:
+    """Pages of a PDF file; of other documents the headings, which are lines that begin with #."""
+
+    def __init__(self, document: Document) -> None:
+        self._pages = document.pages
+        self._begins: list[int] = []
+        self._headings: list[list[str]] = []
+        if self._pages:
+            return
+        path: list[tuple[int, str]] = []  # levels and titles, from the outermost in
+        for found in _HEADING.finditer(document.text):
+            title = found["title"] or found["plain"]
+            if title is None:
+                continue
+            level = len(found["marks"] or "#")
+            path = [above for above in path if above[0] < level] + [(level, title.strip())]
+            self._begins.append(found.start())
+            self._headings.append([title for _, title in path])
+
+    def at(self, character: int) -> dict[str, Any]:
+        """Return ``page``, from 1, or ``headings``, the chapter's first; nothing if none is known.
+
+        Of a passage that goes on over a page it is the page on which it begins.
+        """
+        if self._pages:
+            return {"page": bisect.bisect_right(self._pages, character)}
+        index = bisect.bisect_right(self._begins, character) - 1
+        return {"headings": self._headings[index]} if index >= 0 else {}

@@ -1,0 +1,106 @@
+"""What requests take of the caches, and the refusal of those that can never have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from razor_dist.cache.sequence import shard_lengths, shard_sizes
+from razor_dist.config.errors import RequestError
+from razor_dist.engine.capacity import CacheConfig
+from razor_dist.engine.ledger import Holding, Ints, Ledger
+from razor_dist.engine.request import Request, prefixes
+
+
+class Demand:
+    """Quantities are those of `Ledger`, without the last row, the scratch pool's."""
+
+    def __init__(self, cache: CacheConfig, ledger: Ledger, world_size: int) -> None:
+        self._cache, self._ledger, self._world_size = cache, ledger, world_size
+        self._sizes = ledger.sizes[:-1]
+
+    def check(self, request: Request, pinned: Seq[Request]) -> None:
+        """Refuse a request that is too large even for empty caches, or would wait for ever.
+
+        Pinned prefixes end by abort only; ``pinned`` are those that only an abort frees.
+        """
+        together = [request, *request.siblings]
+        if len(together) > self._cache.max_sequences:
+            raise RequestError(
+                f"n is {len(together)}, and the engine has {self._cache.max_sequences} sequences; "
+                "ask for fewer answers or start it with a larger max_num_seqs",
+                param="n",
+            )
+        need = self._lasting([*together, *prefixes(request)])
+        over = self._exceeded(need)
+        if over is not None:
+            unit, what, setting = self._resource(over[0])
+            answers = f" for {len(together)} answers" if request.siblings else ""
+            raise RequestError(
+                f"the request needs {need[over] * unit} {what}{answers} ({request.total} in all), "
+                f"which has {self._sizes[over] * unit}; shorten it or start the engine with "
+                f"{setting}",
+                code="kv_capacity_exceeded",
+            )
+        need, held = self._lasting(together), self._lasting(pinned)
+        over = self._exceeded(held + need)
+        if len(pinned) + len(together) > self._cache.max_sequences:
+            held_text = f"{len(pinned)} of the engine's {self._cache.max_sequences} sequences"
+            setting = "a larger max_num_seqs"
+        elif over is not None:
+            unit, what, setting = self._resource(over[0])
+            held_text = (
+                f"{held[over] * unit} of the {self._sizes[over] * unit} {what}, where the request "
+                f"needs {need[over] * unit}"
+            )
+        else:
+            return
+        raise RequestError(
+            f"pinned prefixes ({', '.join(p.id for p in pinned)}) hold {held_text}; release one "
+            f"that is not needed or start the engine with {setting}",
+            code="pinned_prefixes_hold_cache",
+        )
+
+    def _exceeded(self, need: Ints) -> tuple[int, int] | None:
+        """Row and rank of what ``need`` has most too much of, if it does not fit empty caches."""
+        over = need - self._sizes
+        row, rank = map(int, np.unravel_index(over.argmax(), over.shape))
+        return (row, rank) if over[row, rank] > 0 else None
+
+    def _resource(self, row: int) -> tuple[int, str, str]:
+        """Tokens in a unit of a row of ``_sizes``, what they are, and what makes it larger."""
+        if row == 0:
+            return self._cache.page_size, "tokens of KV cache on a rank", "a larger kv_tokens"
+        setting = "a larger max_num_seqs, a smaller window_max or more free memory"
+        return 1, "tokens of the streaming heads' cache", setting
+
+    def _lasting(self, requests: Seq[Request]) -> Ints:
+        """Return what requests take together until they end, like ``_sizes``."""
+        held = [r.holding for r in requests if r.holding is not None]
+        waiting = [self._need(r)[:-1] for r in requests if r.holding is None]
+        return sum(waiting, start=self._ledger.together(held)[:-1])
+
+    def _need(self, request: Request) -> Ints:
+        """Return what a request takes that finds nothing in the cache but its pinned prefix."""
+        stored = self._stored(request.prefix)
+        return self._ledger.need(stored, request.base, request.chunks_end, request.total)
+
+    def _stored(self, prefix: Request | None) -> Ints:
+        """Tokens of a pinned prefix on every rank."""
+        if prefix is None:
+            return np.zeros(self._world_size, np.int64)
+        if prefix.holding is not None:
+            return self.read(prefix, prefix.holding)
+        own = shard_sizes(prefix.base, prefix.chunks_end, prefix.end, self._world_size)
+        return self._stored(prefix.prefix) + own
+
+    def begun(self, holding: Holding | None, begin: int) -> Ints:
+        """Tokens that a sequence has on every rank which begins from another's."""
+        chunks = [] if holding is None else holding.chunks
+        return np.array(shard_lengths(chunks, begin, self._world_size), np.int64)
+
+    def read(self, request: Request, holding: Holding | None) -> Ints:
+        """Tokens of a prompt on every rank, once it has been read."""
+        new = shard_sizes(request.begin, request.chunks_end, request.end, self._world_size)
+        return self.begun(holding, request.begin) + new
