@@ -10,6 +10,7 @@ Prompts that are read in one step take no turns: they join the next one.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,9 @@ from razor_dist.engine.request import Request
 
 # Weight that an observation keeps when the next comes, and that of what is believed before any.
 _FORGET, _BELIEF = 0.97, 1e-7
+# Steps whose times bound what every step costs. Earlier ones may have been faster: other programs
+# take processors, and ranks whose threads wait for each other are many times slower then.
+_RECENT = 64
 # Weight of a new observation of what an answer costs.
 _NEWS = 0.1
 # Where nothing else tells: a step with a chunk costs at most so many times one of answers, whatever
@@ -30,8 +34,8 @@ _JOINING = 512
 # meanwhile. It takes longer if else what each step costs would be more than this part of it, but no
 # more than this part of the time between two that come: who comes often waits less.
 _LONGER, _IDLE, _ALONE = 4, 0.05, 0.25
-# Every other such chunk is shorter by this: what a step costs whatever its length cannot be told
-# from chunks of one length.
+# Every other such chunk is shorter by this, and so is one that takes its length from what a step
+# costs whatever its length: that cannot be told from chunks of one length.
 _VARIED = 0.7
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
@@ -43,9 +47,9 @@ class StepCost:
     ``s`` is for what every step does, such as reading the weights, ``a`` for the products with them
     and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
     least squares of the relative error. None is negative, and ``s`` is at most what the fastest
-    step took that read a prompt, and `_CHUNK` times what the fastest one of answers alone took:
-    chunks of about one length tell little of it. Each answer in a step adds ``c``, which is known
-    from steps of answers alone.
+    recent step took that read a prompt, and `_CHUNK` times what the fastest one of answers alone
+    took: chunks of about one length tell little of it. Each answer in a step adds ``c``, which is
+    known from steps of answers alone.
     """
 
     def __init__(self) -> None:
@@ -54,14 +58,15 @@ class StepCost:
         self._scale = self._sab.copy()
         self._squares = _BELIEF * np.eye(3)
         self._products = _BELIEF * np.ones(3)
-        self._fastest = self._fastest_answers = math.inf
+        # Seconds of the last steps, and whether they were of answers alone.
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT)
         self._answer = 0.0  # c
 
     def answered(self, seconds: float, answers: int) -> None:
         """Learn from a step of answers alone, whose tokens cost less than those of prompts."""
-        self._fastest_answers = min(self._fastest_answers, seconds)
+        self._recent.append((seconds, True))
         if answers > 1:
-            each = (seconds - self._fastest_answers) / (answers - 1)
+            each = (seconds - self._fastest(answers=True)) / (answers - 1)
             self._answer += _NEWS * (each - self._answer)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
@@ -71,16 +76,21 @@ class StepCost:
     def learn(self, tokens: float, pairs: float, seconds: float, answers: int = 0) -> None:
         """Learn from a step with so many tokens of prompts, pairs of a query and a key, answers."""
         seconds = max(seconds / 2, seconds - answers * self._answer)
-        self._fastest = min(self._fastest, seconds)
+        self._recent.append((seconds, False))
         x = np.array([1.0, tokens, pairs]) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
         self._products = _FORGET * self._products + x
         self._sab = self._scale * self._fit()
 
+    def _fastest(self, *, answers: bool) -> float:
+        recent = (seconds for seconds, alone in self._recent if alone is answers)
+        return min(recent, default=math.inf)
+
     def _fit(self) -> np.ndarray:
         """Least squares in bounds: the best of all choices of terms that are at none of theirs."""
         best, least = np.zeros(3), math.inf
-        most = min(self._fastest, _CHUNK * self._fastest_answers) / self._scale[0]
+        most = min(self._fastest(answers=False), _CHUNK * self._fastest(answers=True))
+        most /= self._scale[0]
         for free in [(0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)]:
             for s in (0.0,) if 0 in free else (0.0, most):
                 found = np.array([s, 0.0, 0.0])
@@ -99,8 +109,8 @@ class StepCost:
     @property
     def chunk(self) -> float:
         """Estimate what a chunk costs beyond a step of answers, whatever its length."""
-        s = self.seconds(0, 0)
-        return s if self._fastest_answers == math.inf else max(0.0, s - self._fastest_answers)
+        s, answers = self.seconds(0, 0), self._fastest(answers=True)
+        return s if answers == math.inf else max(0.0, s - answers)
 
     def work(self, tokens: int, context: int) -> float:
         """Estimate what such a chunk takes beyond what every step costs."""
@@ -229,12 +239,18 @@ class Turns:
         else:
             between = max(self._alone, self._between)
             step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * between))
-            self._varied = not (self._varied or others)
-            step *= _VARIED if self._varied else 1
+            step *= 1 if others else self._vary()
         step -= min(joined, step / 2)
         if self._left(prompt) <= _LAST_PIECE * step:
             return most
-        return min(most, self.cost.tokens(step, prompt.prefilled_to))
+        tokens = self.cost.tokens(step, prompt.prefilled_to)
+        if step < 2 * self.cost.seconds(0, 0):
+            tokens *= self._vary()
+        return min(most, tokens)
+
+    def _vary(self) -> float:
+        self._varied = not self._varied
+        return _VARIED if self._varied else 1.0
 
     def took(self, prompts: Sequence[Request], served: Request, seconds: float) -> None:
         """Note that ``served`` was read from for so long, while ``prompts`` take turns."""

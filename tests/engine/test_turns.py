@@ -288,6 +288,31 @@ def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
     assert cost.seconds(100, 0) == pytest.approx(0.25, rel=0.25)
 
 
+def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
+    """As when another program computes: then a step costs much, and its tokens little more."""
+    turns, random = Turns(STEP), np.random.default_rng(0)
+
+    def cuts(s: float, a: float) -> int:
+        """Read a hundred prompts of 94 tokens beside an answer; return how often one was cut."""
+        count = 0
+        for key in range(100):
+            prompt = request(key, 94, 0)
+            turns.cost.answered(s * random.uniform(0.8, 1.2), 1)
+            while not prompt.prefilled:
+                left = prompt.end - prompt.prefilled_to
+                tokens = min(left, max(2, int(turns.length(prompt, [], answering=True))))
+                seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
+                turns.cost.observe(tokens, prompt.prefilled_to, seconds)
+                prompt.prefilled_to += tokens
+                count += tokens < left
+        return count
+
+    assert cuts(0.08, 0.002) < 10
+    assert cuts(2.0, 0.004) < 10
+    assert cuts(0.08, 0.002) < 40
+    assert turns.cost.seconds(80, 0) == pytest.approx(0.24, rel=0.25)
+
+
 def test_a_chunk_takes_what_it_may_but_is_not_all_overhead() -> None:
     cost = StepCost()
     for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:
