@@ -1,9 +1,10 @@
-"""Linear layers on CPUs: in float32 by the faster of torch's ways, or with 8-bit weights.
+"""Linear layers on CPUs: in float32 by the fastest of torch's ways, or with 8-bit weights.
 
 On x86 `torch.nn.functional.linear` calls MKL, which on processors of other makers than Intel keeps
 to slower code: on an AMD EPYC with two threads a matrix-vector product reads its matrix at 15 GB/s
 where the machine reads 40, and a product of many rows runs at 190 GFLOP/s where oneDNN, which torch
-carries too, has 420 (docs/LOG.md). No Intel CPU has been measured. The choice is made here, once.
+carries too, has 420. On an Intel Xeon it is the other way round (docs/LOG.md). So the ways are
+timed, once in a process.
 
 ``mkldnn::_linear_pointwise`` is the op that torch's own compiler emits, and private; pyproject.toml
 pins torch and ``tests/test_kernels_linear.py`` checks what we rely on.
@@ -11,7 +12,10 @@ pins torch and ``tests/test_kernels_linear.py`` checks what we rely on.
 
 from __future__ import annotations
 
+import functools
 import math
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,12 @@ _MOST = 127 if torch.cpu._is_vnni_supported() else 63
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
+# Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
+# with one row or `_FEW`; another than torch's own must take less than this share of its time.
+Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_MATRICES, _ROUNDS, _FEW = (9, 1536, 576), 3, 16
+_MUCH_FASTER = 0.8
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, as `torch.nn.functional.linear` but for rounding.
@@ -35,15 +45,49 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _served(x, weight):
         return functional.linear(x, weight, bias)
+    way = fastest_way(x.numel() == weight.shape[1], torch.get_num_threads())
+    return way(x, weight, bias)
+
+
+def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One row's product, as a batch of products with blocks of the matrix."""
     outputs, inputs = weight.shape
     blocks = math.gcd(outputs, _BLOCKS)
-    if x.numel() != inputs or blocks == 1:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
     # A transposed row, not a reshaped one: strides (1, I) lead MKL to the faster of its two ways.
     column = x.reshape(1, inputs).t().expand(blocks, inputs, 1)
     product = torch.bmm(weight.unflatten(0, (blocks, -1)), column).view(*x.shape[:-1], outputs)
     return product if bias is None else product + bias
+
+
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+@functools.cache
+def fastest_way(one_row: bool, threads: int) -> Way:
+    """Time the ways on this machine, and return the best: torch's own, unless one is much faster.
+
+    ``threads`` are torch's present ones.
+    """
+    ways: list[Way] = [functional.linear, by_onednn]
+    if one_row:
+        ways.append(by_blocks)
+    least = [math.inf] * len(ways)
+    with torch.inference_mode():
+        matrices, x = torch.ones(_MATRICES), torch.ones(1 if one_row else _FEW, _MATRICES[-1])
+        for _ in range(_ROUNDS):
+            for index, way in enumerate(ways):
+                least[index] = min(least[index], _seconds(way, x, matrices))
+    best = least.index(min(least))
+    return ways[best if least[best] < _MUCH_FASTER * least[0] else 0]
+
+
+def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
+    began = time.perf_counter()
+    for matrix in matrices:
+        way(x, matrix, None)
+    return time.perf_counter() - began
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from razor_dist.kernels.linear import (
     _MOST,
     Int8Linear,
     Linear,
+    Way,
+    by_blocks,
+    by_onednn,
+    fastest_way,
     linear,
     use_fast_linear,
     use_int8_linear,
@@ -39,20 +45,63 @@ def test_products_are_those_of_float64(
     b = torch.randn(outputs, generator=generator) if bias else None
     expected = functional.linear(x.double(), weight.double(), None if b is None else b.double())
     with torch.inference_mode():
-        got = linear(x, weight, b)
-    assert got.shape == expected.shape
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
+        results = [linear(x, weight, b)]
+        if x.numel():
+            results.append(by_onednn(x, weight, b))
+        if x.numel() == inputs:
+            results.append(by_blocks(x, weight, b))
+    for got in results:
+        assert got.shape == expected.shape
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("times", "ways"),
+    [
+        ({"linear": 1.0, "by_onednn": 2.0, "by_blocks": 3.0}, ["linear", "linear"]),
+        ({"linear": 1.0, "by_onednn": 0.9, "by_blocks": 0.85}, ["linear", "linear"]),
+        ({"linear": 1.0, "by_onednn": 0.6, "by_blocks": 0.4}, ["by_blocks", "by_onednn"]),
+        ({"linear": 1.0, "by_onednn": 0.6, "by_blocks": 2.0}, ["by_onednn", "by_onednn"]),
+    ],
+)
+def test_a_way_that_is_much_faster_is_taken(
+    times: dict[str, float], ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = itertools.chain([30.0] * 2, itertools.repeat(1.0))  # a machine slow at first
+
+    def seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
+        assert (way(x, matrices[0], None) == x.shape[-1]).all()
+        return next(busy) * times[way.__name__]
+
+    monkeypatch.setattr("razor_dist.kernels.linear._seconds", seconds)
+    found = [fastest_way.__wrapped__(one_row, 1).__name__ for one_row in (True, False)]
+    assert found == ways
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch's own way is kept")
-@pytest.mark.parametrize(("rows", "op"), [(1, "aten::bmm"), (5, "mkldnn::_linear_pointwise")])
-def test_the_other_ways_are_taken(rows: int, op: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "way", "op"),
+    [
+        (1, by_blocks, "aten::bmm"),
+        (1, by_onednn, "mkldnn::_linear_pointwise"),
+        (5, by_onednn, "mkldnn::_linear_pointwise"),
+        (5, functional.linear, "aten::linear"),
+    ],
+)
+def test_the_way_of_its_rows_is_taken(
+    rows: int, way: Way, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "razor_dist.kernels.linear.fastest_way", lambda one, threads: asked.append(one) or way
+    )
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
     with torch.inference_mode(), torch.profiler.profile() as profile:
         linear(x, weight)
     names = {event.key for event in profile.key_averages()}
-    assert op in names and "aten::linear" not in names
+    assert op in names and ("aten::linear" in names) == (op == "aten::linear")
+    assert asked == [rows == 1]
 
 
 def test_rows_that_are_not_contiguous() -> None:
