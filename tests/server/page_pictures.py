@@ -1,7 +1,8 @@
-"""Pictures of the page for the documentation: ``python -m tests.server.page_pictures [FOLDER]``.
+"""Pictures of the page for the documentation.
 
-The embedded model on two ranks reads a part of Python's language reference and is asked about it;
-with the windows that it has by default it reads a longer one, and one of its sources is opened.
+``python -m tests.server.page_pictures [FOLDER]``: the embedded model on two ranks reads a part of
+Python's language reference and is asked about it. ``... FOLDER DOCUMENT QUESTION``: it reads a
+document, with the windows that it has by default, and the answer's first source is opened.
 """
 
 from __future__ import annotations
@@ -10,25 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
 from razor_dist.documents.corpus import reference_paragraphs
 from tests.server.browser import chromium
 from tests.server.process import ROOT, ServerProcess
 
 CHARACTERS = 16_000
-SOURCE_CHARACTERS = 28_000
-SOURCE_QUESTION = "What do classes without an inheritance list inherit from?"
 QUESTIONS = ("What is an expression list?", "And what is a generator?")
 SCREENS = {"light": (1100, 760), "dark": (1100, 760), "phone": (390, 780)}
-
-
-def add(page: Page, first: str, characters: int) -> None:
-    """Add the first characters of the language reference, behind a paragraph of one's own."""
-    data = (first + "\n\n".join(reference_paragraphs()))[:characters].encode()
-    name = "language-reference.md"
-    page.locator("#files").set_input_files({"name": name, "mimeType": "", "buffer": data})  # type: ignore[arg-type]
-    expect(page.locator("#pending")).to_contain_text("tokens", timeout=30_000)
 
 
 def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
@@ -40,7 +31,11 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     page.add_init_script("sessionStorage['razor_dist settings'] = '{\"maxTokens\": 60}'")
     page.goto(url)
     # Another beginning each time, so that it is read anew.
-    add(page, f"For the {screen} screen.\n\n", CHARACTERS)
+    text = f"For the {screen} screen.\n\n" + "\n\n".join(reference_paragraphs())
+    data = text[:CHARACTERS].encode()
+    name = "language-reference.md"
+    page.locator("#files").set_input_files({"name": name, "mimeType": "", "buffer": data})  # type: ignore[arg-type]
+    expect(page.locator("#pending")).to_contain_text("tokens", timeout=30_000)
     for number, question in enumerate(QUESTIONS):
         page.locator("#question").fill(question)
         page.locator("#question").press("Enter")
@@ -55,12 +50,13 @@ def take(browser: Browser, url: str, screen: str, folder: Path) -> None:
     page.context.close()
 
 
-def take_sources(browser: Browser, url: str, folder: Path) -> None:
-    """Take pictures of an answer with its sources, and of the document with the first one lit."""
+def take_source(browser: Browser, url: str, folder: Path, document: Path, question: str) -> None:
+    """Take pictures of a document in which the first source of an answer is lit."""
     page = browser.new_context(viewport={"width": 1100, "height": 760}).new_page()
     page.goto(url)
-    add(page, "", SOURCE_CHARACTERS)
-    page.locator("#question").fill(SOURCE_QUESTION)
+    page.locator("#files").set_input_files(document)
+    expect(page.locator("#pending")).to_contain_text("tokens", timeout=30_000)
+    page.locator("#question").fill(question)
     page.locator("#question").press("Enter")
     turn = page.locator("article").last
     expect(turn.locator(".copy")).to_be_visible(timeout=600_000)
@@ -79,12 +75,14 @@ def main() -> None:
     command = [sys.executable, "-m", "razor_dist", "serve", "--world-size", "2"]
     chunks = ["--chunked-prefill-size", "512", "--window-max", "256", "--window-min", "256"]
     chunks += ["--prefix-tail-tokens", "128"]
-    with ServerProcess(*command, *chunks) as server, chromium() as browser:
+    document = sys.argv[2:]
+    with ServerProcess(*command, *([] if document else chunks)) as server, chromium() as browser:
         url = server.url(timeout=180)
+        if document:
+            take_source(browser, url, folder, Path(document[0]), document[1])
+            return
         for screen in SCREENS:
             take(browser, url, screen, folder)
-    with ServerProcess(*command) as server, chromium() as browser:
-        take_sources(browser, server.url(timeout=180), folder)
 
 
 if __name__ == "__main__":
