@@ -192,6 +192,18 @@ def test_a_source_is_lit_in_its_document(reader: Reader) -> None:
     reader.page.keyboard.press("Escape")
     expect(window).to_be_hidden()
     expect(button).to_be_focused()
+    # So is what a sentence of the answer came from.
+    answer = turn.locator(".answer")
+    words = answer.get_by_role("button", name="The fox went over the hill.").first
+    words.click()
+    window = reader.page.get_by_role("dialog", name="Source of a sentence: history \U0001f4dc.txt")
+    expect(window.locator("mark")).to_have_text(fact)
+    expect(window.locator("mark")).to_be_in_viewport()
+    reader.page.keyboard.press("Escape")
+    expect(words).to_be_focused()
+    reader.page.keyboard.press("Enter")
+    expect(window).to_be_visible()
+    reader.page.keyboard.press("Escape")
     # A later answer may come from an earlier question's document; a reload keeps what was found.
     later = reader.answered("And then?")
     expect(later.get_by_role("listitem")).to_have_text(f"{fact} history \U0001f4dc.txt, 80 %")
@@ -351,7 +363,7 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
     assert _faults(page) == []
     expect(turn.locator(".copy")).to_be_visible()
     assert _faults(page) == []
-    turn.get_by_role("button", name="A castle.").press("Enter")
+    turn.locator(".answer").get_by_role("button", name="A castle.").press("Enter")
     expect(page.locator("#reader mark")).to_be_in_viewport()
     assert _faults(page) == []
     page.keyboard.press("Escape")
@@ -366,7 +378,7 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
     assert _faults(page) == []
     page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
     stops = []
-    for _ in range(16):
+    for _ in range(40):  # every sentence of the answer is a stop
         page.keyboard.press("Tab")
         stops.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
     assert {"new", "export", "open-settings", "files", "copy", "question"} <= set(stops), stops

@@ -11,7 +11,7 @@ export class Conversation {
 
   /** Begins a turn with a question and all documents that wait for one. */
   ask(question) {
-    const turn = { question, documents: this.pending, answer: "", usage: null, note: "" };
+    const turn = { question, documents: this.pending, answer: "", sentences: [], usage: null, note: "" };
     this.pending = [];
     this.turns.push(turn);
     return turn;

@@ -155,6 +155,9 @@ async function send(question) {
       turn.sources = locate(choice.sources, conversation);
       turn.grounded = choice.grounded;
     }
+    for (const { start, end, sources } of choice?.sentences ?? []) {
+      turn.sentences.push({ start, end, sources: locate(sources, conversation) });
+    }
     const text = choice?.delta?.content;
     if (!text) return;
     reading.end();

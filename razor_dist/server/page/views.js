@@ -1,7 +1,7 @@
 // Documents and turns as elements. What comes from outside becomes text, never markup.
 
 import { count, plural, roughTokens } from "./format.js";
-import { sourceItems } from "./sources.js";
+import { answerNodes, sourceItems } from "./sources.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -59,9 +59,9 @@ export class TurnView {
 
   /** Shows the turn as it is when nothing more comes. */
   show() {
-    const { answer, note, usage } = this.turn;
+    const { answer, note, usage, sentences = [] } = this.turn;
     this.text.data = answer;
-    this.part(".answer").replaceChildren(...(answer ? [this.text] : []));
+    this.part(".answer").replaceChildren(...(answer ? answerNodes(answer, sentences, this.documentsOf) : []));
     this.part(".note").textContent = note;
     this.part(".note").hidden = !note;
     this.part(".usage").textContent = usage ? usageWords(usage) : "";
