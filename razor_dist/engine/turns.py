@@ -31,9 +31,10 @@ _CHUNK = 3.0
 # plan.
 _JOINING = 512
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
-# meanwhile. It takes longer if else what each step costs would be more than this part of it, but no
-# more than this part of the time between two that come: who comes often waits less.
-_LONGER, _IDLE, _ALONE = 4, 0.05, 0.25
+# meanwhile. It takes longer where what each step costs would be more than a part of it: than the
+# first part always, and than the second if it takes no more than the third part of the time between
+# two that come, so that who comes often waits less.
+_LONGER, _MOST_IDLE, _IDLE, _ALONE = 4, 0.15, 0.05, 0.25
 # Every other such chunk is shorter by this, and so is one that takes its length from what a step
 # costs whatever its length: that cannot be told from chunks of one length.
 _VARIED = 0.7
@@ -237,8 +238,8 @@ class Turns:
         if answering or any(self._left(other) <= longer for other in others):
             self._somebody_came()
         else:
-            between = max(self._alone, self._between)
-            step = max(longer, min(self.cost.seconds(0, 0) / _IDLE, _ALONE * between))
+            between, s = max(self._alone, self._between), self.cost.seconds(0, 0)
+            step = max(longer, s / _MOST_IDLE, min(s / _IDLE, _ALONE * between))
             step *= 1 if others else self._vary()
         step -= min(joined, step / 2)
         if self._left(prompt) <= _LAST_PIECE * step:
