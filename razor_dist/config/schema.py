@@ -87,7 +87,7 @@ class EngineConfig(BaseModel):
     decode: Literal["replicated", "tensor", "auto"] = _ranks(
         "auto",
         "Answers and short prompts: every rank computes all of them, or its share (tensor); auto: "
-        "what is faster as the engine starts.",
+        "its share, unless that is much slower as the engine starts.",
     )
     max_model_len: Size | None = _model(
         None, "Tokens of prompt and answer together; none: the model's own.", ge=1

@@ -23,6 +23,9 @@ from razor_dist.parallel.tensor import TensorParallel, is_compact, why_not
 log = logging.getLogger(__name__)
 
 _STEPS = 3  # of each mode that are timed, after one that is not
+# Sharing is worth so much more of a token's time: short prompts are read once by all ranks, not by
+# each, and a streaming head's window is in the memory of one.
+_WORTH = 1.4
 
 
 class DecodeMode(NamedTuple):
@@ -63,14 +66,14 @@ def share_short_steps(
     if config.decode == "auto":
         heads = [len(layer.outputs) for layer in layout.short]
         alone, shared = _measure(model, shape, tensor, heads, comm, recorder)
-        faster = shared < alone
+        better = shared < _WORTH * alone
         reason = (
             f"one token's weights take {1e3 * shared:.1f} ms where the ranks share them, and "
             f"{1e3 * alone:.1f} where each reads all"
         )
         if comm.rank == 0:
-            log.info("decode: %s (%s)", "tensor" if faster else "replicated", reason)
-        if not faster:
+            log.info("decode: %s (%s)", "tensor" if better else "replicated", reason)
+        if not better:
             tensor.remove()
             return DecodeMode(whole, None, reason)
     return DecodeMode(layout, tensor, reason)

@@ -22,6 +22,9 @@ _FORGET, _BELIEF = 0.97, 1e-7
 # Steps whose times bound what every step costs. Earlier ones may have been faster: other programs
 # take processors, and ranks whose threads wait for each other are many times slower then.
 _RECENT = 64
+# Where none that reads so few tokens took less than so many of answers alone, these are of better
+# days.
+_FEW, _STALE = 128, 10
 # Weight of a new observation of what an answer costs.
 _NEWS = 0.1
 # Where nothing else tells: a step with a chunk costs at most so many times one of answers, whatever
@@ -49,8 +52,8 @@ class StepCost:
     and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
     least squares of the relative error. None is negative, and ``s`` is at most what the fastest
     recent step took that read a prompt, and `_CHUNK` times what the fastest one of answers alone
-    took: chunks of about one length tell little of it. Each answer in a step adds ``c``, which is
-    known from steps of answers alone.
+    took, unless that was long ago: chunks of about one length tell little of it. Each answer in a
+    step adds ``c``, which is known from steps of answers alone.
     """
 
     def __init__(self) -> None:
@@ -59,15 +62,16 @@ class StepCost:
         self._scale = self._sab.copy()
         self._squares = _BELIEF * np.eye(3)
         self._products = _BELIEF * np.ones(3)
-        # Seconds of the last steps, and whether they were of answers alone.
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT)
+        # Seconds and tokens of the last steps that read prompts; seconds of the last of answers.
+        self._reading: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._answering: deque[float] = deque(maxlen=_RECENT)
         self._answer = 0.0  # c
 
     def answered(self, seconds: float, answers: int) -> None:
         """Learn from a step of answers alone, whose tokens cost less than those of prompts."""
-        self._recent.append((seconds, True))
+        self._answering.append(seconds)
         if answers > 1:
-            each = (seconds - self._fastest(answers=True)) / (answers - 1)
+            each = (seconds - min(self._answering)) / (answers - 1)
             self._answer += _NEWS * (each - self._answer)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
@@ -77,21 +81,23 @@ class StepCost:
     def learn(self, tokens: float, pairs: float, seconds: float, answers: int = 0) -> None:
         """Learn from a step with so many tokens of prompts, pairs of a query and a key, answers."""
         seconds = max(seconds / 2, seconds - answers * self._answer)
-        self._recent.append((seconds, False))
+        self._reading.append((seconds, tokens))
         x = np.array([1.0, tokens, pairs]) * self._scale / seconds
         self._squares = _FORGET * self._squares + np.outer(x, x)
         self._products = _FORGET * self._products + x
         self._sab = self._scale * self._fit()
 
-    def _fastest(self, *, answers: bool) -> float:
-        recent = (seconds for seconds, alone in self._recent if alone is answers)
-        return min(recent, default=math.inf)
+    def _most(self) -> float:
+        """What every step costs at most."""
+        most, _ = min(self._reading)
+        answers = min(self._answering, default=math.inf)
+        few = min((seconds for seconds, tokens in self._reading if tokens <= _FEW), default=0.0)
+        return most if few > _STALE * answers else min(most, _CHUNK * answers)
 
     def _fit(self) -> np.ndarray:
         """Least squares in bounds: the best of all choices of terms that are at none of theirs."""
         best, least = np.zeros(3), math.inf
-        most = min(self._fastest(answers=False), _CHUNK * self._fastest(answers=True))
-        most /= self._scale[0]
+        most = self._most() / self._scale[0]
         for free in [(0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)]:
             for s in (0.0,) if 0 in free else (0.0, most):
                 found = np.array([s, 0.0, 0.0])
@@ -110,8 +116,8 @@ class StepCost:
     @property
     def chunk(self) -> float:
         """Estimate what a chunk costs beyond a step of answers, whatever its length."""
-        s, answers = self.seconds(0, 0), self._fastest(answers=True)
-        return s if answers == math.inf else max(0.0, s - answers)
+        s = self.seconds(0, 0)
+        return max(0.0, s - min(self._answering)) if self._answering else s
 
     def work(self, tokens: int, context: int) -> float:
         """Estimate what such a chunk takes beyond what every step costs."""
