@@ -42,6 +42,8 @@ MODULES = (
     "tests.server.",
     "torch.distributed.run",
 )
+# A reader of documents limits its own memory, in which these imports would count.
+EXECUTED = "razor_dist.documents."
 PRELOADED = (
     "razor_dist.cli",
     "razor_dist.commands.serve",
@@ -115,7 +117,8 @@ def _program(given: dict[str, Any]) -> tuple[Program, list[int]] | None:
     if is_module := rest[0] == "-m":
         rest = rest[1:]
         guarded = rest[0] == "razor_dist.frontend.guard"
-        if not all(name.startswith(MODULES) for name in (rest[0], *rest[2:3][: int(guarded)])):
+        names = (rest[0], *rest[2:3][: int(guarded)])
+        if not all(name.startswith(MODULES) and not name.startswith(EXECUTED) for name in names):
             return None
     elif Path(cwd, rest[0]).parent not in (ROOT / "launch", ROOT / "tests" / "server"):
         return None

