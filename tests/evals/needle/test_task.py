@@ -213,6 +213,7 @@ def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path
         "window-min": "256",
         "window-ratio": "none",
         "world-size": "2",
+        "decode": "replicated",  # whose every rank has all windows, and half of the retrieval KV
         "threads": "1",
         "kv-tokens": "1600",
         "chunked-prefill-size": "256",
