@@ -285,6 +285,7 @@ def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, s
     from razor_dist.engine.sampling_params import SamplingParams
     from razor_dist.engine.worker import follow
 
+    given: dict[str, Any] = {} if decode is None else {"decode": decode}
     config = EngineConfig(
         model=path,
         attention="streaming",
@@ -293,7 +294,7 @@ def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, s
         max_num_seqs=2,
         window_min=20,
         block=8,
-        **({} if decode is None else {"decode": decode}),  # type: ignore[arg-type]
+        **given,
     )
     engine = build_engine(config, comm, CPU)
     if comm.rank:

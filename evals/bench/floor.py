@@ -25,7 +25,7 @@ _TOKENS = 2048
 
 
 class Rates(NamedTuple):
-    """What a machine does in a second; a multiplication and an addition are two operations."""
+    """Measured rates of a machine, per second; a multiplication and an addition count as two."""
 
     bandwidth: float  # bytes read
     products: float  # operations of a matrix product

@@ -1,4 +1,4 @@
-"""What asking for sources costs: ``python -m razor_dist.evals.bench.sources [--world-size P]``.
+"""Cost of asking for sources: ``python -m razor_dist.evals.bench.sources [--world-size P]``.
 
 One engine of the embedded model answers the same question about the same text, read once, with and
 without ``return_sources`` by turns. A line of JSON has the medians of the milliseconds between two

@@ -44,7 +44,7 @@ class Scored:
 
 
 class Figures:
-    """What was found at each position of a text; float32 and bool ``[positions]``."""
+    """Losses, KL and agreement at each position of a text; float32 and bool ``[positions]``."""
 
     def __init__(self, count: int) -> None:
         self.loss_full, self.loss, self.kl = (torch.full((count,), torch.nan) for _ in range(3))

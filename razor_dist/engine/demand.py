@@ -1,4 +1,4 @@
-"""What requests take of the caches, and the refusal of those that can never have it."""
+"""Counts the cache room that requests need, and refuses those that can never have it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StepCost:
         self._sab = self._scale * self._fit()
 
     def _most(self) -> float:
-        """What every step costs at most."""
+        """Return the upper bound of ``s``."""
         most, _ = min(self._reading)
         answers = min(self._answering, default=math.inf)
         few = min((seconds for seconds, tokens in self._reading if tokens <= _FEW), default=0.0)

@@ -118,7 +118,7 @@ def test_ratios_to_peers() -> None:
 def test_a_floor_is_what_is_counted_at_the_rates_that_are_measured(
     int8: bool, tiny: Callable[[str], Path]
 ) -> None:
-    """Of full attention, whose work is easily counted again."""
+    """Floors of full attention equal a count by hand of its operations and bytes."""
     model = load_model(tiny("llama"), device=torch.device("cpu"), dtype=torch.float32)
     shape, head = ModelShape.from_config(model.config), model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
