@@ -41,16 +41,32 @@ def split(text: str, limit: int, count: Count) -> list[str]:
     """Cut a text into parts of at most ``limit`` tokens; joined they are the text.
 
     Units (chapters; where one is too long its sections, then its paragraphs, lines, sentences,
-    words, characters) are put together, in order, as long as they fit. A part's tokens are the sum
-    of its units', from which those of the whole may differ a little where units meet.
+    words, characters) are put together, in order, into as few parts as hold them, and these are as
+    even as the units allow. A part's tokens are the sum of its units', from which those of the
+    whole may differ a little where units meet.
     """
-    parts: list[str] = []
+    units = _units(text, limit, count, 0)
+    fewest = len(_packed(units, limit))
+    # The longest part of as many parts is as short as can be.
+    least, enough = 1, limit
+    while least < enough:
+        middle = (least + enough) // 2
+        if len(_packed(units, middle)) > fewest:
+            least = middle + 1
+        else:
+            enough = middle
+    return ["".join(part) for part in _packed(units, enough)]
+
+
+def _packed(units: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Put units into parts, in order, as long as they fit; one that is too long is a part alone."""
+    parts: list[list[str]] = []
     size = limit
-    for unit, tokens in _units(text, limit, count, 0):
+    for unit, tokens in units:
         if size + tokens > limit:
-            parts.append("")
+            parts.append([])
             size = 0
-        parts[-1] += unit
+        parts[-1].append(unit)
         size += tokens
     return parts
 

@@ -32,7 +32,7 @@ from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 3
+_VERSION = 4
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"

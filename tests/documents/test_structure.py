@@ -29,6 +29,29 @@ def test_parts_join_to_the_text_and_fit(text: str, limit: int) -> None:
     assert all(len(a + b) > limit for a, b in pairwise(parts))
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(30, 90))
+def test_parts_are_as_few_and_then_as_even_as_paragraphs_allow(
+    lengths: list[int], limit: int
+) -> None:
+    text = "\n".join("word " * length + "\n" for length in lengths)
+    sizes = words(split(text, limit, words))
+    # The same by trying every bound on a part.
+    packed = []
+    for bound in range(max(lengths), limit + 1):
+        parts = [0]
+        for length in lengths:
+            if parts[-1] + length > bound:
+                parts.append(0)
+            parts[-1] += length
+        packed.append((len(parts), max(parts)))
+    assert (len(sizes), max(sizes)) == min(packed)
+
+
+def test_a_text_that_is_a_little_too_long_is_halved() -> None:
+    text = "\n\n".join("word " * 50 for _ in range(160)) + " end" * 9
+    assert words(split(text, 7_600, words)) == [4_000, 4_009]
+
+
 @pytest.mark.parametrize(
     ("text", "limit", "parts"),
     [
@@ -39,7 +62,7 @@ def test_parts_join_to_the_text_and_fit(text: str, limit: int) -> None:
             ["one\n\nCHAPTER I. Tea\n\ntwo three\n", "\nCHAPTER II\n\nfour\n"],
         ),
         ("# A\n\none\n\n## C\n\ntwo\n", 4, ["# A\n\none\n\n", "## C\n\ntwo\n"]),
-        ("one two\n\nthree four\n\nfive", 4, ["one two\n\nthree four\n", "\nfive"]),
+        ("one two\n\nthree four\n\nfive", 4, ["one two\n", "\nthree four\n\nfive"]),
         ("one two\nthree four", 3, ["one two\n", "three four"]),
         ("One two. Three four.", 3, ["One two.", " Three four."]),
         ("one two three", 2, ["one two", " three"]),
