@@ -126,6 +126,7 @@ EVAL_OPTIONS = {
         *GRID_OPTIONS,
         *ENGINE_OPTIONS.split(),
         *("--attention", "--head-map", "--source-heads", "--absent-lengths"),
+        *("--tasks", "--samples", "--squad", "--hotpotqa"),
     },
     "heads": {*GRID_OPTIONS, *ENGINE_OPTIONS.split(), "--compensation", "--percents"},
     "ruler": {

@@ -219,14 +219,6 @@ class PlacesConfig(GridConfig):
     haystack: str = _as("haystack", "essays")
 
 
-class SourcesConfig(PlacesConfig):
-    """Settings of ``eval sources``: the places of ``eval grid``, with a needle and without."""
-
-    absent_lengths: Annotated[tuple[Size, ...], LISTED] = Field(
-        default=(1500, 2500), description="Of these, those that are asked without the needle too."
-    )
-
-
 class HeadsConfig(GridConfig):
     percents: Annotated[tuple[float, ...], LISTED] = Field(
         default=(10, 15, 25, 50),

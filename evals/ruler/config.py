@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -15,6 +16,18 @@ from razor_dist.evals.ruler.tasks import QUESTION_TASKS, TASKS
 _BUILT_IN = ("full", "razor", "streaming")
 # RULER's question is a part of its prompt, so every press sees it: one SnapKV is enough.
 _PRESSES = tuple(name for name, press in PRESSES.items() if not press.with_question)
+
+
+def check_data(tasks: Collection[str], squad: str | None, hotpotqa: str | None) -> None:
+    """Refuse a question task without its data's path, and a path without its task."""
+    given = zip(QUESTION_TASKS, ("squad", "hotpotqa"), (squad, hotpotqa), strict=True)
+    for name, data, path in given:
+        if (name in tasks) != (path is not None):
+            raise ConfigError(
+                f"task {name} needs {data}, the path of its data"
+                if name in tasks
+                else f"{data} is for task {name}, which is not among the tasks"
+            )
 
 
 class RulerConfig(ComparingConfig):
@@ -53,13 +66,7 @@ class RulerConfig(ComparingConfig):
                     f"tasks: unknown task {name!r}; tasks are {', '.join(TASKS)}, and "
                     "synthetic and all by themselves"
                 )
-        for name, data in zip(QUESTION_TASKS, ("squad", "hotpotqa"), strict=True):
-            if (name in self.task_names) != (getattr(self, data) is not None):
-                raise ConfigError(
-                    f"task {name} needs {data}, the path of its data"
-                    if name in self.task_names
-                    else f"{data} is for task {name}, which is not among the tasks"
-                )
+        check_data(self.task_names, self.squad, self.hotpotqa)
         if min(self.lengths) < 1:
             raise ConfigError(f"lengths must be at least 1 each, got {list(self.lengths)}")
         for name in self.method_settings:

@@ -58,10 +58,7 @@ class RulerTask:
                 "and answer"
             )
         name, paragraphs = haystack_paragraphs(config.haystack)
-        data = {
-            task: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            for task, (path, _) in _questions(config.squad, config.hotpotqa).items()
-        }
+        data = data_fingerprints(config.squad, config.hotpotqa)
         return cls(config, (name, fingerprint(paragraphs)), data)
 
     @property
@@ -101,7 +98,7 @@ class RulerTask:
         sample = make_sample(
             **item.data,
             seed=self.config.seed,
-            material=self._material(),
+            material=material_of(self.haystack, self.config.squad, self.config.hotpotqa),
             tokens=lambda sample: len(whole(sample.text, sample.cue)),
         )
         prompt = whole(sample.text, sample.cue)
@@ -118,10 +115,19 @@ class RulerTask:
             "timing": {"seconds": output.metrics.total_seconds},
         }
 
-    def _material(self) -> Material:
-        essay = _essay(*self.haystack)
-        data = _questions(self.config.squad, self.config.hotpotqa)
-        return Material(essay, {task: questions for task, (_, questions) in data.items()})
+
+def material_of(haystack: tuple[str, str], squad: str | None, hotpotqa: str | None) -> Material:
+    """Return what samples are made of: prose by name and fingerprint, questions by their files."""
+    data = _questions(squad, hotpotqa)
+    return Material(_essay(*haystack), {task: questions for task, (_, questions) in data.items()})
+
+
+def data_fingerprints(squad: str | None, hotpotqa: str | None) -> dict[str, str]:
+    """Return the fingerprint of each question task's file; refuse one that is not readable."""
+    return {
+        task: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for task, (path, _) in _questions(squad, hotpotqa).items()
+    }
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ import random
 import string
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -37,11 +37,17 @@ _CODED_LETTERS = 6
 _MARK = "..."
 
 
+Span = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Sample:
     text: str  # the user's message: instruction, haystack, question
     cue: str  # the answer's beginning, which the model goes on from
     answers: tuple[str, ...]  # all of them are wanted, or for a `qa` task one
+    # Characters of the text where each answer is stated; of a `qa` task where its data say, of one
+    # that counts words none.
+    places: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,7 @@ class RulerNeedles:
             # From the deepest, so that what is inserted moves no later place.
             for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
                 lines.insert(int(place * count), needle)
-            answers = [value for _, own in asked for value in own]
-            return self._sample(lines, [key for key, _ in asked], answers)
+            return self._sample(lines, asked)
 
         return Units(build)
 
@@ -142,11 +147,12 @@ class RulerNeedles:
     def _needle(self, key: str, value: str) -> str:
         return f"The special magic {self.values[:-1]} of {key} is {value}."
 
-    def _sample(self, lines: Sequence[str], keys: Sequence[str], answers: list[str]) -> Sample:
+    def _sample(self, lines: Sequence[str], asked: Sequence[tuple[str, list[str]]]) -> Sample:
         kind = self.values[:-1]
-        *first, last = keys
+        *first, last = (key for key, _ in asked)
         subject = f"{', '.join(first)}, and {last}" if first else last
         separator = " " if self.haystack == "essay" else "\n"
+        answers = {value: self._needle(key, value) for key, own in asked for value in own}
         one = len(answers) == 1
         what = f"the special magic {kind}" if one else f"all the special magic {kind}s"
         text = (
@@ -156,7 +162,13 @@ class RulerNeedles:
             f"{subject}?"
         )
         cue = f"Answer: According to the text, {what} of {subject} {'is' if one else 'are'}"
-        return Sample(text, cue, tuple(answers))
+        return Sample(text, cue, tuple(answers), _places(text, answers))
+
+
+def _places(text: str, statements: Mapping[str, str]) -> tuple[Span, ...]:
+    """Return where answers stand, each in its statement, which is in the text once."""
+    begins = [text.index(said) + said.index(answer) for answer, said in statements.items()]
+    return tuple((begin, begin + len(own)) for begin, own in zip(begins, statements, strict=True))
 
 
 @lru_cache(maxsize=1)
@@ -202,7 +214,8 @@ def variable_tracking(draw: random.Random) -> Units:
 
     def build(count: int) -> Sample:
         text = f"{worked}\n\n{_chain(names, value, count, places)}"
-        return Sample(text, _chain_cue(value), tuple(names))
+        stated = dict(zip(names, _statements(names, value), strict=True))
+        return Sample(text, _chain_cue(value), tuple(names), _places(text, stated))
 
     return Units(build)
 
@@ -214,17 +227,20 @@ def _names(draw: random.Random, letters: int) -> list[str]:
 
 def _chain(names: Sequence[str], value: str, count: int, places: Collection[float]) -> str:
     """Return the question about a chain; ``places``, ascending in [0, 1), are its statements'."""
-    sources = [value, *(f"VAR {name}" for name in names[:-1])]
-    statements = [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
     lines = [NOISE] * count
     # From the back, so that what is inserted moves no earlier place and the order stays.
-    for place, statement in reversed(list(zip(places, statements, strict=True))):
+    for place, statement in reversed(list(zip(places, _statements(names, value), strict=True))):
         lines.insert(int(place * (count + 1)), statement)
     hidden = "\n".join(lines)
     return (
         "The text below assigns values to variables, one from another. Follow the assignments."
         f"\n{hidden}\nQuestion: Which variables hold the value {value} in the text above?"
     )
+
+
+def _statements(names: Sequence[str], value: str) -> list[str]:
+    sources = [value, *(f"VAR {name}" for name in names[:-1])]
+    return [f"VAR {name} = {source}" for name, source in zip(names, sources, strict=True)]
 
 
 def _chain_cue(value: str) -> str:

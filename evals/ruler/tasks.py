@@ -51,6 +51,8 @@ class QAQuestion:
     answers: tuple[str, ...]  # any of them is right
     documents: tuple[int, ...]  # indices of those that it came with
     nearest: tuple[int, ...] = ()  # others of its article, which are put beside them first
+    # Document, begin and end of what answers it, as far as the file tells.
+    places: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,12 @@ class QAData:
                 f"words as it takes.\n\n{texts}\n\n"
                 f"Question, to be answered from the documents above: {question.text}"
             )
-            return Sample(text, "Answer:", question.answers)
+            places = []
+            for index, begin, end in question.places:
+                heading = f"Document {chosen.index(index) + 1}:\n"
+                at = text.index(heading + self.documents[index]) + len(heading)
+                places.append((at + begin, at + end))
+            return Sample(text, "Answer:", question.answers, tuple(places))
 
         return Units(build, most=len(others))
 
@@ -104,14 +111,27 @@ def _squad(content: Any, index: Callable[[str], int]) -> Iterator[QAQuestion]:
             for question in questions:
                 answers = dict.fromkeys(answer["text"] for answer in question["answers"])
                 if answers and not question.get("is_impossible"):
-                    yield QAQuestion(question["question"], tuple(answers), (own,), nearest)
+                    first = question["answers"][0]
+                    begin = first.get("answer_start")
+                    end = None if begin is None else begin + len(first["text"])
+                    places = () if end is None else ((own, begin, end),)
+                    yield QAQuestion(question["question"], tuple(answers), (own,), nearest, places)
 
 
 def _hotpotqa(content: Any, index: Callable[[str], int]) -> Iterator[QAQuestion]:
     for question in content:
-        texts = (f"{title}\n{''.join(sentences)}" for title, sentences in question["context"])
+        context = question["context"]
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in context]
         own = tuple(dict.fromkeys(map(index, texts)))
-        yield QAQuestion(question["question"], (question["answer"],), own)
+        places = []
+        for title, number in question.get("supporting_facts", ()):
+            at = [title for title, _ in context].index(title)
+            if number < len(sentences := context[at][1]):  # a few that are named are not there
+                begin = len(title) + 1 + len("".join(sentences[:number]))
+                fact = sentences[number]
+                begin += len(fact) - len(fact.lstrip())
+                places.append((index(texts[at]), begin, begin + len(fact.strip())))
+        yield QAQuestion(question["question"], (question["answer"],), own, places=tuple(places))
 
 
 def _read(

@@ -19,9 +19,9 @@ from razor_dist.evals.needle.config import (
     HeadsConfig,
     NeedleConfig,
     PlacesConfig,
-    SourcesConfig,
 )
 from razor_dist.evals.ruler.config import RulerConfig
+from razor_dist.evals.sources.config import SourcesConfig
 
 if TYPE_CHECKING:
     from razor_dist.evals.needle.replay import Method
@@ -169,10 +169,10 @@ def grid(
 @eval.command("sources")
 @with_config_flags(SourcesConfig, leave_out=_NOT_SOURCES)
 def sources(config: SourcesConfig, out: Out) -> None:
-    """See if an answer's sources hold what was asked for, at 50 places, and where there is none."""
-    from razor_dist.evals.needle.sources import SourcesTask
-    from razor_dist.evals.needle.sources_report import SourcesReport
+    """See if an answer's sources hold what was asked for: of needles, of RULER's tasks."""
     from razor_dist.evals.run_notes import write_json
+    from razor_dist.evals.sources.report import SourcesReport
+    from razor_dist.evals.sources.task import SourcesTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = SourcesTask.plan(config)

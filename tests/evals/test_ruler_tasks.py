@@ -45,7 +45,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "qas": [
                 {
                     "question": f"Where is town {n}?",
-                    "answers": [{"text": f"river {n}"}, {"text": f"at river {n}"}],
+                    "answers": [
+                        {"text": f"river {n}", "answer_start": len(f"Town {n} lies at ")},
+                        {"text": f"at river {n}", "answer_start": len(f"Town {n} lies ")},
+                    ],
                 },
                 {"question": "Who knows?", "answers": [], "is_impossible": True},
             ],
@@ -56,6 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         {
             "question": f"Which saint is hill {n} named for?",
             "answer": f"Saint {n}",
+            "supporting_facts": [[f"Hill {n}", 0], [f"Hill {n + 3}", 1], [f"Hill {n}", 9]],
             "context": [
                 [f"Hill {n + d}", [f"Hill {n + d} is named for Saint {n + d}.", " It is steep."]]
                 for d in range(10)
@@ -214,6 +218,30 @@ def test_paragraphs_of_a_questions_article_come_first(material: Material) -> Non
             assert 1 < len(towns) < 10 and {town // 10 for town in towns} == {own}
         else:
             assert len(towns) > 10 and sum(town // 10 == own for town in towns) == 10
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_is_known_where_answers_stand(task: str, material: Material) -> None:
+    sample = make(task, material, 2000, number=3)
+    found = [sample.text[begin:end] for begin, end in sample.places]
+    before = [sample.text[:begin] for begin, _ in sample.places]
+    if task in ("cwe", "fwe"):
+        assert not found
+    elif task == "qa_1":
+        [answer] = found
+        assert answer == sample.answers[0]
+        assert before[0].endswith(f"Town {answer.removeprefix('river ')} lies at ")
+    elif task == "qa_2":
+        number = int(sample.answers[0].removeprefix("Saint "))
+        assert found == [f"Hill {number} is named for Saint {number}.", "It is steep."]
+        assert [text.rsplit(":\n", 1)[1] for text in before] == [
+            f"Hill {number}\n",
+            f"Hill {number + 3}\nHill {number + 3} is named for Saint {number + 3}. ",
+        ]
+    else:
+        assert found == list(sample.answers)
+        stated = {"vt": r"\nVAR $"}.get(task, r"The special magic (number|uuid) of \S+ is $")
+        assert all(re.search(stated, text) for text in before)
 
 
 def test_a_question_without_an_answer_is_left_out(data: dict[str, Path]) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from razor_dist import cli
-from razor_dist.evals.needle.sources_report import bm25, roc_auc
+from razor_dist.attention.sources import TOP
+from razor_dist.config.errors import ConfigError
+from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.sources.config import SourcesConfig
+from razor_dist.evals.sources.report import SourcesReport, bm25, roc_auc
+from razor_dist.evals.sources.task import Document, SourcesTask
+from razor_dist.frontend.prompts import PromptEncoder
+from tests.tokenizer import smollm2_tokenizer
 
 
 @pytest.mark.slow
@@ -28,16 +39,152 @@ def test_the_command_finds_a_needle_and_misses_none(tmp_path: Path) -> None:
     command = ["eval", "sources", *places, "--out", str(tmp_path / "run")]
     assert cli.main(command) == 0
     found = json.loads((tmp_path / "run/sources.json").read_text())
-    assert (found["asked"], found["right"], found["absent"]) == (1, 1, 1)
+    grid = found["tasks"]["grid"]
+    assert (grid["asked"], grid["right"], grid["absent"]) == (1, 1, 1)
     there, absent = found["answers"]
-    assert there["rank"] == 1 and there["expected"] in there["sources"][0]["text"]
+    assert there["ranks"] == [1] and there["expected"] in there["sources"][0]["text"]
     assert there["grounded"] > absent["grounded"]
-    rows = {row["heads"]: row for row in found["heads"]}
+    rows = {row["heads"]: row for row in grid["heads"]}
     assert rows["4 strongest"]["top_right"] == 1
-    assert set(rows) > {"1 strongest", "all 117", "4 random", "BM25"}
+    assert set(rows) > {"1 strongest", "all 117", "4 random", "last layer's 9", "BM25"}
     assert "| 4 strongest | 100 % |" in (tmp_path / "run/report.md").read_text()
     # What is there is not run again.
     assert cli.main(command) == 0
+
+
+def traced(
+    task: SourcesTask, number: int, answer: str, score: float, looks: list[tuple[int, float]]
+) -> dict[str, Any]:
+    """A result whose four strongest heads look at a character, and the last layer's at another.
+
+    ``looks`` has for each token of the answer the character of the content, and the weight.
+    """
+    tokenizer = smollm2_tokenizer()
+    item = task.items()[number]
+    kind, place = item.data["at"]
+    document = task.document(Prompter(tokenizer), item)
+    message = {"role": "user", "content": document.content}
+    _, text = PromptEncoder(tokenizer).chat_with_ends([message])
+    [part] = text.parts
+    positions = np.full((len(looks), 117, TOP), -1, "<i4")
+    weights = np.zeros((len(looks), 117, TOP), "<f4")
+    for token, (character, weight) in enumerate(looks):
+        positions[token, :4, 0] = np.flatnonzero(text.ends > part.begin + character)[0]
+        weights[token, :4, 0] = weight
+        # The rest is what the first token and the question get.
+        positions[token, :4, 1], weights[token, :4, 1] = 0, 1 - weight
+    return {
+        "kind": kind,
+        "length": place[0],
+        "number": place[1],
+        "prompt_tokens": len(text.ends),
+        "expected": ", ".join(document.answers),
+        "answer": answer,
+        "score": score,
+        "heads": 117,
+        "positions": base64.b64encode(positions.tobytes()).decode(),
+        "weights": base64.b64encode(weights.tobytes()).decode(),
+    }
+
+
+def documents(task: SourcesTask) -> list[Document]:
+    prompter = Prompter(smollm2_tokenizer())
+    return [task.document(prompter, item) for item in task.items()]
+
+
+def test_places_of_rulers_tasks_are_judged_one_by_one() -> None:
+    tasks = "niah_multivalue,niah_multikey_1"
+    config = SourcesConfig(tasks=tasks, lengths="700", samples=1, haystack="reference")
+    task = SourcesTask.plan(config)
+    keys, values = documents(task)
+    assert len(keys.places) == 1 and len(values.places) == 4
+    [wanted] = keys.answers
+    [other, *_] = [n for n in re.findall(r"is (\d{7})\.", keys.content) if n != wanted]
+    begins = [begin for begin, _ in values.places]
+    said = f"{values.answers[0]} and {values.answers[2]}"
+    results = [
+        # Another key's number, from that key's needle.
+        traced(task, 0, f"It is {other}.", 0.0, [(keys.content.index(other), 0.8)]),
+        # Two of four, from their places, the second one heavier; and a look at a third.
+        traced(task, 1, said, 0.5, [(begins[0], 0.5), (begins[2], 0.75), (begins[1], 0.25)]),
+    ]
+    report = SourcesReport.of(task, results)
+    found = report.summary()
+    assert [one["said"] for one in found["answers"]] == [[False], [True, False, True, False]]
+    assert [one["ranks"] for one in found["answers"]] == [[None], [2, 3, 1, None]]
+    multikey = {row["heads"]: row for row in found["tasks"]["niah_multikey_1"]["heads"]}
+    del multikey["4 strongest"]["heads"]
+    assert multikey["4 strongest"] == {
+        "top_wrong": 0,
+        "top_mistaken": 1,
+        "shown_unsaid": 0,
+        "told_wrong": 1,
+        "grounded_wrong": pytest.approx(1),
+    }
+    multivalue = {row["heads"]: row for row in found["tasks"]["niah_multivalue"]["heads"]}
+    own = multivalue["4 strongest"]
+    assert (own["top_wrong"], own["shown_said"], own["shown_unsaid"]) == (1, 1, 0.5)
+    # All heads but four look nowhere, among them the last layer's; BM25 knows the key.
+    last = multivalue["last layer's 9"]
+    assert (last["top_wrong"], last["shown_said"], last["told_wrong"]) == (0, 0, 0)
+    bm25_row = multivalue["BM25"]
+    assert (bm25_row["top_wrong"], bm25_row["shown_said"], bm25_row["shown_unsaid"]) == (1, 1, 1)
+    page = report.page()
+    assert "## By task: 4 strongest heads" in page
+    assert "| niah_multikey_1, 0 of 1 right | 0 % | 100 % |" in page
+
+
+def test_a_document_is_where_its_prompt_has_it() -> None:
+    config = SourcesConfig(tasks="grid,vt", lengths="900", depths="50", needles=1, samples=1)
+    config = config.model_copy(update={"haystack": "reference"})
+    prompter = Prompter(smollm2_tokenizer())
+    for document in documents(SourcesTask.plan(config)):
+        ids = prompter.whole(document.content, document.cue)
+        message = {"role": "user", "content": document.content}
+        before, text = PromptEncoder(prompter.tokenizer).chat_with_ends([message])
+        assert ids[: len(before)] == before == ids[: len(text.ends)]
+        [part] = text.parts
+        # No place is in the question, where there can be no source.
+        assert all(end <= part.searched for _, end in document.places)
+        assert document.question in document.content[part.searched :]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": "cwe"}, "tasks: 'cwe' is none of grid, ruler, and RULER's tasks with known"),
+        ({"tasks": "ruler,qa_1"}, "task qa_1 needs squad, the path of its data"),
+        ({"hotpotqa": "dev.json"}, "hotpotqa is for task qa_2, which is not among the tasks"),
+        ({"samples": 0}, "samples must be at least 1"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SourcesConfig(**settings)
+
+
+def test_tasks_are_in_the_papers_order() -> None:
+    names = SourcesConfig(tasks="vt,ruler,grid").task_names
+    assert names[0] == "grid" and names[-1] == "vt" and len(names) == 10
+    assert SourcesConfig().task_names == ("grid",)
+
+
+def test_data_without_places_are_refused(tmp_path: Path) -> None:
+    question = {"question": "Where?", "answers": [{"text": "here"}]}
+    texts = [f"Town {n} is here. " + "It is small. " * 5 for n in range(60)]
+    article = {"paragraphs": [{"context": text, "qas": [question]} for text in texts]}
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [article]}))
+    task = SourcesTask.plan(
+        SourcesConfig(
+            tasks="qa_1",
+            lengths="400",
+            samples=1,
+            squad=str(tmp_path / "squad.json"),
+            haystack="reference",
+        )
+    )
+    with pytest.raises(ConfigError, match="the data of qa_1 do not tell where its answer stands"):
+        documents(task)
 
 
 def test_bm25_prefers_rare_words_and_short_sentences() -> None:

@@ -1,9 +1,10 @@
 """Sources of right, wrong and impossible answers: does the top passage hold what was asked for?
 
-Every document of `eval grid` is asked once with its needle and once without. The engine's strongest
-retrieval heads are traced one by one, so that one run tells how many of them are best, and what
-random ones would say. BM25 over the document's sentences, asked with question and answer, stands
-beside them (`razor_dist.evals.needle.sources_report`).
+Every document of `eval grid` is asked once with its needle and once without, and RULER's tasks
+where it is known where their answers stand. The engine's strongest retrieval heads are traced one
+by one, so that one run tells how many of them are best, and what random ones would say, or the last
+layer's. BM25 over the document's sentences, asked with question and answer, stands beside them
+(`razor_dist.evals.sources.report`).
 """
 
 from __future__ import annotations
@@ -19,26 +20,32 @@ import numpy as np
 import torch
 
 from razor_dist.attention.sources import TOP
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.needle.config import Place, SourcesConfig
+from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.documents import Haystack, Prompter
 from razor_dist.evals.needle.grid import PRESET, place_seed
 from razor_dist.evals.needle.task import run_here, same_haystack
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.evals.ruler.job import data_fingerprints, material_of
+from razor_dist.evals.ruler.synthetic import Sample, Span
+from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, make_sample, score
+from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
+from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.parallel.comm import Communicator
 
 
 class Document(NamedTuple):
-    messages: list[dict[str, str]]
+    content: str  # of the user's message
     question: str
-    expected: str
-    needle: tuple[int, int] | None  # characters of what was asked for, if it is there
+    answers: tuple[str, ...]  # that are wanted
+    places: tuple[Span, ...] = ()  # characters of the content that hold them; none: not there
+    cue: str = ""  # begins the answer
 
 
 def document_at(
@@ -51,11 +58,19 @@ def document_at(
     hidden = [] if absent else [(fact.sentence, float(depth))]
     text = prompter.decode(haystack.hide(length, hidden, own)).strip()
     content = text + PRESET.layouts["after"].fill("after", fact)
-    needle = None
+    places: tuple[Span, ...] = ()
     if not absent:
         begin = content.index(fact.sentence) + fact.sentence.index(fact.answer)
-        needle = begin, begin + len(fact.answer)
-    return Document([{"role": "user", "content": content}], fact.question, fact.answer, needle)
+        places = ((begin, begin + len(fact.answer)),)
+    return Document(content, fact.question, (fact.answer,), places)
+
+
+def scored(kind: str, answer: str, wanted: Sequence[str]) -> float:
+    """Return the part of the wanted strings that an answer gives, as the kind is scored."""
+    if kind in PLACED:
+        return score(kind, answer, wanted)
+    [expected] = wanted
+    return PRESET.score(answer, expected)
 
 
 class TracedConfig(ExternalEngineConfig):
@@ -72,18 +87,17 @@ class TracedModel:
         trust = config.trust_remote_code
         path = resolve_model(config.model, trust_remote_code=trust)
         self.prompter = Prompter.of_model(path, trust_remote_code=trust)
-        self.encoder = PromptEncoder(self.prompter.tokenizer)
         torch.set_num_threads(config.threads_per_rank(1))
         self._engine = build_engine(config, Communicator(None), torch_device(config, 0))
 
     def close(self) -> None:
         pass
 
-    def answer(self, ids: Sequence[int]) -> tuple[list[int], list[Any]]:
-        """Return the answer's tokens and, of each but the first, its sources head by head."""
+    def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], list[Any]]:
+        """Return up to ``most`` tokens and, of each but the first, its sources head by head."""
         core, runner = self._engine.core, self._engine.runner
         # Greedy, so that the answer is the prompt's and the settings' alone.
-        params = SamplingParams(temperature=0, max_tokens=PRESET.answer_tokens, return_sources=1)
+        params = SamplingParams(temperature=0, max_tokens=most, return_sources=1)
         core.add("question", ids, params)
         tokens: list[int] = []
         told: list[Any] = []
@@ -102,6 +116,7 @@ class SourcesTask:
     config: SourcesConfig
     traced: TracedConfig
     haystack: tuple[str, str]  # name and fingerprint
+    data: Mapping[str, str]  # fingerprint of each question task's file
 
     @classmethod
     def plan(cls, config: SourcesConfig) -> SourcesTask:
@@ -109,48 +124,72 @@ class SourcesTask:
         own = config.model_dump(include=set(EngineConfig.model_fields))
         # Every query head of the retrieval heads, the strongest first.
         traced = TracedConfig(**own | {"source_heads": 1 << 20, "prefix_cache": False})
-        return cls(config, traced, (name, fingerprint(paragraphs)))
+        data = data_fingerprints(config.squad, config.hotpotqa)
+        return cls(config, traced, (name, fingerprint(paragraphs)), data)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         name, text = self.haystack
         about = {"haystack": name, "haystack_fingerprint": text, "seed": self.config.seed}
-        return {"kind": "sources", "model": display_name(self.config.model), **about}
+        data = {"data": self.data} if self.data else {}
+        return {"kind": "sources", "model": display_name(self.config.model), **about, **data}
 
     @property
     def engines(self) -> Mapping[str, EngineConfig]:
         return {"traced": self.traced}
 
     def items(self) -> Sequence[Item]:
+        config, ruler = self.config, [name for name in self.config.task_names if name != GRID]
+        at: list[tuple[str, tuple[int, ...]]] = [
+            (kind, place)
+            for place, kind in itertools.product(config.places, ("needle", "absent"))
+            if GRID in config.task_names and (kind == "needle" or place[0] in config.absent_lengths)
+        ]
+        samples = itertools.product(sorted(config.lengths), range(config.samples))
+        at += itertools.product(ruler, samples)
         return [
             Item("/".join(map(str, (kind, *place))), place[0], "traced", {"at": (kind, place)})
-            for place, kind in itertools.product(self.config.places, ("needle", "absent"))
-            if kind == "needle" or place[0] in self.config.absent_lengths
+            for kind, place in at
         ]
 
     def document(self, prompter: Prompter, item: Item) -> Document:
         kind, place = item.data["at"]
+        if kind in PLACED:
+            return self._sample(prompter, kind, *place)
         haystack = same_haystack(*self.haystack, prompter.tokenizer)
         absent = kind == "absent"
         return document_at(prompter, haystack, place, self.config.seed, absent=absent)
 
+    def _sample(self, prompter: Prompter, task: str, length: int, number: int) -> Document:
+        material = material_of(self.haystack, self.config.squad, self.config.hotpotqa)
+
+        def tokens(sample: Sample) -> int:
+            return len(prompter.whole(sample.text, sample.cue))
+
+        made = make_sample(task, length, number, self.config.seed, material, tokens)
+        if not made.places:
+            raise ConfigError(f"the data of {task} do not tell where its answer stands")
+        question = made.text[question_begin(made.text) :]
+        return Document(made.text, question, made.answers, made.places, made.cue)
+
     def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
         model: TracedModel = llm
+        kind, place = item.data["at"]
         document = self.document(model.prompter, item)
-        ids = model.encoder.chat(document.messages)
-        tokens, told = model.answer(ids)
+        ids = model.prompter.whole(document.content, document.cue)
+        tokens, told = model.answer(ids, ANSWER_TOKENS.get(kind, PRESET.answer_tokens))
         answer = model.prompter.decode(tokens)
         shape = (len(told), -1, TOP)
         positions = np.array([t.positions.numpy() for t in told], "<i4").reshape(shape)
         weights = np.array([t.weights.numpy() for t in told], "<f4").reshape(shape)
         return {
-            "kind": item.data["at"][0],
-            "length": item.data["at"][1][0],
-            "depth": item.data["at"][1][1],
+            "kind": kind,
+            "length": place[0],
+            "number" if kind in PLACED else "depth": place[1],
             "prompt_tokens": len(ids),
-            "expected": document.expected,
+            "expected": ", ".join(document.answers),
             "answer": answer,
-            "score": PRESET.score(answer, document.expected),
+            "score": scored(kind, answer, document.answers),
             "heads": positions.shape[1],
             "positions": base64.b64encode(positions.tobytes()).decode(),
             "weights": base64.b64encode(weights.tobytes()).decode(),
