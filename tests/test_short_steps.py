@@ -38,6 +38,8 @@ class Company:
     texts: tuple[tuple[int, ...], ...]
     chunks: tuple[int, ...]  # tokens of each that are read in chunks
     steps: tuple[tuple[int, ...], ...]  # tokens that each step reads of each text, or chunk's least
+    # Of a prompt's chunks, two of three are computed by all ranks.
+    mixed: bool = False
 
     def pieces(self, world: int = 1) -> Iterator[list[Piece]]:
         """Yield each step's pieces; chunks are of whole shards but for the last."""
@@ -50,8 +52,11 @@ class Company:
                 begin, sharded = read[key], read[key] < chunks
                 whole = -(-tokens // (2 * world)) * 2 * world
                 end = min(begin + whole, chunks) if sharded else min(begin + tokens, len(text))
+                last = self.mixed or end >= chunks
+                if self.mixed and end < chunks:
+                    sharded = (begin // (2 * world)) % 3 == 0
                 if end > begin:
-                    found.append(Piece(key, text[begin:end], sharded, last=end >= chunks))
+                    found.append(Piece(key, text[begin:end], sharded, last=last))
                 read[key] = end
             if found:
                 yield StepPlan.step(found).pieces
@@ -176,6 +181,17 @@ def test_answers_that_are_computed_at_once_change_nothing(
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=at_once)
 
 
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_prompt_is_read_by_turns_in_chunks_and_by_all_ranks(
+    tensor: bool, ranks: Ranks, tiny: Tiny
+) -> None:
+    path = tiny("llama")
+    case = Case(str(path), split_of(path), POLICY, (), tail=8, tensor=tensor)
+    steps = ((16, 0, 9, 1), (16, 16, 1, 1)) * 5
+    company = Company(case, TEXTS, (138, 97, 0, 0), (*steps, *STEPS), mixed=True)
+    assert_same_as_alone(company, ranks, 2, 4)
+
+
 def test_prompts_that_begin_in_a_short_step_send_nothing(ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
     case = Case(str(path), split_of(path), POLICY, ())
@@ -195,7 +211,8 @@ def companies(draw: st.DrawFn) -> tuple[int, Company]:
     steps = tuple(tuple(draw(tokens) for _ in lengths) for _ in range(draw(st.integers(1, 5))))
     rest = (*steps, (70,) * len(lengths), (70,) * len(lengths))
     case = Case("", (), policy, (), exact=draw(st.booleans()), page_size=3)
-    return draw(st.sampled_from([1, 2, 3, 8])), Company(case, texts, chunks, rest)
+    mixed = not case.exact and draw(st.booleans())
+    return draw(st.sampled_from([1, 2, 3, 8])), Company(case, texts, chunks, rest, mixed)
 
 
 @settings(

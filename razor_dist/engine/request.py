@@ -44,6 +44,7 @@ class Request:
     spare: set[int] = field(default_factory=set)  # of them, those kept only in room to spare
     short: bool = False  # all ranks compute the whole prompt, in one step
     prefilled_to: int = 0  # position after its last prefilled token; meaningful once admitted
+    whole: bool = True  # every rank has the window at `prefilled_to`: it may go on without chunks
     arrived: float = 0.0  # when it was queued, by the scheduler's clock
     generated: list[int] = field(default_factory=list)
     # When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it

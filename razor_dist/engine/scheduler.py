@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from razor_dist.cache.sequence import owned_tokens
 from razor_dist.engine.admission import Admission
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.request import Request, prefixes
 from razor_dist.engine.step import Piece, StepPlan
+from razor_dist.engine.step_cost import Work
 from razor_dist.engine.turns import Turns
-from razor_dist.parallel.zigzag import Chunk, whole_shards
+from razor_dist.parallel.zigzag import Chunk, Interval, whole_shards
 
 
 class Scheduler:
@@ -132,56 +134,78 @@ class Scheduler:
             Piece(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
             for r in answering
         ]
-        pieces += [self._piece(r, math.inf) for r in joining]
+        pieces += [self._piece(r, math.inf, sharded=not r.short) for r in joining]
         if long:
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
-            length = self.turns.length(request, others, answering=bool(answering), joined=joined)
-            pieces.append(self._piece(request, length))
+            answers = len(answering)
+            length, sharded = self.turns.piece(request, others, answers=answers, joined=joined)
+            pieces.append(self._piece(request, length, sharded=sharded))
         return StepPlan.step(pieces) if pieces else None
 
-    def _piece(self, request: Request, length: float) -> Piece:
-        """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards."""
+    def _piece(self, request: Request, length: float, *, sharded: bool) -> Piece:
+        """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
+
+        If all ranks are to compute them, though it is no short prompt, every rank must have its
+        window, and they must keep as many of its tokens as of a chunk, for which they have room:
+        else they are a chunk after which that is so.
+        """
         left, begin = request.unread, request.prefilled_to
         n, count = len(left), request.params.prompt_logprobs
         if length < n:
             n = min(n, whole_shards(length, self.world_size))
         n = min([n, *(stop - begin for stop in request.stops if stop > begin)])
+        last = n == len(left) or begin + n in request.stops
+        if not (sharded or request.short):
+            # An exact prefill has all heads' keys elsewhere until it ends.
+            exact = self.cache.scratch_pages > 0 and not request.begin
+            able = not exact and count is None
+            last = last or able
+            sharded = not (able and request.whole and self._is_even(begin, begin + n))
         return Piece(
             request.key,
             torch.from_numpy(left[:n].astype(np.int64)),
-            sharded=not request.short,
-            last=n == len(left) or begin + n in request.stops,
+            sharded=sharded,
+            last=last,
             prompt_logprobs=-1 if count is None else count,
             following=-1 if count is None or n == len(left) else int(left[n]),
         )
+
+    def _is_even(self, begin: int, end: int) -> bool:
+        """Tell if every rank keeps as many of these tokens if all compute them as of a chunk."""
+        size, at = self.world_size, Interval(begin, end)
+        chunk = Chunk(begin, end, size)
+        return all(len(owned_tokens(at, r, size)) == chunk.tokens(r) for r in range(size))
 
     def done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
         """Note that a step has been made, and in what time.
 
         Return its requests, in order, and how many tokens of each prompt it has read.
         """
-        cost, step = self.turns.cost, [(self.running[p.sequence], p) for p in plan.pieces]
+        step = [(self.running[p.sequence], p) for p in plan.pieces]
         read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
-        if any(count for _, count in read):
-            # What is not sharded may be computed by every rank, but attends to the rank's own part
-            # of what is before it.
-            tokens = pairs = 0.0
-            for request, n in read:
-                times = self.turns.repeats if request.short else 1
+        chunks, dealt, tokens, pairs = 0, 0, 0.0, 0.0
+        for (request, n), piece in zip(read, plan.pieces, strict=True):
+            times = 1
+            if piece.sharded and self.world_size > 1:
+                chunks, dealt = 1, dealt + n
+            else:
+                # It may be computed by every rank, which attends to its own part of what is before.
+                times = self.turns.repeats
                 tokens += times * n
-                pairs += n * (request.prefilled_to + times * n / 2)
-            cost.learn(tokens, pairs, seconds, answers=sum(n == 0 for _, n in read))
-        else:
-            cost.answered(seconds, len(read))
+            pairs += n * (request.prefilled_to + times * n / 2)
+        answers = sum(n == 0 for _, n in read)
+        self.turns.cost.learn(Work(1, chunks, answers, dealt, tokens, pairs), seconds)
         in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
-        for request, count in read:
+        for (request, count), piece in zip(read, plan.pieces, strict=True):
             if count:
-                self.turns.took(in_turn, request, self.turns.work(request, count))
+                took = self.turns.work(request, count, sharded=piece.sharded)
+                self.turns.took(in_turn, request, took)
         for (request, count), piece in zip(read, plan.pieces, strict=True):
             begin = request.prefilled_to
             request.prefilled_to += count
+            request.whole = piece.last or not piece.sharded
             if piece.sharded:
                 assert request.holding is not None
                 chunk = Chunk(begin, request.prefilled_to, self.world_size)

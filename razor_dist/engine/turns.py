@@ -5,31 +5,19 @@ those with little to do go first, and the oldest gets at least half of the time:
 overtakes a million tokens, and costs their reader no more time than it takes itself.
 
 Prompts that are read in one step take no turns: they join the next one.
+
+A chunk costs several ranks much whatever its length. Ranks that share what is not a chunk read a
+long prompt in pieces meanwhile (`Turns.piece`), which cost a step beside others nothing more.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from razor_dist.engine.request import Request
+from razor_dist.engine.step_cost import StepCost
 
-# Weight that an observation keeps when the next comes, and that of what is believed before any.
-_FORGET, _BELIEF = 0.97, 1e-7
-# Steps whose times bound what every step costs. Earlier ones may have been faster: other programs
-# take processors, and ranks whose threads wait for each other are many times slower then.
-_RECENT = 64
-# Where none that reads so few tokens took less than so many of answers alone, these are of better
-# days.
-_FEW, _STALE = 128, 10
-# Weight of a new observation of what an answer costs.
-_NEWS = 0.1
-# Where nothing else tells: a step with a chunk costs at most so many times one of answers, whatever
-# the chunk's length.
-_CHUNK = 3.0
 # Tokens that a rank reads of prompts that join a step, at most: their activations are in nobody's
 # plan.
 _JOINING = 512
@@ -43,104 +31,6 @@ _LONGER, _MOST_IDLE, _IDLE, _ALONE = 4, 0.15, 0.05, 0.25
 _VARIED = 0.7
 # A prompt whose rest would take little more than a step is read to its end.
 _LAST_PIECE = 1.25
-
-
-class StepCost:
-    """Estimated seconds of a chunk of n tokens after c others: ``s + a n + b n (c + n / 2)``.
-
-    ``s`` is for what every step does, such as reading the weights, ``a`` for the products with them
-    and ``b`` for attention. They are fitted to the steps that were made, the last ones most, by
-    least squares of the relative error. None is negative, and ``s`` is at most what the fastest
-    recent step took that read a prompt, and `_CHUNK` times what the fastest one of answers alone
-    took, unless that was long ago: chunks of about one length tell little of it. Each answer in a
-    step adds ``c``, which is known from steps of answers alone.
-    """
-
-    def __init__(self) -> None:
-        # Before any step: a few milliseconds and half of one for each token.
-        self._sab = np.array([5e-3, 5e-4, 1e-9])
-        self._scale = self._sab.copy()
-        self._squares = _BELIEF * np.eye(3)
-        self._products = _BELIEF * np.ones(3)
-        # Seconds and tokens of the last steps that read prompts; seconds of the last of answers.
-        self._reading: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        self._answering: deque[float] = deque(maxlen=_RECENT)
-        self._answer = 0.0  # c
-
-    def answered(self, seconds: float, answers: int) -> None:
-        """Learn from a step of answers alone, whose tokens cost less than those of prompts."""
-        self._answering.append(seconds)
-        if answers > 1:
-            each = (seconds - min(self._answering)) / (answers - 1)
-            self._answer += _NEWS * (each - self._answer)
-
-    def observe(self, tokens: int, context: int, seconds: float) -> None:
-        """Learn from a chunk."""
-        self.learn(tokens, tokens * (context + tokens / 2), seconds)
-
-    def learn(self, tokens: float, pairs: float, seconds: float, answers: int = 0) -> None:
-        """Learn from a step with so many tokens of prompts, pairs of a query and a key, answers."""
-        seconds = max(seconds / 2, seconds - answers * self._answer)
-        self._reading.append((seconds, tokens))
-        x = np.array([1.0, tokens, pairs]) * self._scale / seconds
-        self._squares = _FORGET * self._squares + np.outer(x, x)
-        self._products = _FORGET * self._products + x
-        self._sab = self._scale * self._fit()
-
-    def _most(self) -> float:
-        """Return the upper bound of ``s``."""
-        most, _ = min(self._reading)
-        answers = min(self._answering, default=math.inf)
-        few = min((seconds for seconds, tokens in self._reading if tokens <= _FEW), default=0.0)
-        return most if few > _STALE * answers else min(most, _CHUNK * answers)
-
-    def _fit(self) -> np.ndarray:
-        """Least squares in bounds: the best of all choices of terms that are at none of theirs."""
-        best, least = np.zeros(3), math.inf
-        most = self._most() / self._scale[0]
-        for free in [(0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)]:
-            for s in (0.0,) if 0 in free else (0.0, most):
-                found = np.array([s, 0.0, 0.0])
-                rest = self._products - self._squares @ found
-                square = self._squares[np.ix_(free, free)]
-                found[list(free)] = np.linalg.lstsq(square, rest[list(free)], rcond=None)[0]
-                loss = float(found @ self._squares @ found - 2 * found @ self._products)
-                if (found >= 0).all() and found[0] <= most and loss < least - 1e-12:
-                    best, least = found, loss
-        return best
-
-    def seconds(self, tokens: int, context: int) -> float:
-        """Estimate a chunk of ``tokens`` after ``context`` others."""
-        return float(self._terms(tokens, context) @ self._sab)
-
-    @property
-    def chunk(self) -> float:
-        """Estimate what a chunk costs beyond a step of answers, whatever its length."""
-        s = self.seconds(0, 0)
-        return max(0.0, s - min(self._answering)) if self._answering else s
-
-    def work(self, tokens: int, context: int) -> float:
-        """Estimate what such a chunk takes beyond what every step costs."""
-        return self.seconds(tokens, context) - self.seconds(0, 0)
-
-    def tokens(self, seconds: float, context: int) -> float:
-        """Return the length of a chunk that takes so long.
-
-        But at least a length at which half of the time is for tokens: shorter chunks would spend
-        most of it on what each step costs anyway.
-        """
-        s, a, b = self._sab
-        linear = a + b * context
-        if linear == 0:
-            return math.inf
-        # The positive root of b/2 n^2 + (a + b c) n = seconds - s.
-        rest = max(0.0, seconds - s)
-        root = 2 * rest / (linear + math.sqrt(linear * linear + 2 * b * rest))
-        return float(max(root, s / linear))
-
-    @staticmethod
-    def _terms(tokens: int, context: int) -> np.ndarray:
-        return np.array([1.0, tokens, tokens * (context + tokens / 2)])
 
 
 class Turns:
@@ -158,7 +48,8 @@ class Turns:
         by_priority: bool = False,
         shared: bool = False,
     ) -> None:
-        self.cost, self._ranks = StepCost(), world_size
+        self.cost, self._ranks = StepCost(world_size), world_size
+        self._shared = shared and world_size > 1
         # How often the work of a short prompt is done, among all ranks.
         self.repeats = 1 if shared else world_size
         self._max_step, self.by_priority = max_step, by_priority
@@ -177,8 +68,8 @@ class Turns:
         most, n = min(_JOINING, prompt.chunked_prefill_size), prompt.end - prompt.begin
         if n > most or prompt.params.prompt_logprobs is not None:
             return False
-        repeated = (self.repeats - 1) * self.cost.work(n, 0)
-        fits = repeated + self.cost.work(n, prompt.begin) <= self._max_step
+        repeated = (self.repeats - 1) * self.cost.work(n, 0, sharded=False)
+        fits = repeated + self.cost.work(n, prompt.begin, sharded=False) <= self._max_step
         return fits and repeated <= self.cost.chunk
 
     def joins(self, prompt: Request) -> bool:
@@ -187,13 +78,15 @@ class Turns:
         if prompt.short or prompt.prefilled_to > prompt.begin:
             return prompt.short
         most = min(_JOINING * self._ranks, prompt.chunked_prefill_size)
-        return n <= most and self.work(prompt, n) <= self._max_step
+        return n <= most and self.work(prompt, n, sharded=not prompt.short) <= self._max_step
 
-    def work(self, prompt: Request, tokens: int) -> float:
+    def work(self, prompt: Request, tokens: int, *, sharded: bool) -> float:
         """Estimate the seconds that a prompt's next ``tokens`` add to a step."""
-        work = self.cost.work(tokens, prompt.prefilled_to)
-        # What is before a short prompt stays sharded.
-        return work + prompt.short * (self.repeats - 1) * self.cost.work(tokens, 0)
+        repeats = 1 if sharded else self.repeats
+        # What is before them stays sharded.
+        return self.cost.work(tokens, prompt.prefilled_to) + (repeats - 1) * self.cost.work(
+            tokens, 0
+        )
 
     def together(
         self, prompts: Sequence[Request], *, part: float = 1.0
@@ -207,7 +100,7 @@ class Turns:
         seconds = tokens = 0.0
         for prompt in self.first_class(prompts):
             n = prompt.end - prompt.begin
-            work = self.work(prompt, n)
+            work = self.work(prompt, n, sharded=not prompt.short)
             tokens += n if prompt.short else n / self._ranks
             if chosen and (seconds + work > part * self._max_step or tokens > _JOINING):
                 break
@@ -230,30 +123,38 @@ class Turns:
         # All of them wait until now, so that the later one arrived, the less it has waited.
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
-    def length(
-        self, prompt: Request, others: Sequence[Request], *, answering: bool, joined: float = 0.0
-    ) -> float:
-        """Tokens of its next chunk, at most.
+    def piece(
+        self, prompt: Request, others: Sequence[Request], *, answers: int = 0, joined: float = 0.0
+    ) -> tuple[float, bool]:
+        """Return how many tokens of a prompt are read next at most, and if as a chunk.
 
-        They are those of one step's time if anybody is ``answering``, or if of the ``others`` that
-        are being read one has little left: for the rest that would be overhead. Prompts that join
-        the step have taken ``joined`` seconds of it, but at least half is left.
+        They are those of one step's time if there are ``answers`` in it, or if of the ``others``
+        that are being read one has little left: for the rest that would be overhead. Prompts that
+        join the step have taken ``joined`` seconds of it, but at least half is left. It is no less
+        than what the step costs anyway, or that would be most of it.
         """
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
-        if answering or any(self._left(other) <= longer for other in others):
+        beside = answers > 0 or any(self._left(other) <= longer for other in others)
+        sharded = not (beside and self._shared)
+        chunk = self.cost.chunk if sharded else 0.0
+        base = self.cost.step(0) + chunk
+        if beside:
             self._somebody_came()
         else:
-            between, s = max(self._alone, self._between), self.cost.seconds(0, 0)
-            step = max(longer, s / _MOST_IDLE, min(s / _IDLE, _ALONE * between))
+            between = max(self._alone, self._between)
+            step = max(longer, base / _MOST_IDLE, min(base / _IDLE, _ALONE * between))
             step *= 1 if others else self._vary()
         step -= min(joined, step / 2)
+        if not sharded:
+            most = min(most, _JOINING)
         if self._left(prompt) <= _LAST_PIECE * step:
-            return most
-        tokens = self.cost.tokens(step, prompt.prefilled_to)
-        if step < 2 * self.cost.seconds(0, 0):
-            tokens *= self._vary()
-        return min(most, tokens)
+            return most, sharded
+        least = self.cost.step(answers) + chunk
+        if step - base < least:
+            least *= self._vary()
+        left = max(step - base, least)
+        return min(most, self.cost.tokens(left, prompt.prefilled_to, sharded=sharded)), sharded
 
     def _vary(self) -> float:
         self._varied = not self._varied

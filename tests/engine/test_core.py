@@ -256,8 +256,9 @@ def test_the_time_that_is_left_falls_from_request_to_request(
 ) -> None:
     core = make_core(tiny("llama"), max_num_seqs=2)
     cost = core.scheduler.turns.cost
-    monkeypatch.setattr(cost, "observe", lambda *_: None)
+    monkeypatch.setattr(cost, "learn", lambda *_: None)
     monkeypatch.setattr(cost, "seconds", lambda tokens, _: float(tokens))
+    monkeypatch.setattr(cost, "step", lambda _: 1.0)
     assert core.seconds_left() == 0
     core.add("doc", prompt(50), GREEDY, pin=True)
     core.add("a", prompt(20), GREEDY, prefix_id="doc")

@@ -41,7 +41,14 @@ class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
     def __init__(
-        self, ranks: int, pages: int, slots: int, scratch: int, places: int, tail: int
+        self,
+        ranks: int,
+        pages: int,
+        slots: int,
+        scratch: int,
+        places: int,
+        tail: int,
+        decode: str,
     ) -> None:
         # Streaming heads of two windows; one rank's slots, for all have the same.
         arenas = tuple(Arena(policy, 1, places, tail) for policy in POLICIES)
@@ -63,7 +70,7 @@ class PagesOnly:
         self.slots: dict[int, list[StreamingSlot]] = {}
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
-        self.decode, self.sources = "replicated", {}
+        self.decode, self.sources = decode, {}
         self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
         self.prompt_logprobs: dict = {}
         self.pools = [_pool(pages) for _ in range(ranks)]
@@ -73,6 +80,7 @@ class PagesOnly:
         self.lengths: dict[int, int] = {}
         self.totals: dict[int, int] = {}
         self.chunks: dict[int, list[Chunk]] = {}
+        self.whole: dict[int, bool] = {}  # its window is on every rank
         self.cached: set[int] = set()
         self.executed = 0
 
@@ -139,6 +147,8 @@ class PagesOnly:
         sizes = shard_sizes(begin, end if piece.sharded else begin, end, ranks)
         for table, new in zip(self.tables[piece.sequence], sizes, strict=True):
             table.tokens += new
+        assert piece.sharded or self.whole[piece.sequence]
+        self.whole[piece.sequence] = piece.last or not piece.sharded
         if piece.sharded:
             self.chunks[piece.sequence].append(Chunk(begin, end, ranks))
             scratch = self.scratch_tables.get(piece.sequence, [])
@@ -157,6 +167,7 @@ class PagesOnly:
         ]
         self.slots[plan.sequence] = [cache.allocate(plan.total) for cache in self.streaming]
         self.lengths[plan.sequence], self.totals[plan.sequence] = plan.begin, plan.total
+        self.whole[plan.sequence] = True
         self.chunks[plan.sequence] = cut_chunks(chunks, plan.begin)
 
     def _release_scratch(self, key: int) -> None:
@@ -182,8 +193,9 @@ def make_core(
     by_priority: bool = False,
     share: bool = False,
     tail: int = 0,
+    decode: str = "replicated",
 ) -> tuple[EngineCore, PagesOnly]:
-    runner = PagesOnly(ranks, pages, slots, scratch, places, tail)
+    runner = PagesOnly(ranks, pages, slots, scratch, places, tail, decode)
     core = EngineCore(
         cast("ModelRunner", runner),
         chunked_prefill_size=CHUNK,
@@ -371,8 +383,9 @@ class Engine(RuleBasedStateMachine):
         by_priority=st.booleans(),
         share=st.booleans(),
         tail=st.sampled_from([0, TAIL]),
+        decode=st.sampled_from(["replicated", "tensor"]),
     )
-    def start(self, by_priority: bool, **sizes: int) -> None:
+    def start(self, by_priority: bool, **sizes: Any) -> None:
         self.core, self.runner = make_core(**sizes, by_priority=by_priority)
         self.by_priority = by_priority
         self.names = 0

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from razor_dist.engine.request import Request
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.turns import StepCost, Turns
+from razor_dist.engine.step_cost import StepCost, Work
+from razor_dist.engine.turns import Turns
 
 STEP = 0.25
 CHUNK = 2048
@@ -31,6 +32,12 @@ def request(key: int, tokens: int, arrived: float, priority: int = 0) -> Request
         generator=torch.Generator(),
         arrived=arrived,
     )
+
+
+def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: int = 0) -> None:
+    """Learn from a step that read tokens of one prompt."""
+    pairs = tokens * (context + tokens / 2)
+    cost.learn(Work(1, chunk, 0, chunk * tokens, (1 - chunk) * tokens, pairs), seconds)
 
 
 @dataclass
@@ -55,13 +62,13 @@ class Simulation:
                 present.append(coming.pop(0))
             chosen = turns.choose(present)
             others = [prompt for prompt in present if prompt is not chosen]
-            tokens = max(2, int(turns.length(chosen, others, answering=False)))
+            tokens = max(2, int(turns.piece(chosen, others)[0]))
             tokens = min(tokens, chosen.end - chosen.prefilled_to)
             s, a, b = self.sab
             seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
             self.now += seconds
             turns.took(present, chosen, seconds)
-            turns.cost.observe(tokens, chosen.prefilled_to, seconds)
+            observe(turns.cost, tokens, chosen.prefilled_to, seconds)
             self.chunks.append((chosen.key, seconds, len(present) > 1, tokens))
             chosen.prefilled_to += tokens
             if chosen.prefilled:
@@ -126,11 +133,14 @@ def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
     assert max(waits[2:]) <= 0.3 + 5 / 4 * 1.15 + STEP
 
 
-def learned(ranks: int = 1) -> Turns:
-    """Turns that know a step's 0.05 s and 2 ms a token."""
-    turns = Turns(STEP, ranks)
+def learned(ranks: int = 1, *, shared: bool = False) -> Turns:
+    """Turns that know a step's 0.05 s, of several ranks 0.05 more for a chunk, and 2 ms a token."""
+    turns, chunk = Turns(STEP, ranks, shared=shared), int(ranks > 1)
     for tokens in (100, 200, 400) * 20:
-        turns.cost.observe(tokens, 0, 0.05 + 0.002 * tokens)
+        turns.cost.learn(Work(answers=0), 0.05)
+        observe(turns.cost, tokens, 0, 0.05 + 0.002 * tokens)
+        if chunk:
+            observe(turns.cost, tokens, 0, 0.1 + 0.002 * tokens, chunk)
     return turns
 
 
@@ -153,8 +163,10 @@ def test_what_stays_sharded_is_not_repeated() -> None:
     """A question after a million tokens: every rank attends to its own part of them."""
     turns = Turns(STEP, 8)
     for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
-        seconds = 0.02 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
-        turns.cost.observe(tokens, context, seconds)
+        turns.cost.learn(Work(answers=0), 0.01)
+        seconds = 0.03 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
+        observe(turns.cost, tokens, context, seconds, chunk=1)
+        observe(turns.cost, 10, 0, 0.0105)
     prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
     for tokens, short in ((10, True), (50, True), (100, False)):
         question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
@@ -181,7 +193,7 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
     turns, long = learned(), request(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
-        found = turns.length(long, [], answering=True, joined=joined)
+        found, _ = turns.piece(long, [], answers=1, joined=joined)
         assert found == pytest.approx(tokens, rel=0.02)
 
 
@@ -203,7 +215,7 @@ def test_long_prompts_are_not_cut_for_each_other() -> None:
     # They are read one after the other, but for the oldest's half of the time.
     assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
     turns = learned()
-    answered = turns.length(request(0, 20_000, 0.0), [], answering=True)
+    answered = turns.piece(request(0, 20_000, 0.0), [], answers=1)[0]
     assert answered == pytest.approx(100, abs=1)
 
 
@@ -273,7 +285,7 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
         return s + a * n + b * n * (c + n / 2)
 
     for n, c in steps * 3:
-        cost.observe(n, c, true(n, c))
+        observe(cost, n, c, true(n, c))
     for n, c in steps[-5:]:
         assert cost.seconds(n, c) == pytest.approx(true(n, c), rel=0.1)
 
@@ -281,9 +293,9 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
 def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
     """On a machine whose speed varies, a constant would explain them as well."""
     cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
-    cost.answered(0.03, 1)
+    cost.learn(Work(answers=1), 0.03)
     for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
-        cost.observe(tokens, 0, speed * (0.05 + 0.002 * tokens))
+        observe(cost, tokens, 0, speed * (0.05 + 0.002 * tokens))
     assert cost.seconds(0, 0) <= 0.091  # at most three times what a step of answers takes
     assert cost.seconds(100, 0) == pytest.approx(0.25, rel=0.25)
 
@@ -297,12 +309,12 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
         count = 0
         for key in range(100):
             prompt = request(key, 94, 0)
-            turns.cost.answered(s * random.uniform(0.8, 1.2), 1)
+            turns.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
             while not prompt.prefilled:
                 left = prompt.end - prompt.prefilled_to
-                tokens = min(left, max(2, int(turns.length(prompt, [], answering=True))))
+                tokens = min(left, max(2, int(turns.piece(prompt, [], answers=1)[0])))
                 seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
-                turns.cost.observe(tokens, prompt.prefilled_to, seconds)
+                observe(turns.cost, tokens, prompt.prefilled_to, seconds)
                 prompt.prefilled_to += tokens
                 count += tokens < left
         return count
@@ -313,9 +325,39 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
     assert turns.cost.seconds(80, 0) == pytest.approx(0.24, rel=0.25)
 
 
-def test_a_chunk_takes_what_it_may_but_is_not_all_overhead() -> None:
+def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> None:
+    long, turns = request(0, 40_000, 0.0), learned(2, shared=True)
+    # Of 0.25 s, 0.05 are for the step, and would be as many for a chunk.
+    assert turns.piece(long, [], answers=1) == (pytest.approx(100, rel=0.02), False)
+    assert learned(2).piece(long, [], answers=1) == (pytest.approx(75, rel=0.02), True)
+    assert turns.piece(long, [request(1, 50, 0.0)])[1] is False
+    assert turns.piece(long, [])[1] and turns.piece(long, [request(1, 9_000, 0.0)])[1]
+    assert learned(1, shared=True).piece(long, [], answers=1)[1]
+    fast = Turns(math.inf, 2, shared=True)
+    assert fast.piece(long, [], answers=1) == (512, False)
+
+
+def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
+    """Nor what a chunk costs whatever its length: chunks would become ever shorter."""
+    turns, random = Turns(STEP, 2), np.random.default_rng(0)
+    noise = lambda: random.uniform(0.9, 1.1)  # noqa: E731
+    for _ in range(8):
+        turns.cost.learn(Work(answers=1), 0.09 * noise())
+        observe(turns.cost, 2000, 4000, 5.33 * noise(), 1)
+    long, lengths = request(0, 40_000, 0.0), []
+    for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
+        tokens, sharded = turns.piece(long, [], answers=answers)
+        assert sharded
+        seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
+        turns.cost.learn(Work(1, 1, answers, tokens, 0, 4000 * tokens), seconds)
+        lengths.append(tokens)
+    # 0.17 s are answers, and 0.25 the chunk's: it has 0.42 s of its own, or 0.7 times that.
+    assert np.median(lengths[-40:]) == pytest.approx(150, rel=0.25)
+    assert min(lengths[-40:]) > 60
+
+
+def test_a_chunk_takes_what_it_may() -> None:
     cost = StepCost()
     for n, c in [(64, 0), (512, 512), (2048, 4096), (128, 9000), (32, 100)] * 4:
-        cost.observe(n, c, 0.05 + 0.002 * n + 1e-7 * n * (c + n / 2))
-    assert cost.seconds(int(cost.tokens(0.25, 4000)), 4000) == pytest.approx(0.25, rel=0.02)
-    assert cost.tokens(0.01, 0) == pytest.approx(25, rel=0.05)  # 0.05 s of each 0.1 s
+        observe(cost, n, c, 0.05 + 0.002 * n + 1e-7 * n * (c + n / 2))
+    assert cost.work(int(cost.tokens(0.25, 4000)), 4000) == pytest.approx(0.25, rel=0.02)
