@@ -224,40 +224,6 @@ class SourcesReport:
             "sources": [{"weight": round(s.weight, 4), "text": s.text} for s in sources[:_SHOWN]],
         }
 
-    def page(self) -> str:
-        """Return the report as Markdown."""
-        tasks = self.summary()["tasks"]
-        parts = [
-            "# Sources",
-            "Top: the heaviest passage holds a place that was asked for; mistaken: where a wrong "
-            "answer gives another number of the document, it holds that one. Shown: of the places "
-            f"asked for, the part that the {_SHOWN} heaviest hold, of those whose content the "
-            "answer gives (said) and of the others. Told: grounded enough to have sources. An "
-            "answer is right if it gives all that was asked for.",
-        ]
-        if len(tasks) > 1:
-            # The engine's own number of heads stands behind fewer.
-            own = sum(count < self.count for count in _COUNTS)
-            rows = [
-                (f"{task}, {found['right']} of {found['asked']} right", found["heads"][own])
-                for task, found in tasks.items()
-            ]
-            parts += [f"## By task: {rows[0][1]['heads']} heads", _table("task", rows)]
-        for task, found in tasks.items():
-            absent = f", and {found['absent']} without a place" if found["absent"] else ""
-            weights = [
-                [f"{row['weight']:.2f}", str(row["passages"]), f"{100 * row['precision']:.0f} %"]
-                for row in found["precision"]
-            ]
-            parts += [
-                f"## {task}",
-                f"{found['asked']} documents, {found['right']} answered right (mean score "
-                f"{found['score']:.2f}){absent}.",
-                _table("heads", [(row["heads"], row) for row in found["heads"]]),
-                markdown([["weight of at least", "passages", "hold a place"], *weights], "numbers"),
-            ]
-        return join(*parts)
-
 
 # Figures of a row, by their names in JSON and in the table.
 _PERCENT = {
@@ -328,6 +294,41 @@ def _table(name: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
         for about, row in rows
     ]
     return markdown([[name, *(title for title, _ in shown.values())], *body], "numbers")
+
+
+def page(summary: Mapping[str, Any], count: int) -> str:
+    """Return a report's summary as Markdown; ``count`` is the engine's number of heads."""
+    tasks = summary["tasks"]
+    parts = [
+        "# Sources",
+        "Top: the heaviest passage holds a place that was asked for; mistaken: where a wrong "
+        "answer gives another number of the document, it holds that one. Shown: of the places "
+        f"asked for, the part that the {_SHOWN} heaviest hold, of those whose content the "
+        "answer gives (said) and of the others. Told: grounded enough to have sources. An "
+        "answer is right if it gives all that was asked for.",
+    ]
+    if len(tasks) > 1:
+        # The engine's own number of heads stands behind fewer.
+        own = sum(fewer < count for fewer in _COUNTS)
+        rows = [
+            (f"{task}, {found['right']} of {found['asked']} right", found["heads"][own])
+            for task, found in tasks.items()
+        ]
+        parts += [f"## By task: {rows[0][1]['heads']} heads", _table("task", rows)]
+    for task, found in tasks.items():
+        absent = f", and {found['absent']} without a place" if found["absent"] else ""
+        weights = [
+            [f"{row['weight']:.2f}", str(row["passages"]), f"{100 * row['precision']:.0f} %"]
+            for row in found["precision"]
+        ]
+        parts += [
+            f"## {task}",
+            f"{found['asked']} documents, {found['right']} answered right (mean score "
+            f"{found['score']:.2f}){absent}.",
+            _table("heads", [(row["heads"], row) for row in found["heads"]]),
+            markdown([["weight of at least", "passages", "hold a place"], *weights], "numbers"),
+        ]
+    return join(*parts)
 
 
 def _arrays(result: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -171,14 +171,14 @@ def grid(
 def sources(config: SourcesConfig, out: Out) -> None:
     """See if an answer's sources hold what was asked for: of needles, of RULER's tasks."""
     from razor_dist.evals.run_notes import write_json
-    from razor_dist.evals.sources.report import SourcesReport
+    from razor_dist.evals.sources.report import SourcesReport, page
     from razor_dist.evals.sources.task import SourcesTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = SourcesTask.plan(config)
-    found = SourcesReport.of(task, task.run_in(out))
-    write_json(out / "sources.json", found.summary())
-    _write_page(out / "report.md", found.page())
+    found = SourcesReport.of(task, task.run_in(out)).summary()
+    write_json(out / "sources.json", found)
+    _write_page(out / "report.md", page(found, config.source_heads))
 
 
 @eval.command("heads")
