@@ -130,8 +130,8 @@ class Turns:
 
         They are those of one step's time if there are ``answers`` in it, or if of the ``others``
         that are being read one has little left: for the rest that would be overhead. Prompts that
-        join the step have taken ``joined`` seconds of it, but at least half is left. It is no less
-        than what the step costs anyway, or that would be most of it.
+        join the step have taken ``joined`` seconds of it, but at least half is left. All prompts
+        have no less than what the step costs anyway, or that would be most of it.
         """
         most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
         step, longer = self._max_step, _LONGER * self._max_step
@@ -150,7 +150,7 @@ class Turns:
             most = min(most, _JOINING)
         if self._left(prompt) <= _LAST_PIECE * step:
             return most, sharded
-        least = self.cost.step(answers) + chunk
+        least = max(base, self.cost.step(answers) + chunk - joined)
         if step - base < least:
             least *= self._vary()
         left = max(step - base, least)
