@@ -153,7 +153,7 @@ class SourcesReport:
             message = {"role": "user", "content": document.content}
             _, text = encoder.chat_with_ends([message])
             asked.append(Asked(document, text, result, *_arrays(result)))
-        return cls(asked, config.source_heads, layers, shape.layers - 1)
+        return cls(asked, min(config.source_heads, len(layers)), layers, shape.layers - 1)
 
     @property
     def heads(self) -> dict[str, list[list[int]]]:
@@ -308,12 +308,12 @@ def page(summary: Mapping[str, Any], count: int) -> str:
         "answer is right if it gives all that was asked for.",
     ]
     if len(tasks) > 1:
-        # The engine's own number of heads stands behind fewer.
-        own = sum(fewer < count for fewer in _COUNTS)
-        rows = [
-            (f"{task}, {found['right']} of {found['asked']} right", found["heads"][own])
-            for task, found in tasks.items()
-        ]
+        rows = []
+        for task, found in tasks.items():
+            # Or all, where there are not so many.
+            named = (f"{count} strongest", "all ")
+            own = next(row for row in found["heads"] if row["heads"].startswith(named))
+            rows.append((f"{task}, {found['right']} of {found['asked']} right", own))
         parts += [f"## By task: {rows[0][1]['heads']} heads", _table("task", rows)]
     for task, found in tasks.items():
         absent = f", and {found['absent']} without a place" if found["absent"] else ""
