@@ -125,22 +125,7 @@ class EngineCore:
         tokens = as_tokens(prompt, self.runner.shape.vocab_size)
         if not len(tokens):
             raise RequestError("the prompt must hold at least one token", param="prompt")
-        vocabulary = self.runner.shape.vocab_size
-        as_tokens(list(params.logit_bias or ()), vocabulary, "logit_bias")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocabulary:
-                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
-        if params.priority and not self.scheduler.turns.by_priority:
-            raise RequestError(
-                "priority is heard only if the engine runs under scheduling_policy: priority",
-                param="priority",
-            )
-        if params.return_sources and not self.runner.source_heads.count:
-            raise RequestError(
-                "return_sources asks the strongest retrieval heads, and this engine knows of none: "
-                "it runs with attention: streaming, or full without a head map",
-                param="return_sources",
-            )
+        self._check(params)
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
@@ -185,6 +170,25 @@ class EngineCore:
                 request.grammar = grammar
         self._next_key += len(requests)
         self._requests |= zip(ids, requests, strict=True)
+
+    def _check(self, params: SamplingParams) -> None:
+        """Raise `RequestError` if they do not suit model or engine."""
+        vocabulary = self.runner.shape.vocab_size
+        as_tokens(list(params.logit_bias or ()), vocabulary, "logit_bias")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocabulary:
+                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
+        if params.priority and not self.scheduler.turns.by_priority:
+            raise RequestError(
+                "priority is heard only if the engine runs under scheduling_policy: priority",
+                param="priority",
+            )
+        if params.return_sources and not self.runner.source_heads.count:
+            raise RequestError(
+                "return_sources asks the strongest retrieval heads, and this engine knows of none: "
+                "it runs with attention: streaming, or full without a head map",
+                param="return_sources",
+            )
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, pin: bool) -> int:
         """Tokens to generate at most, if the prompt and they fit the context."""
