@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.cache.pages import PagePool
+from razor_dist.cache.sequence import is_even
 from razor_dist.engine import runner
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.zigzag import Chunk
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool
@@ -53,7 +55,7 @@ class Company:
                 whole = -(-tokens // (2 * world)) * 2 * world
                 end = min(begin + whole, chunks) if sharded else min(begin + tokens, len(text))
                 last = self.mixed or end >= chunks
-                if self.mixed and end < chunks:
+                if self.mixed and sharded and end > begin and is_even(Chunk(begin, end, world)):
                     sharded = (begin // (2 * world)) % 3 == 0
                 if end > begin:
                     found.append(Piece(key, text[begin:end], sharded, last=last))

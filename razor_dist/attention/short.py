@@ -1,8 +1,9 @@
 """Attention on one rank to what all ranks compute: a few tokens of each of several sequences.
 
 All ranks compute all of a step's tokens. Most are the one token that an answer has grown by; a
-`PromptPiece` is several tokens of a prompt: a short prompt as a whole, or a question that continues
-a prefix. On CUDA `razor_dist.attention.decode` has the part that is one token a sequence.
+`PromptPiece` is several tokens of a prompt: a short prompt as a whole, a question that continues a
+prefix, or a part of a long prompt. On CUDA `razor_dist.attention.decode` has the part that is one
+token a sequence.
 """
 
 from __future__ import annotations

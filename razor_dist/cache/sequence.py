@@ -67,6 +67,12 @@ def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
     return range(at.begin + (rank - at.begin) % world_size, at.end, world_size)
 
 
+def is_even(chunk: Chunk) -> bool:
+    """Tell if every rank stores as many of its tokens if all ranks compute all of them."""
+    size = chunk.world_size
+    return all(len(owned_tokens(chunk.span, r, size)) == chunk.tokens(r) for r in range(size))
+
+
 def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
     """Positions of the tokens of a rank's shard of ``end`` tokens, in its order.
 
@@ -112,8 +118,8 @@ def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:
 def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
-    ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), and
-    the rest computed by all ranks.
+    ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), or in
+    parts that are even (`is_even`), and the rest computed by all ranks.
     """
     sizes = [
         len(owned_tokens(Interval(chunks_end, total), rank, world_size))

@@ -398,7 +398,7 @@ class EngineCore:
             if begin < request.end:
                 seconds += cost.seconds(request.end - begin, begin)
             tokens = min(request.max_tokens, usual) - len(request.generated)
-            seconds += max(tokens, 0.0) * cost.step(at_once) / at_once
+            seconds += max(tokens, 0.0) * cost.step(at_once, at_once * request.end) / at_once
         return seconds
 
     def idle(self) -> None:

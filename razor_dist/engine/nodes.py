@@ -20,7 +20,7 @@ from razor_dist.cache.radix import RadixIndex, Tokens
 from razor_dist.cache.sequence import cut_chunks
 from razor_dist.cache.store import Manifest, Names, PrefixStore
 from razor_dist.engine.ledger import Ledger
-from razor_dist.engine.turns import StepCost
+from razor_dist.engine.step_cost import StepCost
 from razor_dist.parallel.zigzag import Chunk
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 
 from razor_dist.cache.radix import RadixIndex, Tokens
 from razor_dist.engine.ledger import Bools, Holding, Ints, Ledger
-from razor_dist.engine.turns import StepCost
+from razor_dist.engine.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 

@@ -100,7 +100,7 @@ class Request:
 
     @property
     def chunks_end(self) -> int:
-        """Position up to which it is read in chunks."""
+        """Position up to which ranks store it as if it were read in chunks."""
         return self.begin if self.short else self.end
 
     @property

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from razor_dist.cache.sequence import owned_tokens
+from razor_dist.cache.sequence import is_even
 from razor_dist.engine.admission import Admission
 from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.request import Request, prefixes
 from razor_dist.engine.step import Piece, StepPlan
 from razor_dist.engine.step_cost import Work
 from razor_dist.engine.turns import Turns
-from razor_dist.parallel.zigzag import Chunk, Interval, whole_shards
+from razor_dist.parallel.zigzag import Chunk, whole_shards
 
 
 class Scheduler:
@@ -27,7 +27,7 @@ class Scheduler:
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
     A step is the next token of all requests that are already answering, short prompts as a whole,
-    as many as `Turns` lets into one step, and a chunk of a long one. Several long prompts are
+    as many as `Turns` lets into one step, and a part of a long one. Several long prompts are
     prefilled at once: `Turns` says which goes next, and how far, so that nobody is delayed by more
     than about ``max_step`` seconds at a time.
 
@@ -120,7 +120,7 @@ class Scheduler:
         return [(sibling, self.admission.fork(sibling)) for sibling in siblings]
 
     def next(self) -> StepPlan | None:
-        """Plan a step: a token of every answer, prompts that join it whole, and a chunk."""
+        """Plan a step: a token of each answer, prompts that join it whole, a part of a long one."""
         running = [r for r in self.running.values() if not r.unforked]
         unread = self.turns.first_class([r for r in running if not r.prefilled])
         answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
@@ -139,8 +139,13 @@ class Scheduler:
             request = self.turns.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
-            answers = len(answering)
-            length, sharded = self.turns.piece(request, others, answers=answers, joined=joined)
+            # An exact prefill has all heads' keys elsewhere until it ends.
+            exact = self.cache.scratch_pages > 0 and not request.begin
+            able = not exact and request.params.prompt_logprobs is None
+            lengths = [r.length for r in answering]
+            length, sharded = self.turns.piece(
+                request, others, answering=lengths, joined=joined, able=able
+            )
             pieces.append(self._piece(request, length, sharded=sharded))
         return StepPlan.step(pieces) if pieces else None
 
@@ -148,8 +153,8 @@ class Scheduler:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
 
         If all ranks are to compute them, though it is no short prompt, every rank must have its
-        window, and they must keep as many of its tokens as of a chunk, for which they have room:
-        else they are a chunk after which that is so.
+        window, and keep as many of its tokens as of a chunk, for which there is room: else they are
+        a chunk, after which every rank has it.
         """
         left, begin = request.unread, request.prefilled_to
         n, count = len(left), request.params.prompt_logprobs
@@ -158,11 +163,8 @@ class Scheduler:
         n = min([n, *(stop - begin for stop in request.stops if stop > begin)])
         last = n == len(left) or begin + n in request.stops
         if not (sharded or request.short):
-            # An exact prefill has all heads' keys elsewhere until it ends.
-            exact = self.cache.scratch_pages > 0 and not request.begin
-            able = not exact and count is None
-            last = last or able
-            sharded = not (able and request.whole and self._is_even(begin, begin + n))
+            last = True
+            sharded = not (request.whole and is_even(Chunk(begin, begin + n, self.world_size)))
         return Piece(
             request.key,
             torch.from_numpy(left[:n].astype(np.int64)),
@@ -172,12 +174,6 @@ class Scheduler:
             following=-1 if count is None or n == len(left) else int(left[n]),
         )
 
-    def _is_even(self, begin: int, end: int) -> bool:
-        """Tell if every rank keeps as many of these tokens if all compute them as of a chunk."""
-        size, at = self.world_size, Interval(begin, end)
-        chunk = Chunk(begin, end, size)
-        return all(len(owned_tokens(at, r, size)) == chunk.tokens(r) for r in range(size))
-
     def done(self, plan: StepPlan, seconds: float) -> list[tuple[Request, int]]:
         """Note that a step has been made, and in what time.
 
@@ -185,18 +181,19 @@ class Scheduler:
         """
         step = [(self.running[p.sequence], p) for p in plan.pieces]
         read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
-        chunks, dealt, tokens, pairs = 0, 0, 0.0, 0.0
+        chunks, before, dealt, tokens, pairs = 0, 0, 0, 0.0, 0.0
         for (request, n), piece in zip(read, plan.pieces, strict=True):
-            times = 1
+            times, at = 1, request.length if request.prefilled else request.prefilled_to
             if piece.sharded and self.world_size > 1:
                 chunks, dealt = 1, dealt + n
             else:
                 # It may be computed by every rank, which attends to its own part of what is before.
                 times = self.turns.repeats
                 tokens += times * n
-            pairs += n * (request.prefilled_to + times * n / 2)
+            before += at
+            pairs += n * (at + times * n / 2)
         answers = sum(n == 0 for _, n in read)
-        self.turns.cost.learn(Work(1, chunks, answers, dealt, tokens, pairs), seconds)
+        self.turns.cost.learn(Work(1, chunks, answers, before, dealt, tokens, pairs), seconds)
         in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
         for (request, count), piece in zip(read, plan.pieces, strict=True):
             if count:

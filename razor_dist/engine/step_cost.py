@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import deque
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ import numpy as np
 # Weight that an observation keeps when the next of its kind comes. If that takes so many times as
 # long as expected, something else computes as well.
 _FORGET, _SLOWER = 0.97, 2.0
-# Weight of what is believed before any: a few milliseconds a step, half of one a token. That is
-# also the scale of each term.
+# Weight of what is believed before any: a few milliseconds a step and a chunk, half of one a token.
+# That is also the scale of each term.
 _BELIEF = 1e-7
-_BELIEVED = np.array([5e-3, 5e-3, 1e-4, 5e-4, 5e-4, 1e-9])
+_BELIEVED = np.array([5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 5e-4, 1e-9])
 # Steps with a chunk whose times bound what a chunk costs whatever its length.
 _RECENT = 64
 _CHUNK = 1  # that term's index
@@ -32,26 +33,30 @@ class Work(NamedTuple):
     step: int = 1
     chunk: int = 0  # a part of a prompt is sharded among several ranks
     answers: int = 0  # sequences that grow by one token
+    before: int = 0  # tokens in the caches before the step, of all its sequences
     dealt: int = 0  # tokens of chunks, each of which one rank computes
     tokens: float = 0.0  # of prompts otherwise, as often as they are computed
-    pairs: float = 0.0  # of a query and a key of theirs
+    pairs: float = 0.0  # of a query and a key of prompts
 
 
 class StepCost:
-    """Estimated seconds of a step: ``s + d chunk + e answers + a tokens + b pairs``.
+    """Estimated seconds of a step: ``s + d chunk + e answers + f before + a tokens + b pairs``.
 
     ``s`` is for what every step does, such as reading the weights; ``d`` for what a chunk adds
-    whatever its length, transfers above all; ``a`` for the products with the weights, of which
-    tokens that are dealt out to ``ranks`` have one of their own; ``b`` for attention.
+    whatever its length, transfers above all; ``f`` for reading keys and values that are there;
+    ``a`` for the products with the weights; ``b`` for attention. Tokens that are dealt out to
+    several ``ranks`` have an ``a`` of their own where these have ``shared`` out all others.
 
     They are fitted to the steps that were made, the last ones most, by least squares of the
     relative error. None is negative, and ``d`` is less than any recent step with a chunk took:
     chunks of about one length tell little of it. Steps of answers alone, of which there are many
-    more, are forgotten apart from those that read prompts.
+    more, do not make those that read prompts forgotten.
+
+    Any thread may ask.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int = 1, *, shared: bool = False) -> None:
+        self._ranks, self._apart, self._lock = ranks, shared and ranks > 1, threading.RLock()
         none = np.zeros((len(_BELIEVED), len(_BELIEVED)))
         self._squares = [none, none]  # of steps of answers alone, and of the others
         self._products = [none[0], none[0]]
@@ -60,49 +65,51 @@ class StepCost:
 
     def learn(self, work: Work, seconds: float) -> None:
         """Learn from a step."""
-        reading = int(work.dealt + work.tokens > 0)
-        expected = float(np.array(work) @ self._fitted)
-        slow = seconds > _SLOWER * expected > 0
-        if slow:
-            # The relative error of faster steps weighs more: they count as if they had been slow.
-            weight = (expected / seconds) ** 2
-            self._squares = [weight * old for old in self._squares]
-            self._products = [weight * old for old in self._products]
-        x = np.array(work) * _BELIEVED / seconds
-        self._squares[reading] = _FORGET * self._squares[reading] + np.outer(x, x)
-        self._products[reading] = _FORGET * self._products[reading] + x
-        if work.chunk:
-            self._chunks.append(seconds)
-        # Where nobody asks, as while all are answering, the fit is left for later.
-        self._changed = True
-        if slow:
-            self._fit()
+        if not self._apart:
+            work = work._replace(dealt=0, tokens=work.tokens + work.dealt)
+        with self._lock:
+            reading, expected = work.dealt + work.tokens > 0, float(np.array(work) @ self._fitted)
+            x = np.array(work) * _BELIEVED / seconds
+            slow = seconds > _SLOWER * expected > 0
+            if slow:
+                # The relative error of faster steps weighs more: they count as if they had been
+                # slow, but all together no less than this one.
+                least, weight = x @ x, (expected / seconds) ** 2
+                for kind, old in enumerate(self._squares):
+                    kept = max(weight, min(1.0, least / max(least, old.trace())))
+                    self._squares[kind] = kept * old
+                    self._products[kind] = kept * self._products[kind]
+            self._squares[reading] = _FORGET * self._squares[reading] + np.outer(x, x)
+            self._products[reading] = _FORGET * self._products[reading] + x
+            if work.chunk:
+                self._chunks.append(seconds)
+            # Where nobody asks, as while all are answering, the fit is left for later.
+            self._changed = True
+            if slow:
+                self._fit()
 
     def _fit(self) -> np.ndarray:
-        if self._changed:
-            squares = self._squares[0] + self._squares[1] + _BELIEF * np.eye(len(_BELIEVED))
-            products = (
-                self._products[0]
-                + self._products[1]
-                + _BELIEF * (np.arange(len(_BELIEVED)) != _CHUNK)
-            )
-            most = min(self._chunks) / _BELIEVED[_CHUNK]
-            found = _least_squares(squares, products)
-            if found[_CHUNK] > most:  # then it is at its bound: what is minimised is convex
-                rest = products - most * squares[_CHUNK]
-                found = _least_squares(squares, rest, _CHOICES[:, _CHUNK] == 0)
-                found[_CHUNK] = most
-            self._fitted, self._changed = _BELIEVED * found, False
-        return self._fitted
+        with self._lock:
+            if self._changed:
+                squares = self._squares[0] + self._squares[1] + _BELIEF * np.eye(len(_BELIEVED))
+                products = self._products[0] + self._products[1] + _BELIEF
+                most = min(self._chunks) / _BELIEVED[_CHUNK]
+                found = _least_squares(squares, products)
+                if found[_CHUNK] > most:  # then it is at its bound: what is minimised is convex
+                    rest = products - most * squares[_CHUNK]
+                    found = _least_squares(squares, rest, _CHOICES[:, _CHUNK] == 0)
+                    found[_CHUNK] = most
+                self._fitted, self._changed = _BELIEVED * found, False
+            return self._fitted
 
-    def step(self, answers: int) -> float:
-        """Estimate a step of so many answers alone."""
-        return float(np.array(Work(answers=answers)) @ self._fit())
+    def step(self, answers: int = 0, before: int = 0) -> float:
+        """Estimate a step of so many answers, with so many tokens in its sequences' caches."""
+        return float(np.array(Work(answers=answers, before=before)) @ self._fit())
 
     @property
     def chunk(self) -> float:
         """Estimate what a chunk adds to a step, whatever its length."""
-        return float(self._fit()[_CHUNK])
+        return float(self._fit()[_CHUNK]) if self._ranks > 1 else 0.0
 
     def work(self, tokens: float, context: int, *, sharded: bool = True) -> float:
         """Estimate what so many tokens of a prompt add to a step, after ``context`` others."""
@@ -111,7 +118,7 @@ class StepCost:
 
     def seconds(self, tokens: float, context: int) -> float:
         """Estimate a step that reads so many tokens of a prompt, and does nothing else."""
-        return self.step(0) + self.chunk + self.work(tokens, context)
+        return self.step(before=context) + self.chunk + self.work(tokens, context)
 
     def tokens(self, seconds: float, context: int, *, sharded: bool = True) -> float:
         """Return how many tokens of a prompt add so much to a step."""
@@ -125,7 +132,7 @@ class StepCost:
     def _rates(self, sharded: bool) -> tuple[float, float]:
         """a and b, of the tokens of a chunk or of others."""
         *_, dealt, a, b = self._fit().tolist()
-        return dealt if sharded and self._ranks > 1 else a, b
+        return dealt if sharded and self._apart else a, b
 
 
 def _least_squares(

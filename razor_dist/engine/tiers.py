@@ -27,8 +27,8 @@ from razor_dist.cache.store import Manifest, Names, PrefixStore
 from razor_dist.engine.ledger import Holding, Ledger
 from razor_dist.engine.nodes import Found, Node, Nodes, Tier
 from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.step_cost import StepCost
 from razor_dist.engine.transfer import FAILED, Job, as_payload, kv_parts
-from razor_dist.engine.turns import StepCost
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ overtakes a million tokens, and costs their reader no more time than it takes it
 
 Prompts that are read in one step take no turns: they join the next one.
 
-A chunk costs several ranks much whatever its length. Ranks that share what is not a chunk read a
-long prompt in pieces meanwhile (`Turns.piece`), which cost a step beside others nothing more.
+A chunk costs several ranks much whatever its length. Ranks that share what is not a chunk may read
+a long prompt without, where that is no slower (`Turns.piece`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from collections.abc import Sequence
 from razor_dist.engine.request import Request
 from razor_dist.engine.step_cost import StepCost
 
-# Tokens that a rank reads of prompts that join a step, at most: their activations are in nobody's
-# plan.
+# Tokens that a rank reads of prompts that join a step, and of one that it reads a part of without a
+# chunk, at most: their activations are in nobody's plan.
 _JOINING = 512
+# A long prompt is read without chunks beside others where it is so much of the speed: steps are
+# shorter, and going from one to the other costs something.
+_WITHOUT_CHUNKS = 0.7
 # A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
 # meanwhile. It takes longer where what each step costs would be more than a part of it: than the
 # first part always, and than the second if it takes no more than the third part of the time between
@@ -48,7 +51,7 @@ class Turns:
         by_priority: bool = False,
         shared: bool = False,
     ) -> None:
-        self.cost, self._ranks = StepCost(world_size), world_size
+        self.cost, self._ranks = StepCost(world_size, shared=shared), world_size
         self._shared = shared and world_size > 1
         # How often the work of a short prompt is done, among all ranks.
         self.repeats = 1 if shared else world_size
@@ -124,37 +127,57 @@ class Turns:
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
     def piece(
-        self, prompt: Request, others: Sequence[Request], *, answers: int = 0, joined: float = 0.0
+        self,
+        prompt: Request,
+        others: Sequence[Request],
+        *,
+        answering: Sequence[int] = (),
+        joined: float = 0.0,
+        able: bool = True,
     ) -> tuple[float, bool]:
-        """Return how many tokens of a prompt are read next at most, and if as a chunk.
+        """Return how many tokens of a prompt are read next at most, and if in chunks.
 
-        They are those of one step's time if there are ``answers`` in it, or if of the ``others``
-        that are being read one has little left: for the rest that would be overhead. Prompts that
-        join the step have taken ``joined`` seconds of it, but at least half is left. All prompts
-        have no less than what the step costs anyway, or that would be most of it.
+        They are those of one step's time if answers are ``answering``, of sequences that have so
+        many tokens, or if of the ``others`` that are being read one has little left: for the rest
+        that would be overhead. Prompts that join the step have taken ``joined`` seconds of it, but
+        at least half is left. Steps may take longer: prompts have at least as much of one as it
+        costs without them, or that would be most of it.
+
+        Chunks are done without beside others if the ranks share what is none, if the prompt is
+        ``able`` to, and if it is read about as fast. What is before it may have to be a chunk still
+        (`Request.whole`), and has a chunk's length.
         """
-        most = min(prompt.end - prompt.prefilled_to, prompt.chunked_prefill_size)
-        step, longer = self._max_step, _LONGER * self._max_step
-        beside = answers > 0 or any(self._left(other) <= longer for other in others)
-        sharded = not (beside and self._shared)
-        chunk = self.cost.chunk if sharded else 0.0
-        base = self.cost.step(0) + chunk
+        step, longer, varied = self._max_step, _LONGER * self._max_step, self._vary()
+        beside = len(answering) > 0 or any(self._left(other) <= longer for other in others)
         if beside:
             self._somebody_came()
         else:
+            base = self.cost.seconds(0, prompt.prefilled_to)
             between = max(self._alone, self._between)
             step = max(longer, base / _MOST_IDLE, min(base / _IDLE, _ALONE * between))
-            step *= 1 if others else self._vary()
+            step *= 1 if others else varied
         step -= min(joined, step / 2)
-        if not sharded:
-            most = min(most, _JOINING)
-        if self._left(prompt) <= _LAST_PIECE * step:
-            return most, sharded
-        least = max(base, self.cost.step(answers) + chunk - joined)
-        if step - base < least:
-            least *= self._vary()
-        left = max(step - base, least)
-        return min(most, self.cost.tokens(left, prompt.prefilled_to, sharded=sharded)), sharded
+
+        def extent(sharded: bool) -> tuple[float, float]:
+            """Tokens of a chunk, or of what is none, and how many that is in a second."""
+            at, chunk = prompt.prefilled_to, self.cost.chunk if sharded else 0.0
+            base = self.cost.step(before=at) + chunk
+            company = self.cost.step(len(answering), at + sum(answering)) + chunk
+            tokens = float(prompt.end - at)
+            if base + self.cost.work(tokens, at, sharded=sharded) > _LAST_PIECE * step:
+                least = varied * max(base, company - joined)
+                tokens = self.cost.tokens(max(step - base, least), at, sharded=sharded)
+            most = prompt.chunked_prefill_size
+            tokens = min(tokens, most if sharded else min(_JOINING, most // self._ranks))
+            seconds = company + self.cost.work(tokens, at, sharded=sharded)
+            return tokens, tokens / max(seconds, 1e-9)
+
+        tokens, speed = extent(sharded=True)
+        if beside and able and self._shared:
+            without, speed_without = extent(sharded=False)
+            if speed_without >= _WITHOUT_CHUNKS * speed:
+                return without if prompt.whole else tokens, False
+        return tokens, True
 
     def _vary(self) -> float:
         self._varied = not self._varied

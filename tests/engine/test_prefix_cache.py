@@ -306,11 +306,18 @@ def histories(draw: st.DrawFn) -> tuple[Ask, ...]:
     kv_tokens=st.sampled_from([600, 900, 2000]),
     tail=st.sampled_from([0, 8, 24]),
     world=st.sampled_from([1, 2, 4]),
+    decode=st.sampled_from(["replicated", "tensor"]),
 )
 def test_any_history_is_answered_as_if_nothing_were_cached(
-    asks: tuple[Ask, ...], kv_tokens: int, tail: int, world: int, ranks: Ranks, tiny: Tiny
+    asks: tuple[Ask, ...],
+    kv_tokens: int,
+    tail: int,
+    world: int,
+    decode: str,
+    ranks: Ranks,
+    tiny: Tiny,
 ) -> None:
     path = tiny("llama")
-    changed = {"kv_tokens": kv_tokens, "prefix_tail_tokens": tail}
+    changed = {"kv_tokens": kv_tokens, "prefix_tail_tokens": tail, "decode": decode}
     answers, _, _ = ranks(world).run(serve, str(path), changed, asks)[0]
     assert_alike(answers, alone(ranks, path, asks))

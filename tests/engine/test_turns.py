@@ -37,7 +37,7 @@ def request(key: int, tokens: int, arrived: float, priority: int = 0) -> Request
 def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: int = 0) -> None:
     """Learn from a step that read tokens of one prompt."""
     pairs = tokens * (context + tokens / 2)
-    cost.learn(Work(1, chunk, 0, chunk * tokens, (1 - chunk) * tokens, pairs), seconds)
+    cost.learn(Work(1, chunk, 0, context, chunk * tokens, (1 - chunk) * tokens, pairs), seconds)
 
 
 @dataclass
@@ -193,7 +193,7 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
     turns, long = learned(), request(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
-        found, _ = turns.piece(long, [], answers=1, joined=joined)
+        found, _ = turns.piece(long, [], answering=[0], joined=joined)
         assert found == pytest.approx(tokens, rel=0.02)
 
 
@@ -215,7 +215,7 @@ def test_long_prompts_are_not_cut_for_each_other() -> None:
     # They are read one after the other, but for the oldest's half of the time.
     assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
     turns = learned()
-    answered = turns.piece(request(0, 20_000, 0.0), [], answers=1)[0]
+    answered = turns.piece(request(0, 20_000, 0.0), [], answering=[0])[0]
     assert answered == pytest.approx(100, abs=1)
 
 
@@ -312,7 +312,7 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
             turns.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
             while not prompt.prefilled:
                 left = prompt.end - prompt.prefilled_to
-                tokens = min(left, max(2, int(turns.piece(prompt, [], answers=1)[0])))
+                tokens = min(left, max(2, int(turns.piece(prompt, [], answering=[0])[0])))
                 seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
                 observe(turns.cost, tokens, prompt.prefilled_to, seconds)
                 prompt.prefilled_to += tokens
@@ -328,13 +328,13 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
 def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> None:
     long, turns = request(0, 40_000, 0.0), learned(2, shared=True)
     # Of 0.25 s, 0.05 are for the step, and would be as many for a chunk.
-    assert turns.piece(long, [], answers=1) == (pytest.approx(100, rel=0.02), False)
-    assert learned(2).piece(long, [], answers=1) == (pytest.approx(75, rel=0.02), True)
+    assert turns.piece(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
+    assert learned(2).piece(long, [], answering=[0]) == (pytest.approx(75, rel=0.02), True)
     assert turns.piece(long, [request(1, 50, 0.0)])[1] is False
     assert turns.piece(long, [])[1] and turns.piece(long, [request(1, 9_000, 0.0)])[1]
-    assert learned(1, shared=True).piece(long, [], answers=1)[1]
+    assert learned(1, shared=True).piece(long, [], answering=[0])[1]
     fast = Turns(math.inf, 2, shared=True)
-    assert fast.piece(long, [], answers=1) == (512, False)
+    assert fast.piece(long, [], answering=[0]) == (512, False)
 
 
 def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
@@ -346,10 +346,10 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
         observe(turns.cost, 2000, 4000, 5.33 * noise(), 1)
     long, lengths = request(0, 40_000, 0.0), []
     for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
-        tokens, sharded = turns.piece(long, [], answers=answers)
+        tokens, sharded = turns.piece(long, [], answering=[0] * answers)
         assert sharded
         seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
-        turns.cost.learn(Work(1, 1, answers, tokens, 0, 4000 * tokens), seconds)
+        turns.cost.learn(Work(1, 1, answers, 0, tokens, 0, 4000 * tokens), seconds)
         lengths.append(tokens)
     # 0.17 s are answers, and 0.25 the chunk's: it has 0.42 s of its own, or 0.7 times that.
     assert np.median(lengths[-40:]) == pytest.approx(150, rel=0.25)
