@@ -181,19 +181,19 @@ class Scheduler:
         """
         step = [(self.running[p.sequence], p) for p in plan.pieces]
         read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
-        chunks, before, dealt, tokens, pairs = 0, 0, 0, 0.0, 0.0
+        chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
         for (request, n), piece in zip(read, plan.pieces, strict=True):
-            times, at = 1, request.length if request.prefilled else request.prefilled_to
-            if piece.sharded and self.world_size > 1:
-                chunks, dealt = 1, dealt + n
-            else:
-                # It may be computed by every rank, which attends to its own part of what is before.
-                times = self.turns.repeats
-                tokens += times * n
+            at, dealt = request.length, piece.sharded and self.world_size > 1
+            # What is not sharded may be computed by every rank, but attends to the rank's own part
+            # of what is before it.
+            times = 1 if piece.sharded else self.turns.repeats
+            chunks |= dealt
+            wholes += n > 0 and not dealt
+            answers += n == 0
             before += at
+            tokens += times * n
             pairs += n * (at + times * n / 2)
-        answers = sum(n == 0 for _, n in read)
-        self.turns.cost.learn(Work(1, chunks, answers, before, dealt, tokens, pairs), seconds)
+        self.turns.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
         in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
         for (request, count), piece in zip(read, plan.pieces, strict=True):
             if count:

@@ -16,7 +16,7 @@ _FORGET, _SLOWER = 0.97, 2.0
 # Weight of what is believed before any: a few milliseconds a step and a chunk, half of one a token.
 # That is also the scale of each term.
 _BELIEF = 1e-7
-_BELIEVED = np.array([5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 5e-4, 1e-9])
+_BELIEVED = np.array([5e-3, 5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 1e-9])
 # Steps with a chunk whose times bound what a chunk costs whatever its length.
 _RECENT = 64
 _CHUNK = 1  # that term's index
@@ -32,31 +32,30 @@ class Work(NamedTuple):
 
     step: int = 1
     chunk: int = 0  # a part of a prompt is sharded among several ranks
+    wholes: int = 0  # parts of prompts that are not, and have tokens
     answers: int = 0  # sequences that grow by one token
     before: int = 0  # tokens in the caches before the step, of all its sequences
-    dealt: int = 0  # tokens of chunks, each of which one rank computes
-    tokens: float = 0.0  # of prompts otherwise, as often as they are computed
+    tokens: float = 0.0  # of prompts, as often as they are computed
     pairs: float = 0.0  # of a query and a key of prompts
 
 
 class StepCost:
-    """Estimated seconds of a step: ``s + d chunk + e answers + f before + a tokens + b pairs``.
+    """Estimated seconds of a step: a sum of terms, each as often as `Work` says.
 
-    ``s`` is for what every step does, such as reading the weights; ``d`` for what a chunk adds
-    whatever its length, transfers above all; ``f`` for reading keys and values that are there;
-    ``a`` for the products with the weights; ``b`` for attention. Tokens that are dealt out to
-    several ``ranks`` have an ``a`` of their own where these have ``shared`` out all others.
+    One is for what every step does, such as reading the weights; one for what a chunk adds whatever
+    its length, transfers above all, and one for any other part of a prompt; one for reading keys
+    and values that are there, one for the products with the weights, one for attention.
 
     They are fitted to the steps that were made, the last ones most, by least squares of the
-    relative error. None is negative, and ``d`` is less than any recent step with a chunk took:
-    chunks of about one length tell little of it. Steps of answers alone, of which there are many
-    more, do not make those that read prompts forgotten.
+    relative error. None is negative, and that of a chunk is less than any recent step with one
+    took: chunks of about one length tell little of it. Steps of answers alone, of which there are
+    many more, do not make those that read prompts forgotten.
 
     Any thread may ask.
     """
 
-    def __init__(self, ranks: int = 1, *, shared: bool = False) -> None:
-        self._ranks, self._apart, self._lock = ranks, shared and ranks > 1, threading.RLock()
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks, self._lock = ranks, threading.RLock()
         none = np.zeros((len(_BELIEVED), len(_BELIEVED)))
         self._squares = [none, none]  # of steps of answers alone, and of the others
         self._products = [none[0], none[0]]
@@ -65,10 +64,8 @@ class StepCost:
 
     def learn(self, work: Work, seconds: float) -> None:
         """Learn from a step."""
-        if not self._apart:
-            work = work._replace(dealt=0, tokens=work.tokens + work.dealt)
         with self._lock:
-            reading, expected = work.dealt + work.tokens > 0, float(np.array(work) @ self._fitted)
+            reading, expected = work.tokens > 0, float(np.array(work) @ self._fitted)
             x = np.array(work) * _BELIEVED / seconds
             slow = seconds > _SLOWER * expected > 0
             if slow:
@@ -109,30 +106,29 @@ class StepCost:
     @property
     def chunk(self) -> float:
         """Estimate what a chunk adds to a step, whatever its length."""
-        return float(self._fit()[_CHUNK]) if self._ranks > 1 else 0.0
+        return self.part(sharded=True) if self._ranks > 1 else 0.0
 
-    def work(self, tokens: float, context: int, *, sharded: bool = True) -> float:
+    def part(self, *, sharded: bool) -> float:
+        """Estimate what a part of a prompt adds to a step, whatever its length."""
+        return float(self._fit()[_CHUNK if sharded and self._ranks > 1 else _CHUNK + 1])
+
+    def work(self, tokens: float, context: int) -> float:
         """Estimate what so many tokens of a prompt add to a step, after ``context`` others."""
-        a, b = self._rates(sharded)
-        return a * tokens + b * tokens * (context + tokens / 2)
+        *_, a, b = self._fit().tolist()
+        return float(a * tokens + b * tokens * (context + tokens / 2))
 
     def seconds(self, tokens: float, context: int) -> float:
         """Estimate a step that reads so many tokens of a prompt, and does nothing else."""
-        return self.step(before=context) + self.chunk + self.work(tokens, context)
+        return self.step(before=context) + self.part(sharded=True) + self.work(tokens, context)
 
-    def tokens(self, seconds: float, context: int, *, sharded: bool = True) -> float:
+    def tokens(self, seconds: float, context: int) -> float:
         """Return how many tokens of a prompt add so much to a step."""
-        a, b = self._rates(sharded)
+        *_, a, b = self._fit().tolist()
         linear = a + b * context
         if linear == 0:
             return math.inf
         # The positive root of b/2 n^2 + (a + b c) n = seconds.
-        return 2 * seconds / (linear + math.sqrt(linear * linear + 2 * b * seconds))
-
-    def _rates(self, sharded: bool) -> tuple[float, float]:
-        """a and b, of the tokens of a chunk or of others."""
-        *_, dealt, a, b = self._fit().tolist()
-        return dealt if sharded and self._apart else a, b
+        return float(2 * seconds / (linear + math.sqrt(linear * linear + 2 * b * seconds)))
 
 
 def _least_squares(

@@ -32,8 +32,9 @@ _LONGER, _MOST_IDLE, _IDLE, _ALONE = 4, 0.15, 0.05, 0.25
 # Every other such chunk is shorter by this, and so is one that takes its length from what a step
 # costs whatever its length: that cannot be told from chunks of one length.
 _VARIED = 0.7
-# A prompt whose rest would take little more than a step is read to its end.
-_LAST_PIECE = 1.25
+# A prompt whose rest would take little more than a step is read to its end, and one that takes up
+# to so much of it as a whole: its first token would come after several steps else.
+_LAST_PIECE, _WHOLE = 1.25, 1.5
 
 
 class Turns:
@@ -51,7 +52,7 @@ class Turns:
         by_priority: bool = False,
         shared: bool = False,
     ) -> None:
-        self.cost, self._ranks = StepCost(world_size, shared=shared), world_size
+        self.cost, self._ranks = StepCost(world_size), world_size
         self._shared = shared and world_size > 1
         # How often the work of a short prompt is done, among all ranks.
         self.repeats = 1 if shared else world_size
@@ -71,8 +72,8 @@ class Turns:
         most, n = min(_JOINING, prompt.chunked_prefill_size), prompt.end - prompt.begin
         if n > most or prompt.params.prompt_logprobs is not None:
             return False
-        repeated = (self.repeats - 1) * self.cost.work(n, 0, sharded=False)
-        fits = repeated + self.cost.work(n, prompt.begin, sharded=False) <= self._max_step
+        repeated = (self.repeats - 1) * self.cost.work(n, 0)
+        fits = repeated + self.cost.work(n, prompt.begin) <= _WHOLE * self._max_step
         return fits and repeated <= self.cost.chunk
 
     def joins(self, prompt: Request) -> bool:
@@ -81,15 +82,14 @@ class Turns:
         if prompt.short or prompt.prefilled_to > prompt.begin:
             return prompt.short
         most = min(_JOINING * self._ranks, prompt.chunked_prefill_size)
-        return n <= most and self.work(prompt, n, sharded=not prompt.short) <= self._max_step
+        work = self.work(prompt, n, sharded=not prompt.short)
+        return n <= most and work <= _WHOLE * self._max_step
 
     def work(self, prompt: Request, tokens: int, *, sharded: bool) -> float:
         """Estimate the seconds that a prompt's next ``tokens`` add to a step."""
-        repeats = 1 if sharded else self.repeats
         # What is before them stays sharded.
-        return self.cost.work(tokens, prompt.prefilled_to) + (repeats - 1) * self.cost.work(
-            tokens, 0
-        )
+        repeated = 0 if sharded else self.repeats - 1
+        return self.cost.work(tokens, prompt.prefilled_to) + repeated * self.cost.work(tokens, 0)
 
     def together(
         self, prompts: Sequence[Request], *, part: float = 1.0
@@ -140,8 +140,8 @@ class Turns:
         They are those of one step's time if answers are ``answering``, of sequences that have so
         many tokens, or if of the ``others`` that are being read one has little left: for the rest
         that would be overhead. Prompts that join the step have taken ``joined`` seconds of it, but
-        at least half is left. Steps may take longer: prompts have at least as much of one as it
-        costs without them, or that would be most of it.
+        at least half is left. They have no less than the step would cost for them alone whatever
+        their number, or that would be most of it.
 
         Chunks are done without beside others if the ranks share what is none, if the prompt is
         ``able`` to, and if it is read about as fast. What is before it may have to be a chunk still
@@ -160,17 +160,15 @@ class Turns:
 
         def extent(sharded: bool) -> tuple[float, float]:
             """Tokens of a chunk, or of what is none, and how many that is in a second."""
-            at, chunk = prompt.prefilled_to, self.cost.chunk if sharded else 0.0
-            base = self.cost.step(before=at) + chunk
-            company = self.cost.step(len(answering), at + sum(answering)) + chunk
+            at, part = prompt.prefilled_to, self.cost.part(sharded=sharded)
+            base = self.cost.step(before=at) + part
+            company = self.cost.step(len(answering), at + sum(answering)) + part
             tokens = float(prompt.end - at)
-            if base + self.cost.work(tokens, at, sharded=sharded) > _LAST_PIECE * step:
-                least = varied * max(base, company - joined)
-                tokens = self.cost.tokens(max(step - base, least), at, sharded=sharded)
+            if base + self.cost.work(tokens, at) > _LAST_PIECE * step:
+                tokens = self.cost.tokens(max(step - base, varied * base), at)
             most = prompt.chunked_prefill_size
             tokens = min(tokens, most if sharded else min(_JOINING, most // self._ranks))
-            seconds = company + self.cost.work(tokens, at, sharded=sharded)
-            return tokens, tokens / max(seconds, 1e-9)
+            return tokens, tokens / max(company + self.cost.work(tokens, at), 1e-9)
 
         tokens, speed = extent(sharded=True)
         if beside and able and self._shared:

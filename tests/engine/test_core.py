@@ -258,7 +258,7 @@ def test_the_time_that_is_left_falls_from_request_to_request(
     cost = core.scheduler.turns.cost
     monkeypatch.setattr(cost, "learn", lambda *_: None)
     monkeypatch.setattr(cost, "seconds", lambda tokens, _: float(tokens))
-    monkeypatch.setattr(cost, "step", lambda *_: 1.0)
+    monkeypatch.setattr(cost, "step", lambda *_, **__: 1.0)
     assert core.seconds_left() == 0
     core.add("doc", prompt(50), GREEDY, pin=True)
     core.add("a", prompt(20), GREEDY, prefix_id="doc")

@@ -37,7 +37,7 @@ def request(key: int, tokens: int, arrived: float, priority: int = 0) -> Request
 def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: int = 0) -> None:
     """Learn from a step that read tokens of one prompt."""
     pairs = tokens * (context + tokens / 2)
-    cost.learn(Work(1, chunk, 0, context, chunk * tokens, (1 - chunk) * tokens, pairs), seconds)
+    cost.learn(Work(1, chunk, 1 - chunk, 0, context, tokens, pairs), seconds)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
 
     # Alone, whatever fits into a step; of several ranks all but one repeat 2 ms a token, which a
     # step of its own would cost 0.05 s.
-    for ranks, most in ((1, 124), (2, 24), (4, 8), (8, 3)):
+    for ranks, most in ((1, 187), (2, 24), (4, 8), (8, 3)):
         assert [short(n, ranks) for n in (1, most, most + 2)] == [True, True, False]
     explained = dataclasses.replace(request(0, 5, 0.0), params=SamplingParams(prompt_logprobs=0))
     turns = learned()
@@ -166,7 +166,6 @@ def test_what_stays_sharded_is_not_repeated() -> None:
         turns.cost.learn(Work(answers=0), 0.01)
         seconds = 0.03 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
         observe(turns.cost, tokens, context, seconds, chunk=1)
-        observe(turns.cost, 10, 0, 0.0105)
     prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
     for tokens, short in ((10, True), (50, True), (100, False)):
         question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
@@ -199,7 +198,7 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
 
 def test_who_joins_a_step() -> None:
     turns = learned(2)
-    assert turns.joins(request(0, 124, 0.0)) and not turns.joins(request(0, 126, 0.0))  # 0.25 s
+    assert turns.joins(request(0, 187, 0.0)) and not turns.joins(request(0, 189, 0.0))  # 0.375 s
     begun = dataclasses.replace(request(0, 100, 0.0), prefilled_to=50)
     assert not turns.joins(begun)
     assert turns.joins(dataclasses.replace(request(0, 200, 0.0), short=True))
@@ -290,14 +289,14 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
         assert cost.seconds(n, c) == pytest.approx(true(n, c), rel=0.1)
 
 
-def test_chunks_of_one_length_are_not_taken_for_what_every_step_costs() -> None:
-    """On a machine whose speed varies, a constant would explain them as well."""
-    cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
+def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
+    """On a machine whose speed varies, as far as that: 0.05 s of 2.05 are less than it varies."""
+    cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.8, 1.25, 60)
     cost.learn(Work(answers=1), 0.03)
-    for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
+    for speed, tokens in zip(speeds, (700, 1000) * 30, strict=True):
         observe(cost, tokens, 0, speed * (0.05 + 0.002 * tokens))
-    assert cost.seconds(0, 0) <= 0.091  # at most three times what a step of answers takes
-    assert cost.seconds(100, 0) == pytest.approx(0.25, rel=0.25)
+    assert cost.seconds(0, 0) <= 0.3
+    assert cost.seconds(850, 0) == pytest.approx(1.75, rel=0.1)
 
 
 def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
@@ -349,7 +348,7 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
         tokens, sharded = turns.piece(long, [], answering=[0] * answers)
         assert sharded
         seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
-        turns.cost.learn(Work(1, 1, answers, 0, tokens, 0, 4000 * tokens), seconds)
+        turns.cost.learn(Work(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)
         lengths.append(tokens)
     # 0.17 s are answers, and 0.25 the chunk's: it has 0.42 s of its own, or 0.7 times that.
     assert np.median(lengths[-40:]) == pytest.approx(150, rel=0.25)
