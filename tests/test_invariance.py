@@ -281,10 +281,11 @@ def test_embedded_model_on_several_ranks(ranks: Ranks) -> None:
     tokens = tuple(torch.randint(20, 49000, (163,), generator=generator).tolist())
     base = Case(path, tuple(map(tuple, split)), policy, tokens[:160], tokens[160:])
     want = ranks(1).run(logits_of, base)[0]
-    case = dataclasses.replace(base, chunked_prefill_size=57)
-    assert_same(ranks(8).run(logits_of, case)[0], want)
-    whole = dataclasses.replace(base, prompt=tokens, forced=())
-    assert_same(ranks(2).run(logits_of, whole)[0], want[-1:])
+    for world in (2, 8):
+        case = dataclasses.replace(base, chunked_prefill_size=57)
+        assert_same(ranks(world).run(logits_of, case)[0], want)
+        whole = dataclasses.replace(base, prompt=tokens, forced=())
+        assert_same(ranks(world).run(logits_of, whole)[0], want[-1:])
 
 
 def test_embedded_model_with_all_heads_full_is_stock(ranks: Ranks) -> None:

@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
     @property
     def said(self) -> list[bool]:
-        """Of each place, whether the answer gives what stands there; one to a question its all."""
+        """True for each place whose content the answer gives; a right answer to a question: all."""
         if self.task in QUESTION_TASKS:
             return [self.right] * len(self.document.places)
         wanted = self.document.answers

@@ -1,4 +1,4 @@
-"""What a step takes, learnt from the steps that were made."""
+"""Estimates the seconds of a step by a model that is fitted to the steps made so far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHERS = (1 - _CHOICES)[:, :, None] * np.eye(len(_BELIEVED))
 
 
 class Work(NamedTuple):
-    """What a step does: the factors of what it costs, in the order of `_BELIEVED`."""
+    """Counts of the work in a step, one for each term of its cost, in the order of `_BELIEVED`."""
 
     step: int = 1
     chunk: int = 0  # a part of a prompt is sharded among several ranks

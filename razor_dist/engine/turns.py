@@ -140,8 +140,8 @@ class Turns:
         They are those of one step's time if answers are ``answering``, of sequences that have so
         many tokens, or if of the ``others`` that are being read one has little left: for the rest
         that would be overhead. Prompts that join the step have taken ``joined`` seconds of it, but
-        at least half is left. They have no less than the step would cost for them alone whatever
-        their number, or that would be most of it.
+        at least half is left. They take at least as long as a step without answers costs whatever
+        it reads, or that would be most of it.
 
         Chunks are done without beside others if the ranks share what is none, if the prompt is
         ``able`` to, and if it is read about as fast. What is before it may have to be a chunk still

@@ -339,7 +339,10 @@ def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> N
 def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
     """Nor what a chunk costs whatever its length: chunks would become ever shorter."""
     turns, random = Turns(STEP, 2), np.random.default_rng(0)
-    noise = lambda: random.uniform(0.9, 1.1)  # noqa: E731
+
+    def noise() -> float:
+        return random.uniform(0.9, 1.1)
+
     for _ in range(8):
         turns.cost.learn(Work(answers=1), 0.09 * noise())
         observe(turns.cost, 2000, 4000, 5.33 * noise(), 1)
