@@ -105,7 +105,8 @@ class Ledger:
     ) -> Holding:
         """Take what `need` says, for a sequence that begins as the first tokens of ``source``.
 
-        ``stored`` are these by rank; they may be yet to be read.
+        ``stored`` are these by rank; they may be yet to be read. ``source`` is as long as the
+        ledger was told (`grown`).
         """
         size, arenas = self.world_size, self.cache.arenas
         before = Holding([PageTable() for _ in self._pools], [], [0 for _ in arenas])
@@ -175,7 +176,7 @@ class Ledger:
             self._free_places[index] += arena.width(holding.totals[index]) - arena.width(total)
             self._cached_places[index] += arena.width(total)
             holding.totals[index] = total
-            holding.tails[index] = arena.tail_begin(length, holding.tails[index])
+        self.grown(holding, length)
 
     def close(self, holding: Holding) -> None:
         for pool, table in zip(self._pools, holding.tables, strict=True):
@@ -186,18 +187,22 @@ class Ledger:
             self._cached_places[index] -= width * holding.cached
         self.end_prompt(holding)
 
-    def least_cut(self, holding: Holding, length: int) -> int:
-        """The least n that a sequence of now ``length`` tokens can be cut to."""
-        cuts = [
-            arena.least_cut(length, arena.tail_begin(length, tail))
-            for arena, tail in zip(self.cache.arenas, holding.tails, strict=True)
-        ]
-        return max(cuts, default=0)
+    def grown(self, holding: Holding, length: int) -> int:
+        """Note that a sequence has come to ``length`` tokens, with which its tails have moved.
+
+        Return the least n that it can be cut to. What is copied of it (`open`) has no more.
+        """
+        cuts = [0]
+        for index, arena in enumerate(self.cache.arenas):
+            tail = arena.tail_begin(length, holding.tails[index])
+            holding.tails[index] = tail
+            cuts.append(arena.least_cut(length, tail))
+        return max(cuts)
 
     def first_cut(self, end: int, begin: int) -> int:
         """The least n to which a prompt can be cut that is read to ``end`` from ``begin`` on."""
         new = Holding([], [], [arena.tail_begin(begin) for arena in self.cache.arenas])
-        return self.least_cut(new, end)
+        return self.grown(new, end)
 
     def exclusive(self, holding: Holding) -> Ints:
         """Return what an eviction would free."""

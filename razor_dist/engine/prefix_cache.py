@@ -65,7 +65,7 @@ class PrefixCache:
     ) -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
         self.remove(key)
-        least = self._ledger.least_cut(holding, len(tokens))
+        least = self._ledger.grown(holding, len(tokens))
         self._index.add(space, tokens, key, least)
         self._entries[key] = Entry(key, len(tokens), holding, self._clock, tier)
 
@@ -78,7 +78,7 @@ class PrefixCache:
         """Note that an entry in use has become longer, so that it cannot be cut where it could."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._index.set_least_cut(key, self._ledger.least_cut(entry.holding, length))
+            self._index.set_least_cut(key, self._ledger.grown(entry.holding, length))
 
     def find(self, space: Hashable, tokens: Tokens, most: int) -> Hit:
         match = self._index.match(space, tokens, most)

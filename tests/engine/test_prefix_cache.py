@@ -156,6 +156,22 @@ def test_questions_turns_and_documents_that_share_a_half(
     assert found["evictions"] == 0 and min(found["bytes_per_rank"]) > 0
 
 
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_copy_has_no_more_than_what_it_is_a_copy_of(pin: bool, ranks: Ranks, tiny: Tiny) -> None:
+    """``b`` is copied of ``a``, which is being answered or pinned, and ``c`` would be of ``b``."""
+    path, document = tiny("llama"), ids((1, 65))
+    params = dataclasses.replace(GREEDY, max_tokens=30)
+    asks = (
+        Ask("a", document, params, pin=pin, wait=pin),
+        Ask("meanwhile", ids((5, 20)), steps=8, wait=False),
+        Ask("b", document[:50] + ids((2, 3))),
+        Ask("c", document[:34] + ids((3, 3))),
+    )
+    answers, cached, _ = ranks(1).run(serve, str(path), {"prefix_tail_tokens": 24}, asks)[0]
+    assert_alike(answers, alone(ranks, path, asks))
+    assert (cached["b"], cached["c"]) == (50, 0)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_conversations_part_where_a_message_ends(world: int, ranks: Ranks, tiny: Tiny) -> None:
     path = tiny("llama")
