@@ -13,7 +13,7 @@ help:
 	@echo "make demo       ranks of the embedded model answer a question about a long document"
 	@echo "make serve      start the server on http://127.0.0.1:8000"
 	@echo "make test       the test suite, and its ten slowest tests"
-	@echo "make lint       ruff, mypy and the import contracts"
+	@echo "make lint       ruff, clang-format, mypy and the import contracts"
 	@echo "make docs       the documentation, into site/"
 	@echo "make gpu        measurements for a machine with a GPU, into docs/benchmarks/gpu"
 	@echo "make baselines  kvpress, for the evaluations' methods h2o, snapkv, tova, ..."
@@ -47,6 +47,7 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

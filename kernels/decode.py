@@ -2,9 +2,9 @@
 
 Retrieval heads see this rank's pages of their sequences, streaming heads see slots of their cache.
 Which sequences they are is in a few tensors alone, so that a CUDA graph of these operations serves
-every batch of its size. Two modules have them: `decode_torch`, the definition, in plain torch and
-of fixed shapes; and `decode_triton`, where a layer is a launch to store, one to attend and one or
-two to merge.
+every batch of its size. Three modules have them: `decode_torch`, the definition, in plain torch and
+of fixed shapes; `decode_triton`, where a layer is a launch to store, one to attend and one or two
+to merge; and `decode_cpu`, compiled C++.
 
 ``store(k, v, order, pages, windows)`` puts the new tokens' keys and values, ``[K, n, D]``, into the
 caches; pages may be of 8 bits (`razor_dist.kernels.quantized`), windows are not.
@@ -33,6 +33,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from razor_dist.kernels.compiled import operations
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +77,18 @@ class Windows(NamedTuple):
 
 
 def implementation(device: torch.device) -> ModuleType:
-    """Return the module that computes on a device; Triton's, where it is CUDA."""
-    name = "decode_triton" if device.type == "cuda" else "decode_torch"
+    """Return the module that computes on a device: its own, where it has one."""
+    if device.type == "cuda":
+        name = "decode_triton"
+    else:
+        name = "decode_cpu" if available(device) else "decode_torch"
     return importlib.import_module(f"razor_dist.kernels.{name}")
 
 
 def available(device: torch.device) -> bool:
     """Tell if these operations are the fastest way to decode on a device."""
+    if device.type == "cpu":
+        return operations() is not None
     return device.type == "cuda" and _triton()
 
 

@@ -1,7 +1,8 @@
-"""Norms and rotary embeddings as one GPU kernel each, where transformers has eight and more.
+"""Norms and rotary embeddings as one operation each, where transformers has eight and more.
 
 A decode step is bound by the number of its kernels as much as by what they read. `use_fused_layers`
-puts these in a model's place, for CUDA tensors; others are computed as before.
+puts these in a model's place, for tensors on CUDA and for few tokens on CPU; others are computed as
+before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from razor_dist.kernels.compiled import operations
+
+# The most tokens that are served on CPU, by one thread.
+_FEW = 24
 
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]
@@ -47,7 +53,7 @@ def rotate(
 
 
 def use_fused_layers(model: nn.Module) -> None:
-    """Have a model's RMSNorms and rotary embeddings computed by one kernel each, on CUDA.
+    """Have a model's RMSNorms and rotary embeddings computed by one operation each.
 
     A layer is replaced only if it computes what its replacement does, which is tried on random
     numbers. transformers' function for rotary embeddings is its module's, so that it is replaced
@@ -66,15 +72,30 @@ def use_fused_layers(model: nn.Module) -> None:
                     namespace.apply_rotary_pos_emb = _fused_rotary(original, interleaved)
 
 
-def _served(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+def _served(x: Tensor, tokens: int) -> bool:
+    if x.device.type == "cuda":
+        return True
+    few = tokens <= _FEW and torch.is_inference_mode_enabled() and x.dtype == torch.float32
+    return few and x.device.type == "cpu" and operations() is not None
 
 
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        on_cpu: tuple[Tensor, Tensor] = operations().rotate(q, k, cos, sin, interleaved)
+        return on_cpu
     kernels = importlib.import_module("razor_dist.kernels.rotary_triton")
     found: tuple[Tensor, Tensor] = kernels.rotate(q, k, cos, sin, interleaved)
+    return found
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    found: Tensor = (
+        operations().rms_norm(x, weight, eps)
+        if x.device.type == "cpu"
+        else rms_norm(x, weight, eps)
+    )
     return found
 
 
@@ -93,8 +114,8 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _served(hidden_states):
-            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if _served(hidden_states, hidden_states.shape[-2]):
+            return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
         found: Tensor = kind.forward(self, hidden_states)
         return found
 
@@ -124,7 +145,8 @@ def _fused_rotary(original: Rotary, interleaved: bool) -> Rotary:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        if not _served(q) or unsqueeze_dim != 1 or q.requires_grad:
+        one = len(q) == len(cos) == 1
+        if not (one and _served(q, q.shape[2])) or unsqueeze_dim != 1 or q.requires_grad:
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _rotate(q, k, cos, sin, interleaved)
 

@@ -1,10 +1,12 @@
-"""Linear layers on CPUs: in float32 by the fastest of torch's ways, or with 8-bit weights.
+"""Linear layers on CPUs: in float32 by the fastest of several ways, or with 8-bit weights.
 
 On x86 `torch.nn.functional.linear` calls MKL, which on processors of other makers than Intel keeps
 to slower code: on an AMD EPYC with two threads a matrix-vector product reads its matrix at 15 GB/s
 where the machine reads 40, and a product of many rows runs at 190 GFLOP/s where oneDNN, which torch
-carries too, has 420. On an Intel Xeon it is the other way round (docs/LOG.md). So the ways are
-timed, once in a process.
+carries too, has 420. On an Intel Xeon it is the other way round (docs/LOG.md). Up to `FEW` rows the
+compiled operation (`razor_dist.kernels.compiled`) is the fastest where it was measured: eight rows
+take it a sixth longer than one, and oneDNN 1.5 times as long. So the ways are timed, once in a
+process.
 
 ``mkldnn::_linear_pointwise`` is the op that torch's own compiler emits, and private; pyproject.toml
 pins torch and ``tests/test_kernels_linear.py`` checks what we rely on.
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from razor_dist.kernels.compiled import operations
+
 # A matrix of one vector's product is cut into up to so many blocks of rows: a batch of products,
 # which MKL computes side by side and by better code than a single one.
 _BLOCKS = 16
@@ -31,10 +35,15 @@ _MOST = 127 if torch.cpu._is_vnni_supported() else 63
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
+# The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
+FEW = 24
+
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
-# with one row or `_FEW`; another than torch's own must take less than this share of its time.
+# with the least of these numbers of rows that is enough; another than torch's own must take less
+# than this share of its time.
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_MATRICES, _ROUNDS, _FEW = (9, 1536, 576), 3, 16
+_MATRICES, _ROUNDS = (9, 1536, 576), 3
+_ROWS = (1, 4, 8, FEW, 64)
 _MUCH_FASTER = 0.8
 
 
@@ -45,8 +54,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _served(x, weight):
         return functional.linear(x, weight, bias)
-    way = fastest_way(x.numel() == weight.shape[1], torch.get_num_threads())
-    return way(x, weight, bias)
+    rows = x.numel() // weight.shape[1]
+    timed = next((most for most in _ROWS if rows <= most), _ROWS[-1])
+    return fastest_way(timed, torch.get_num_threads())(x, weight, bias)
 
 
 def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,18 +74,26 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def by_compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of a few rows, each the same in any company; there must be `operations`."""
+    out: Tensor = operations().linear(x, weight, bias)
+    return out
+
+
 @functools.cache
-def fastest_way(one_row: bool, threads: int) -> Way:
+def fastest_way(rows: int, threads: int) -> Way:
     """Time the ways on this machine, and return the best: torch's own, unless one is much faster.
 
     ``threads`` are torch's present ones.
     """
     ways: list[Way] = [functional.linear, by_onednn]
-    if one_row:
+    if rows == 1:
         ways.append(by_blocks)
+    if rows <= FEW and operations() is not None:
+        ways.append(by_compiled)
     least = [math.inf] * len(ways)
     with torch.inference_mode():
-        matrices, x = torch.ones(_MATRICES), torch.ones(1 if one_row else _FEW, _MATRICES[-1])
+        matrices, x = torch.ones(_MATRICES), torch.ones(rows, _MATRICES[-1])
         for _ in range(_ROUNDS):
             for index, way in enumerate(ways):
                 least[index] = min(least[index], _seconds(way, x, matrices))

@@ -16,21 +16,26 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.kernels import decode_torch
+from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Windows
 
 # A fork would have imported what its parent has.
 SPAWN = multiprocessing.get_context("spawn")
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+compiled = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
 def _begin(interpret: bool) -> None:
@@ -191,20 +196,25 @@ def literal(batch: Batch) -> tuple[Tensor, Tensor]:
 SCALE = 0.125
 
 
-def errors(batch: Batch) -> dict[str, float]:
-    """Largest errors of the kernels and of their definition, of one rank or of three merged."""
-    from razor_dist.kernels import decode_triton
+def kernels(name: str) -> Any:
+    module: Any = import_module(f"razor_dist.kernels.{name}")
+    if name == "decode_triton":
+        # More splits than these lengths would have, of a few tiles each.
+        module._SPLITS = (64, 64)
+        module.TILES = {2: 32, 4: 32}
+    return module
 
-    # More splits than these lengths would have, of a few tiles each.
-    decode_triton._SPLITS = (64, 64)
-    decode_triton.TILES = {2: 32, 4: 32}
+
+def errors(batch: Batch, *names: str) -> dict[str, float]:
+    """Largest errors of the kernels of some modules, of one rank or of three merged."""
     want, lse = literal(batch)
     q, order, pages, windows, slopes = batch.make()
     split = order[: batch.retrieval]
     ranks = 3 if pages is not None and len(batch.lengths) > 1 else 1
     found = {}
-    for module in (decode_triton, decode_torch):
-        out = torch.full(want.shape, math.nan)
+    for name in names:
+        module = kernels(name)
+        out = torch.full(want.shape, math.nan, dtype=q.dtype if name == "decode_cpu" else None)
         packed = module.attend(
             q, order, pages, windows, out, scale=SCALE, slopes=slopes, pack=ranks > 1
         )
@@ -214,7 +224,7 @@ def errors(batch: Batch) -> dict[str, float]:
             nothing = torch.zeros_like(packed)
             nothing[..., -1] = -math.inf
             module.merge_ranks(torch.stack([nothing, packed, packed]), order, out)
-        found[module.__name__] = (out.double() - want).abs().max().item()
+        found[name] = (out.double() - want).abs().max().item()
     return found
 
 
@@ -244,15 +254,66 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_kernels_are_attention(batch: Batch, interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(errors, batch).result(120)
+    found = interpreter.submit(errors, batch, "decode_triton", "decode_torch").result(120)
     # Numbers of 8 bits are drawn larger.
     assert max(found.values()) < (5e-5 if batch.int8 else 1e-5)
 
 
-def stored(batch: Batch) -> bool:
-    """Tell if the kernel stores what its definition does, and nothing else."""
-    from razor_dist.kernels import decode_triton
+@compiled
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_compiled_kernels_are_attention(batch: Batch) -> None:
+    [error] = errors(batch, "decode_cpu").values()
+    # What is written is rounded to the dtype of the queries.
+    rounding = 2e-2 if batch.dtype == torch.bfloat16 else 0
+    assert error < max(rounding, 5e-5 if batch.int8 else 1e-5)
 
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 1200), min_size=1, max_size=4),
+    behind=st.integers(0, 300),
+    group=st.integers(1, 9),
+    dim=st.integers(1, 40).map(lambda n: 4 * n),
+    page=st.sampled_from((1, 7, 64)),
+    ring=st.integers(6, 700),
+    sinks=st.integers(0, 5),
+    slopes=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_compiled_kernels_see_every_key_once(
+    lengths: list[int],
+    behind: int,
+    group: int,
+    dim: int,
+    page: int,
+    ring: int,
+    sinks: int,
+    slopes: bool,
+    threads: int,
+) -> None:
+    batch = Batch(
+        lengths=tuple(lengths),
+        positions=tuple(n + behind for n in lengths),
+        group=group,
+        dim=dim,
+        page=page,
+        ring=ring,
+        sinks=sinks,
+        entries=1,
+        slopes=slopes,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        [error] = errors(batch, "decode_cpu").values()
+    finally:
+        torch.set_num_threads(before)
+    assert error < 5e-5
+
+
+def stored(batch: Batch, name: str) -> bool:
+    """Tell if the kernel stores what its definition does, and nothing else."""
     _, order, pages, windows, _ = batch.make()
     assert pages is not None and windows is not None
     count = len(batch.lengths)
@@ -266,7 +327,7 @@ def stored(batch: Batch) -> bool:
         windows = windows._replace(k=empty, v=empty, k_scale=None, v_scale=None)
         k[0, 0] = 0.0
     left = []
-    for module in (decode_triton, decode_torch):
+    for module in (kernels(name), decode_torch):
         caches = [
             cache._replace(
                 **{
@@ -288,7 +349,13 @@ def stored(batch: Batch) -> bool:
 
 @pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16", "int8"])
 def test_new_keys_go_where_they_belong(name: str, interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(stored, BATCHES[name]).result(120)
+    assert interpreter.submit(stored, BATCHES[name], "decode_triton").result(120)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["eight sequences", "groups of three", "bfloat16", "int8"])
+def test_compiled_kernels_put_new_keys_where_they_belong(name: str) -> None:
+    assert stored(BATCHES[name], "decode_cpu")
 
 
 def resources(

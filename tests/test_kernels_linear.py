@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +16,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from razor_dist.kernels.compiled import SWITCH, operations
 from razor_dist.kernels.linear import (
     _MOST,
     Int8Linear,
     Linear,
     Way,
     by_blocks,
+    by_compiled,
     by_onednn,
     fastest_way,
     linear,
     use_fast_linear,
     use_int8_linear,
 )
+
+needs_compiler = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,6 +59,8 @@ def test_products_are_those_of_float64(
             results.append(by_onednn(x, weight, b))
         if x.numel() == inputs:
             results.append(by_blocks(x, weight, b))
+        if x.numel() and operations() is not None:
+            results.append(by_compiled(x, weight, b))
     for got in results:
         assert got.shape == expected.shape
         assert got.dtype == torch.float32
@@ -59,49 +70,112 @@ def test_products_are_those_of_float64(
 @pytest.mark.parametrize(
     ("times", "ways"),
     [
-        ({"linear": 1.0, "by_onednn": 2.0, "by_blocks": 3.0}, ["linear", "linear"]),
-        ({"linear": 1.0, "by_onednn": 0.9, "by_blocks": 0.85}, ["linear", "linear"]),
-        ({"linear": 1.0, "by_onednn": 0.6, "by_blocks": 0.4}, ["by_blocks", "by_onednn"]),
-        ({"linear": 1.0, "by_onednn": 0.6, "by_blocks": 2.0}, ["by_onednn", "by_onednn"]),
+        ((2.0, 3.0, 3.0), ["linear", "linear", "linear"]),
+        ((0.9, 0.85, 0.85), ["linear", "linear", "linear"]),
+        ((0.6, 0.4, 2.0), ["by_blocks", "by_onednn", "by_onednn"]),
+        ((0.6, 2.0, 2.0), ["by_onednn", "by_onednn", "by_onednn"]),
+        ((0.6, 0.5, 0.4), ["by_compiled", "by_compiled", "by_onednn"]),
     ],
 )
 def test_a_way_that_is_much_faster_is_taken(
-    times: dict[str, float], ways: list[str], monkeypatch: pytest.MonkeyPatch
+    times: tuple[float, float, float], ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    by_name = dict(zip(("by_onednn", "by_blocks", "by_compiled"), times, strict=True))
     busy = itertools.chain([30.0] * 2, itertools.repeat(1.0))  # a machine slow at first
 
     def seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
-        assert (way(x, matrices[0], None) == x.shape[-1]).all()
-        return next(busy) * times[way.__name__]
+        if way is not by_compiled:  # there may be no compiler
+            assert (way(x, matrices[0], None) == x.shape[-1]).all()
+        return next(busy) * by_name.get(way.__name__, 1.0)
 
     monkeypatch.setattr("razor_dist.kernels.linear._seconds", seconds)
-    found = [fastest_way.__wrapped__(one_row, 1).__name__ for one_row in (True, False)]
+    monkeypatch.setattr("razor_dist.kernels.linear.operations", object)
+    found = [fastest_way.__wrapped__(rows, 1).__name__ for rows in (1, 24, 25)]
     assert found == ways
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch's own way is kept")
 @pytest.mark.parametrize(
-    ("rows", "way", "op"),
+    ("rows", "most", "way", "op"),
     [
-        (1, by_blocks, "aten::bmm"),
-        (1, by_onednn, "mkldnn::_linear_pointwise"),
-        (5, by_onednn, "mkldnn::_linear_pointwise"),
-        (5, functional.linear, "aten::linear"),
+        (1, 1, by_blocks, "aten::bmm"),
+        (1, 1, by_onednn, "mkldnn::_linear_pointwise"),
+        (5, 8, by_onednn, "mkldnn::_linear_pointwise"),
+        (900, 64, functional.linear, "aten::linear"),
     ],
 )
 def test_the_way_of_its_rows_is_taken(
-    rows: int, way: Way, op: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, most: int, way: Way, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    asked: list[int] = []
     monkeypatch.setattr(
-        "razor_dist.kernels.linear.fastest_way", lambda one, threads: asked.append(one) or way
+        "razor_dist.kernels.linear.fastest_way", lambda most, threads: asked.append(most) or way
     )
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
     with torch.inference_mode(), torch.profiler.profile() as profile:
         linear(x, weight)
     names = {event.key for event in profile.key_averages()}
     assert op in names and ("aten::linear" in names) == (op == "aten::linear")
-    assert asked == [rows == 1]
+    assert asked == [most]
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    inputs=st.integers(1, 1300),
+    outputs=st.integers(1, 120),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_row_has_the_same_product_in_any_company(
+    rows: int, inputs: int, outputs: int, threads: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = by_compiled(x, weight, bias)
+    finally:
+        torch.set_num_threads(before)
+    alone = torch.cat([by_compiled(row, weight, bias) for row in x.split(1)])
+    assert torch.equal(together, alone)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(together.double(), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
+
+
+def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Have a new process ask for the operations; it prints if it has them."""
+    code = "from razor_dist.kernels.compiled import operations; print(operations() is not None)"
+    env = {**os.environ, "CXX": compiler, "XDG_CACHE_HOME": str(cache), **more}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+
+
+def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Path) -> None:
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\necho this compiler is too old >&2\nexit 1\n")
+    failing.chmod(0o755)
+    for compiler, reason in (("none-such", "no C++ compiler"), (str(failing), "too old")):
+        found = compile_with(compiler, tmp_path)
+        assert found.stdout.strip() == "False"
+        assert reason in found.stderr
+    off = compile_with("none-such", tmp_path, **{SWITCH: "0"})
+    assert (off.stdout.strip(), off.stderr) == ("False", "")
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_then_needs_no_compiler(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda _: compile_with("c++", tmp_path), range(2)))
+    assert [found.stdout.strip() for found in both] == ["True", "True"]
+    assert sum("compiling kernels" in found.stderr for found in both) == 1
+    again = compile_with("none-such", tmp_path)
+    assert (again.stdout.strip(), again.stderr) == ("True", "")
 
 
 def test_rows_that_are_not_contiguous() -> None:

@@ -46,9 +46,12 @@ def outcome(
 ) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
     """Logits on rank 0, bytes sent by purpose, and bytes of the caches' keys and values.
 
-    With ``rounded``, retrieval keys and values become what 8 bits hold of them.
+    With ``rounded``, retrieval keys and values become what 8 bits hold of them, by the plain way.
     """
-    runner = make_runner(comm, case)
+    with (
+        patch("razor_dist.engine.runner.available", return_value=False) if rounded else ExitStack()
+    ):
+        runner = make_runner(comm, case)
     comm.bytes_sent.clear()
     with ExitStack() as patches:
         if rounded:
@@ -107,8 +110,8 @@ def test_prefill_and_decode_see_the_same_bf16_cache(
 ) -> None:
     """The compensation token, too, is what the cache holds, whichever phase makes it.
 
-    A sum in another order turns a rounding now and then, so the errors are far below 1e-4, or like
-    one rounded key: the lower quartile tells. A token in float32 at one phase makes all 1e-3.
+    A sum in another order turns a rounding now and then, so errors are like one rounded key, up to
+    6e-4. A compensation token in float32 at one phase makes all of them 2e-3 and more.
     """
     path = tiny("llama")
     tokens = tokens_of(190, seed=1)
@@ -119,7 +122,7 @@ def test_prefill_and_decode_see_the_same_bf16_cache(
         whole = dataclasses.replace(decoded, prompt=tokens[:count], forced=())
         want = ranks(world).run(outcome, whole)[0][0]
         errors.append((rows[count - 140] - want[0]).abs().max())
-    assert torch.stack(errors).quantile(0.25) < 1e-4
+    assert torch.stack(errors).median() < 1e-3
 
 
 @pytest.mark.parametrize(

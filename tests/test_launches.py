@@ -31,6 +31,7 @@ from razor_dist.attention import decode
 from razor_dist.engine import runner
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch, fused
+from razor_dist.kernels.compiled import operations
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -114,9 +115,9 @@ def step(
         patch(decode, "implementation", lambda device: kernels)
         patch(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)
         if ours:
-            patch(fused, "_served", lambda x: True)
+            patch(fused, "_served", lambda *_: True)
             patch(fused, "_rotate", counted.as_one(fused.rotate, "rotary"))
-            patch(fused, "rms_norm", counted.as_one(fused.rms_norm, "norm"))
+            patch(fused, "_rms_norm", counted.as_one(fused.rms_norm, "norm"))
             fused.use_fused_layers(model)
         made = make_runner(comm, case, sequences)
         for key in range(sequences):
@@ -149,12 +150,14 @@ def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
     stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     ids = torch.tensor([tokens_of(40)])
     modeling = sys.modules[type(stock.base_model).__module__]
+    rotate = modeling.apply_rotary_pos_emb
+    rotate = getattr(rotate, "original", rotate)  # another model may have replaced it
     with (
         torch.inference_mode(),
-        mock.patch.object(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb),
-        mock.patch.object(fused, "_served", lambda x: True),
+        mock.patch.object(modeling, "apply_rotary_pos_emb", rotate),
+        mock.patch.object(fused, "_served", lambda *_: True),
         mock.patch.object(fused, "_rotate", wraps=fused.rotate) as rotated,
-        mock.patch.object(fused, "rms_norm", wraps=fused.rms_norm) as normed,
+        mock.patch.object(fused, "_rms_norm", wraps=fused.rms_norm) as normed,
     ):
         want = stock(ids).logits
         fused.use_fused_layers(stock)
@@ -164,4 +167,28 @@ def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
     assert rotated.call_count == layers
     assert normed.call_count >= 2 * layers + 1
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-    assert modeling.apply_rotary_pos_emb.__module__ == modeling.__name__
+
+
+@pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [48, 64])
+def test_compiled_norms_and_rotary_embeddings_are_their_definitions(
+    width: int, interleaved: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    with torch.inference_mode():
+        x, weight = normal(2, 5, 101)[:, ::2], normal(101)
+        torch.testing.assert_close(
+            operations().rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5)
+        )
+        # As a model makes them: heads of a token are neighbours, of queries and keys too.
+        q, k = normal(1, 7, 9 + 3, 64).transpose(1, 2).split([9, 3], 1)
+        angles = normal(1, 7, width // 2).repeat(1, 1, 2)
+        tables = angles.cos(), angles.sin()
+        got = operations().rotate(q, k, *tables, interleaved)
+        for a, b in zip(got, fused.rotate(q, k, *tables, interleaved), strict=True):
+            torch.testing.assert_close(a, b)

@@ -14,11 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from razor_dist.attention import decode
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.sequence import is_even
 from razor_dist.engine import runner
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.kernels import decode_torch
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import Chunk
 from tests.alibi_models import make_alibi
@@ -87,8 +89,17 @@ def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int]
 
 
 def at_once(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
-    """`together`, where answers' tokens are computed as on CUDA."""
-    with mock.patch.object(runner, "available", return_value=True):
+    """`together`, where answers' tokens are computed all at once, as the definition says."""
+    with (
+        mock.patch.object(runner, "available", return_value=True),
+        mock.patch.object(decode, "implementation", return_value=decode_torch),
+    ):
+        return together(comm, company)
+
+
+def one_by_one(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
+    """`together`, where they are computed sequence by sequence, as without a C++ compiler."""
+    with mock.patch.object(runner, "available", return_value=False):
         return together(comm, company)
 
 
@@ -173,14 +184,19 @@ def test_with_exact_prefill_and_keys_of_another_dtype(
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("how", [at_once, one_by_one])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "bloom", "mpt"])
-def test_answers_that_are_computed_at_once_change_nothing(
-    family: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
+def test_ways_of_computing_answers_change_nothing(
+    family: str,
+    how: Callable[..., object],
+    ranks: Ranks,
+    tiny: Tiny,
+    tmp_path: Path,
 ) -> None:
     path = make_alibi(family, tmp_path) if family in ("bloom", "mpt") else tiny(family)
     case = Case(str(path), split_of(path), POLICY, ())
     worlds = (1, 3) if family == "llama" else (2,)
-    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=at_once)
+    assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, *worlds, how=how)
 
 
 @pytest.mark.parametrize("tensor", [False, True])

@@ -2,8 +2,8 @@
 
 All ranks compute all of a step's tokens. Most are the one token that an answer has grown by; a
 `PromptPiece` is several tokens of a prompt: a short prompt as a whole, a question that continues a
-prefix, or a part of a long prompt. On CUDA `razor_dist.attention.decode` has the part that is one
-token a sequence.
+prefix, or a part of a long prompt. Where there are kernels for all sequences at once,
+`razor_dist.attention.decode` has the part that is one token a sequence.
 """
 
 from __future__ import annotations

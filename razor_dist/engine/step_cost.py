@@ -17,9 +17,11 @@ _FORGET, _SLOWER = 0.97, 2.0
 # That is also the scale of each term.
 _BELIEF = 1e-7
 _BELIEVED = np.array([5e-3, 5e-3, 5e-3, 1e-4, 1e-9, 5e-4, 1e-9])
-# Steps with a chunk whose times bound what a chunk costs whatever its length.
+# Recent steps whose times bound what a part of a prompt costs whatever its length: a chunk less
+# than any step with one took, another part less than any step of answers alone, which reads the
+# weights besides.
 _RECENT = 64
-_CHUNK = 1  # that term's index
+_CHUNK, _WHOLE = 1, 2  # these terms' indices
 # Every choice of terms that may be more than 0, and what turns equations for all of them into
 # equations for those.
 _CHOICES = np.array(list(itertools.product((0.0, 1.0), repeat=len(_BELIEVED))))
@@ -47,9 +49,9 @@ class StepCost:
     and values that are there, one for the products with the weights, one for attention.
 
     They are fitted to the steps that were made, the last ones most, by least squares of the
-    relative error. None is negative, and that of a chunk is less than any recent step with one
-    took: chunks of about one length tell little of it. Steps of answers alone, of which there are
-    many more, do not make those that read prompts forgotten.
+    relative error. None is negative, and what parts cost whatever their length is bounded by
+    recent steps: parts of about one length tell little of it. Steps of answers alone, of which
+    there are many more, do not make those that read prompts forgotten.
 
     Any thread may ask.
     """
@@ -59,7 +61,7 @@ class StepCost:
         none = np.zeros((len(_BELIEVED), len(_BELIEVED)))
         self._squares = [none, none]  # of steps of answers alone, and of the others
         self._products = [none[0], none[0]]
-        self._chunks: deque[float] = deque([math.inf], maxlen=_RECENT)
+        self._bounds = {term: deque([math.inf], maxlen=_RECENT) for term in (_CHUNK, _WHOLE)}
         self._fitted, self._changed = _BELIEVED, False
 
     def learn(self, work: Work, seconds: float) -> None:
@@ -78,8 +80,8 @@ class StepCost:
                     self._products[kind] = kept * self._products[kind]
             self._squares[reading] = _FORGET * self._squares[reading] + np.outer(x, x)
             self._products[reading] = _FORGET * self._products[reading] + x
-            if work.chunk:
-                self._chunks.append(seconds)
+            if work.chunk or not reading:
+                self._bounds[_CHUNK if work.chunk else _WHOLE].append(seconds)
             # Where nobody asks, as while all are answering, the fit is left for later.
             self._changed = True
             if slow:
@@ -90,12 +92,14 @@ class StepCost:
             if self._changed:
                 squares = self._squares[0] + self._squares[1] + _BELIEF * np.eye(len(_BELIEVED))
                 products = self._products[0] + self._products[1] + _BELIEF
-                most = min(self._chunks) / _BELIEVED[_CHUNK]
+                most = {term: min(took) / _BELIEVED[term] for term, took in self._bounds.items()}
+                bound = np.zeros(len(_BELIEVED))
                 found = _least_squares(squares, products)
-                if found[_CHUNK] > most:  # then it is at its bound: what is minimised is convex
-                    rest = products - most * squares[_CHUNK]
-                    found = _least_squares(squares, rest, _CHOICES[:, _CHUNK] == 0)
-                    found[_CHUNK] = most
+                while exceeded := [t for t, bound_of in most.items() if found[t] > bound_of]:
+                    bound[exceeded] = [most[term] for term in exceeded]
+                    # They are at their bounds: what is minimised is convex.
+                    rows = (_CHOICES[:, bound > 0] == 0).all(1)
+                    found = _least_squares(squares, products - squares @ bound, rows) + bound
                 self._fitted, self._changed = _BELIEVED * found, False
             return self._fitted
 

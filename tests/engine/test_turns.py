@@ -291,12 +291,12 @@ def test_costs_are_learnt(s: float, a: float, b: float, steps: list[tuple[int, i
 
 def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
     """On a machine whose speed varies, as far as that: 0.05 s of 2.05 are less than it varies."""
-    cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.8, 1.25, 60)
+    cost, speeds = StepCost(), np.random.default_rng(0).uniform(0.7, 1.4, 60)
     cost.learn(Work(answers=1), 0.03)
-    for speed, tokens in zip(speeds, (700, 1000) * 30, strict=True):
+    for speed, tokens in zip(speeds, (900, 1100) * 30, strict=True):
         observe(cost, tokens, 0, speed * (0.05 + 0.002 * tokens))
-    assert cost.seconds(0, 0) <= 0.3
-    assert cost.seconds(850, 0) == pytest.approx(1.75, rel=0.1)
+    assert cost.seconds(0, 0) <= 0.091
+    assert cost.seconds(1000, 0) == pytest.approx(2.05, rel=0.1)
 
 
 def test_chunks_stay_long_when_every_step_becomes_slow() -> None:

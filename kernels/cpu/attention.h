@@ -1,0 +1,471 @@
+// Attention of one token of each of several sequences to pages and windows:
+// razor_dist.kernels.decode says what `store` and `attend` compute.
+//
+// What bounds it is how fast keys and values are read, each once. So a vector of them is read for
+// all queries that want it, and what is next is fetched meanwhile.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace razor_dist {
+
+using at::Tensor;
+using std::optional;
+
+// Keys that one call of `Unit::attend` sees at most: its parts are merged afterwards, so that
+// threads share a long sequence. It goes through them by blocks, whose values are in the nearest
+// cache still when the weights are known.
+constexpr int64_t UNIT = 512;
+constexpr int BLOCK = 64;
+constexpr int QUERIES = WIDTH == 16 ? 4 : 2;  // that share a load, and so many keys:
+constexpr int SCORED = 4;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// scores[r, j] = q[r] . k[j] for SCORED keys; their values are fetched meanwhile
+template <int R, class T>
+inline void score(const float* q, const T* const* k, const T* const* v, int dim, float* scores) {
+  Floats sums[R][SCORED] = {};
+  int d = 0;
+  for (; d + WIDTH <= dim; d += WIDTH) {
+    Floats keys[SCORED];
+    for (int j = 0; j < SCORED; ++j) {
+      keys[j] = load(k[j] + d);
+      __builtin_prefetch(v[j] + d);
+    }
+    for (int r = 0; r < R; ++r) {
+      const Floats of = load(q + r * dim + d);
+      for (int j = 0; j < SCORED; ++j) sums[r][j] += of * keys[j];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    Four four =
+        sums_of(quarter(sums[r][0]), quarter(sums[r][1]), quarter(sums[r][2]), quarter(sums[r][3]));
+    for (int rest = d; rest < dim; ++rest)
+      for (int j = 0; j < SCORED; ++j)
+        four[j] += q[r * dim + rest] * static_cast<float>(k[j][rest]);
+    std::memcpy(scores + r * BLOCK, &four, sizeof four);
+  }
+}
+
+// out[r, d] += sum over j of weights[r, j] v[j, d], for C vectors of dimensions from d on. The next
+// block's keys, which mostly lie behind this one's, are fetched meanwhile.
+template <int R, int C, class T>
+inline void add_values(const float* weights, const T* const* k, const T* const* v, int count, int d,
+                       float* out, int dim) {
+  Floats sums[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * dim + d + c * WIDTH);
+  for (int j = 0; j < count; ++j) {
+    for (int c = 0; c < C; ++c) {
+      const Floats value = load(v[j] + d + c * WIDTH);
+      __builtin_prefetch(k[j] + BLOCK * dim + d + c * WIDTH);
+      for (int r = 0; r < R; ++r) sums[r][c] += value * weights[r * BLOCK + j];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      std::memcpy(out + r * dim + d + c * WIDTH, &sums[r][c], sizeof(Floats));
+}
+
+template <int R, class T>
+void add_all_values(const float* weights, const T* const* k, const T* const* v, int count,
+                    float* out, int dim) {
+  constexpr int C = WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+  int d = 0;
+  for (; d + C * WIDTH <= dim; d += C * WIDTH) add_values<R, C>(weights, k, v, count, d, out, dim);
+  for (; d + WIDTH <= dim; d += WIDTH) add_values<R, 1>(weights, k, v, count, d, out, dim);
+  for (; d < dim; ++d)
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < count; ++j)
+        out[r * dim + d] += weights[r * BLOCK + j] * static_cast<float>(v[j][d]);
+}
+
+// One layer's cache of KV heads, [rows, places, dim]; the rows may be of a larger one.
+struct Cache {
+  const void *k, *v;
+  at::ScalarType dtype;  // float32, bfloat16, or 8 bits: then scales, [rows, places], belong to it
+  const float *k_scale = nullptr, *v_scale = nullptr;
+  int64_t row, scale_row = 0;
+
+  Cache(const Tensor& keys, const Tensor& values, const optional<Tensor>& keys_scale,
+        const optional<Tensor>& values_scale)
+      : k(keys.const_data_ptr()),
+        v(values.const_data_ptr()),
+        dtype(keys.scalar_type()),
+        row(keys.stride(0)) {
+    TORCH_CHECK(keys.stride(2) == 1 && keys.stride(1) == keys.size(2), "rows must be contiguous");
+    TORCH_CHECK(keys.strides() == values.strides(), "keys and values must lie alike");
+    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, dtype,
+                " is no dtype of keys");
+    if (!keys_scale) return;
+    k_scale = keys_scale->const_data_ptr<float>();
+    v_scale = values_scale->const_data_ptr<float>();
+    scale_row = keys_scale->stride(0);
+  }
+};
+
+// Up to BLOCK keys: where they are in a cache, what is added to their scores, and how far they
+// stand.
+struct Keys {
+  int count = 0;
+  int64_t place[BLOCK];
+  float bias[BLOCK], far[BLOCK];
+
+  void add(int64_t at, float added, float distance) {
+    place[count] = at, bias[count] = added, far[count] = distance;
+    ++count;
+  }
+};
+
+// The pages of n sequences.
+struct Pages {
+  Cache cache;
+  int64_t page_size, row;  // of the table
+  const int32_t* table;
+  const int64_t *stored, *position, *places;  // places: for ALiBi, else null
+
+  int64_t extent(int64_t b) const { return stored[b]; }
+
+  // Add keys from index i of sequence b on, before end; return the index after them.
+  int64_t see(int64_t b, int64_t i, int64_t end, Keys& keys) const {
+    while (i < end && keys.count < BLOCK) {
+      const int64_t begin = i % page_size,
+                    first = table[b * row + i / page_size] * page_size + begin;
+      const int64_t run = std::min({page_size - begin, end - i, int64_t{BLOCK} - keys.count});
+      for (int64_t at = first; at < first + run; ++at)
+        keys.add(at, 0, places ? static_cast<float>(places[at] - position[b]) : 0);
+      i += run;
+    }
+    return i;
+  }
+};
+
+// The slots of n sequences: [ compensation token | sinks | ring ].
+struct Windows {
+  Cache cache;
+  int64_t sinks, entries, width;
+  bool compensation;
+  const int64_t *position, *start, *offset, *capacity;
+
+  int64_t extent(int64_t b) const {
+    return capacity[b] ? std::min(width, entries + sinks + capacity[b]) : 0;
+  }
+
+  int64_t see(int64_t b, int64_t i, int64_t end, Keys& keys) const {
+    const int64_t at = position[b], room = capacity[b], first = std::max(start[b], sinks);
+    const int64_t own = at % room;  // the query's own index in the ring
+    for (; i < end && keys.count < BLOCK; ++i) {
+      if (i < entries) {  // only the first is read; it stands in the middle of what was dropped
+        if (i == 0 && compensation && first > sinks) {
+          const float count = static_cast<float>(first - sinks),
+                      middle = (first + sinks - 1) / 2.0f;
+          keys.add(offset[b], std::log(count), middle - at);
+        }
+        continue;
+      }
+      int64_t token = i - entries;
+      if (token >= sinks) {
+        // The last token, up to the query's own, that the ring has at this index.
+        const int64_t index = token - sinks;
+        token = at - own + index - (index > own ? room : 0);
+        if (token < first) continue;
+      } else if (token > at) {
+        continue;
+      }
+      keys.add(offset[b] + i, 0, static_cast<float>(token - at));
+    }
+    return i;
+  }
+};
+
+// The queries of one KV head for one sequence, float32 [group, dim], and how they score keys.
+struct Queries {
+  const float* q;
+  int group, dim;
+  float scale;
+  const float* slopes;  // [group], ALiBi's; else null
+};
+
+// What some keys of one KV head tell its queries: running maximum, sum of weights, weighted values.
+struct Partial {
+  float *most, *total, *out;  // [group], [group], [group, dim]
+};
+
+// Call f with a number of rows up to QUERIES as a constant.
+template <class F>
+void by_rows(int rows, F f) {
+  if (rows == 1) f(std::integral_constant<int, 1>());
+  if (rows == 2) f(std::integral_constant<int, 2>());
+  if constexpr (QUERIES > 2) {
+    if (rows == 3) f(std::integral_constant<int, 3>());
+    if (rows == 4) f(std::integral_constant<int, 4>());
+  }
+}
+
+// Attention of one KV head's queries to the keys from index begin to end of sequence b.
+template <class T, class Seen>
+void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64_t end,
+                 const Queries& queries, Partial found) {
+  const auto [q, group, dim, scale, slopes] = queries;
+  const Cache& cache = seen.cache;
+  const T* k = static_cast<const T*>(cache.k) + head * cache.row;
+  const T* v = static_cast<const T*>(cache.v) + head * cache.row;
+  const float* k_scale = cache.k_scale + head * cache.scale_row;
+  const float* v_scale = cache.v_scale + head * cache.scale_row;
+  std::fill_n(found.most, group, NOTHING);
+  std::fill_n(found.total, group, 0.0f);
+  std::fill_n(found.out, group * dim, 0.0f);
+  alignas(64) float scores[QUERIES * BLOCK];
+  const T *key[BLOCK], *value[BLOCK];
+  for (int64_t i = begin; i < end;) {
+    Keys keys;
+    i = seen.see(b, i, end, keys);
+    if (!keys.count) continue;
+    // Vectors are filled up with keys that are there, and then get no weight.
+    const int padded = (keys.count + WIDTH - 1) / WIDTH * WIDTH;
+    for (int j = 0; j < padded; ++j) {
+      const int64_t place = keys.place[std::min(j, keys.count - 1)];
+      key[j] = k + place * dim, value[j] = v + place * dim;
+    }
+    for (int g = 0; g < group; g += QUERIES) {
+      const int rows = std::min(QUERIES, group - g);
+      const float* of = q + g * dim;
+      by_rows(rows, [&](auto count) {
+        for (int j = 0; j < keys.count; j += SCORED)
+          score<count>(of, key + j, value + j, dim, scores + j);
+      });
+      for (int r = 0; r < rows; ++r) {
+        float* row = scores + r * BLOCK;
+        if (cache.k_scale)
+          for (int j = 0; j < keys.count; ++j) row[j] *= k_scale[keys.place[j]];
+        for (int j = 0; j < keys.count; ++j) row[j] = row[j] * scale + keys.bias[j];
+        if (slopes)
+          for (int j = 0; j < keys.count; ++j) row[j] += slopes[g + r] * keys.far[j];
+        std::fill(row + keys.count, row + padded, NOTHING);
+        Floats largest = load(row);
+        for (int j = WIDTH; j < padded; j += WIDTH) {
+          const Floats next = load(row + j);
+          largest = next > largest ? next : largest;
+        }
+        float most = found.most[g + r];
+        for (int lane = 0; lane < WIDTH; ++lane) most = std::max(most, largest[lane]);
+        Floats total = {};
+        for (int j = 0; j < padded; j += WIDTH) {
+          // exp(-87) in place of 0 is a weight that no sum of float32 sees beside the largest, 1.
+          const Floats weights = exp_of_negative(load(row + j) - most);
+          std::memcpy(row + j, &weights, sizeof weights);
+          total += weights;
+        }
+        const float before = std::exp(found.most[g + r] - most);
+        found.most[g + r] = most;
+        found.total[g + r] = found.total[g + r] * before + sum(total);
+        if (before != 1)
+          for (int d = 0; d < dim; ++d) found.out[(g + r) * dim + d] *= before;
+        if (cache.v_scale)
+          for (int j = 0; j < keys.count; ++j) row[j] *= v_scale[keys.place[j]];
+      }
+      float* out = found.out + g * dim;
+      by_rows(rows,
+              [&](auto count) { add_all_values<count>(scores, key, value, keys.count, out, dim); });
+    }
+  }
+}
+
+template <class Seen>
+void attend_any(at::ScalarType dtype, const Seen& seen, int64_t head, int64_t b, int64_t begin,
+                int64_t end, const Queries& queries, Partial found) {
+  if (dtype == at::kFloat)
+    attend_unit<float>(seen, head, b, begin, end, queries, found);
+  else if (dtype == at::kBFloat16)
+    attend_unit<c10::BFloat16>(seen, head, b, begin, end, queries, found);
+  else
+    attend_unit<int8_t>(seen, head, b, begin, end, queries, found);
+}
+
+// The tensors of `Pages` and `Windows` of razor_dist.kernels.decode, in their order; none if there
+// is none.
+using Fields = c10::List<optional<Tensor>>;
+
+template <class T>
+const T* data(const Fields& fields, int64_t index) {
+  const optional<Tensor> tensor = fields.get(index);
+  if (!tensor) return nullptr;
+  TORCH_CHECK(tensor->is_contiguous(), "field ", index, " is contiguous");
+  return tensor->const_data_ptr<T>();
+}
+
+inline Pages pages_of(const Fields& fields, int64_t page_size) {
+  const Tensor k = *fields.get(0), v = *fields.get(1), table = *fields.get(2);
+  return {Cache(k, v, fields.get(7), fields.get(8)),
+          page_size,
+          table.size(1),
+          data<int32_t>(fields, 2),
+          data<int64_t>(fields, 3),
+          data<int64_t>(fields, 5),
+          data<int64_t>(fields, 6)};
+}
+
+inline Windows windows_of(const Fields& fields, int64_t sinks, int64_t entries, bool compensation,
+                          int64_t width) {
+  const Tensor k = *fields.get(0), v = *fields.get(1);
+  return {Cache(k, v, fields.get(6), fields.get(7)),
+          sinks,
+          entries,
+          width,
+          compensation,
+          data<int64_t>(fields, 2),
+          data<int64_t>(fields, 3),
+          data<int64_t>(fields, 4),
+          data<int64_t>(fields, 5)};
+}
+
+template <class T>
+void put_row(const float* from, void* to, int64_t at, int64_t dim) {
+  std::copy_n(from, dim, static_cast<T*>(to) + at);
+}
+
+// cache[row, place] = from, rounded
+inline void put(const Tensor& cache, int64_t row, int64_t place, const float* from) {
+  const int64_t dim = cache.size(2), at = row * cache.stride(0) + place * dim;
+  if (cache.scalar_type() == at::kFloat)
+    put_row<float>(from, cache.data_ptr(), at, dim);
+  else
+    put_row<c10::BFloat16>(from, cache.data_ptr(), at, dim);
+}
+
+// k and v: float32 [K, n, D] with contiguous rows; pages: k, v and `at`; windows: k, v, `position`,
+// `offset` and `capacity`; either may be empty. Slots are written one after the other: the dummy
+// slot is that of several tokens.
+inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::TensorList pages,
+                  at::TensorList windows, int64_t sinks, int64_t entries) {
+  const int64_t* heads = order.const_data_ptr<int64_t>();
+  const int64_t tokens = k.size(1), split = pages.empty() ? 0 : pages[0].size(0);
+  auto put_both = [&](at::TensorList caches, int64_t row, int64_t head, int64_t b, int64_t place) {
+    put(caches[0], row, place, k.const_data_ptr<float>() + head * k.stride(0) + b * k.stride(1));
+    put(caches[1], row, place, v.const_data_ptr<float>() + head * v.stride(0) + b * v.stride(1));
+  };
+  auto numbers = [](const Tensor& tensor) {
+    TORCH_CHECK(tensor.is_contiguous(), "indices are contiguous");
+    return tensor.const_data_ptr<int64_t>();
+  };
+  if (!pages.empty()) {
+    const int64_t* at = numbers(pages[2]);
+    for (int64_t row = 0; row < split; ++row)
+      for (int64_t b = 0; b < tokens; ++b) put_both(pages, row, heads[row], b, at[b]);
+  }
+  if (!windows.empty()) {
+    const int64_t *position = numbers(windows[2]), *offset = numbers(windows[3]),
+                  *capacity = numbers(windows[4]);
+    for (int64_t row = split; row < order.size(0); ++row) {
+      for (int64_t b = 0; b < tokens; ++b) {
+        if (!capacity[b]) continue;
+        const int64_t at = position[b] < sinks ? position[b] : sinks + position[b] % capacity[b];
+        put_both(windows, row - split, heads[row], b, offset[b] + entries + at);
+      }
+    }
+  }
+}
+
+// q: float32 [K, G, n, D]; out: float32 [n, K, G, D], of which the heads in `order` are written;
+// packed, if it is wanted: float32 [R, G, n, D + 1], written instead for the heads of `pages`.
+inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, int64_t page_size,
+                   const Fields& windows, int64_t sinks, int64_t entries, bool compensation,
+                   int64_t width, const Tensor& out, double scale, const optional<Tensor>& slopes,
+                   const optional<Tensor>& packed) {
+  const int group = q.size(1), dim = q.size(3);
+  const int64_t tokens = q.size(2);
+  const int64_t split = pages.size() ? (*pages.get(0)).size(0) : 0;
+  const int64_t* heads = order.const_data_ptr<int64_t>();
+  optional<Pages> paged;
+  optional<Windows> windowed;
+  if (pages.size()) paged = pages_of(pages, page_size);
+  if (windows.size()) windowed = windows_of(windows, sinks, entries, compensation, width);
+
+  // Units of one head and sequence follow each other; `first` says where these begin.
+  struct Unit {
+    int64_t j, b, begin, end;
+  };
+  std::vector<Unit> units;
+  std::vector<int64_t> first;
+  for (int64_t j = 0; j < order.size(0); ++j) {
+    for (int64_t b = 0; b < tokens; ++b) {
+      const int64_t end = j < split ? paged->extent(b) : windowed->extent(b);
+      first.push_back(units.size());
+      const int64_t parts = (end + UNIT - 1) / UNIT;
+      for (int64_t part = 0; part < parts; ++part)
+        units.push_back({j, b, part * end / parts, (part + 1) * end / parts});
+    }
+  }
+  first.push_back(units.size());
+
+  const int64_t room = group * (dim + 2);
+  const Tensor found = at::empty({static_cast<int64_t>(units.size()), room}, q.options());
+  float* const buffer = found.data_ptr<float>();
+  auto partial = [&](int64_t unit) {
+    float* at = buffer + unit * room;
+    return Partial{at, at + group, at + 2 * group};
+  };
+  const float* const queries = q.const_data_ptr<float>();
+  const float* const of_slopes = slopes ? slopes->const_data_ptr<float>() : nullptr;
+
+  // Units differ in length, so that threads take one after the other instead of equal shares.
+  const int64_t count = units.size();
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    std::vector<float> own(group * dim);
+    for (int64_t u; (u = next++) < count;) {
+      const auto [j, b, begin, end] = units[u];
+      const int64_t head = heads[j];
+      for (int64_t g = 0; g < group; ++g)
+        std::copy_n(queries + head * q.stride(0) + g * q.stride(1) + b * q.stride(2), dim,
+                    own.data() + g * dim);
+      const Queries of{own.data(), group, dim, static_cast<float>(scale),
+                       of_slopes ? of_slopes + head * group : nullptr};
+      if (j < split)
+        attend_any(paged->cache.dtype, *paged, j, b, begin, end, of, partial(u));
+      else
+        attend_any(windowed->cache.dtype, *windowed, j - split, b, begin, end, of, partial(u));
+    }
+  });
+
+  // out = sum of e^(m_u - m) out_u / sum of e^(m_u - m) l_u, lse = m + log of the latter
+  for (int64_t j = 0; j < order.size(0); ++j) {
+    for (int64_t b = 0; b < tokens; ++b) {
+      const int64_t from = first[j * tokens + b], to = first[j * tokens + b + 1];
+      for (int64_t g = 0; g < group; ++g) {
+        float most = NOTHING, total = 0;
+        for (int64_t u = from; u < to; ++u) most = std::max(most, partial(u).most[g]);
+        float* to_row =
+            j < split && packed
+                ? packed->data_ptr<float>() + ((j * group + g) * tokens + b) * (dim + 1)
+                : out.data_ptr<float>() + ((b * q.size(0) + heads[j]) * group + g) * dim;
+        std::fill_n(to_row, dim, 0.0f);
+        for (int64_t u = from; u < to; ++u) {
+          const Partial part = partial(u);
+          if (part.most[g] == NOTHING && part.total[g] == 0) continue;  // it saw nothing
+          const float weight = std::exp(part.most[g] - most);
+          total += weight * part.total[g];
+          for (int64_t d = 0; d < dim; ++d) to_row[d] += weight * part.out[g * dim + d];
+        }
+        if (total != 0)
+          for (int64_t d = 0; d < dim; ++d) to_row[d] /= total;
+        if (j < split && packed) to_row[dim] = total == 0 ? NOTHING : most + std::log(total);
+      }
+    }
+  }
+}
+
+}  // namespace razor_dist

@@ -1,0 +1,24 @@
+// The operations of steps of a few tokens on CPU; razor_dist.kernels.compiled compiles them.
+
+#include <torch/library.h>
+
+#include "attention.h"
+#include "layers.h"
+
+TORCH_LIBRARY(razor_dist_cpu, library) {
+  library.def(
+      "store(Tensor k, Tensor v, Tensor order, Tensor(a!)[] pages, Tensor(b!)[] windows, int "
+      "sinks, int entries) -> ()",
+      razor_dist::store);
+  library.def(
+      "attend(Tensor q, Tensor order, Tensor?[] pages, int page_size, Tensor?[] windows, int "
+      "sinks, int entries, bool compensation, int width, Tensor(a!) out, float scale, Tensor? "
+      "slopes, Tensor(b!)? "
+      "packed) -> ()",
+      razor_dist::attend);
+  library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", razor_dist::linear);
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", razor_dist::rms_norm);
+  library.def(
+      "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
+      razor_dist::rotate);
+}

@@ -1,0 +1,84 @@
+"""`razor_dist.kernels.decode` on CPU, by the compiled operations: `razor_dist.kernels.compiled`.
+
+All heads and sequences of a layer are one call. Keys and values are read once, in the dtype they
+are kept in; what is computed with them is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from razor_dist.kernels import decode_torch
+from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.decode import Pages, Windows
+from razor_dist.kernels.decode_torch import merge_ranks
+
+__all__ = ["attend", "merge_ranks", "store"]
+
+
+def store(
+    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+) -> None:
+    """See `razor_dist.kernels.decode`."""
+    split = 0 if pages is None else len(pages.k)
+    if pages is not None and pages.k_scale is not None:
+        decode_torch.store(k, v, order[:split], pages, None)
+        order, pages = order[split:], None
+    of_pages, of_windows, sizes = [], [], (0, 0)
+    if pages is not None:
+        of_pages = [pages.k, pages.v, pages.at]
+    if windows is not None:
+        of_windows = [windows.k, windows.v, windows.position, windows.offset, windows.capacity]
+        sizes = (windows.sinks, windows.entries)
+    operations().store(_rows(k), _rows(v), order, of_pages, of_windows, *sizes)
+
+
+def attend(
+    q: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    out: Tensor,
+    *,
+    scale: float,
+    slopes: Tensor | None = None,
+    pack: bool = False,
+) -> Tensor | None:
+    """See `razor_dist.kernels.decode`."""
+    packed = None
+    if pages is not None and pack:
+        _, group, tokens, dim = q.shape
+        packed = torch.empty(len(pages.k), group, tokens, dim + 1)
+    found = out if out.dtype == torch.float32 else torch.empty(out.shape)
+    page_size = 0 if pages is None else pages.page_size
+    sizes = (0, 0, False, 0)
+    if windows is not None:
+        sizes = (windows.sinks, windows.entries, windows.compensation, windows.width)
+    fields = _of_pages(pages), page_size, _of_windows(windows)
+    operations().attend(_rows(q), order, *fields, *sizes, found, scale, slopes, packed)
+    if found is not out:
+        of = order if packed is None else order[len(packed) :]
+        out[:, of] = found[:, of].to(out.dtype)
+    return packed
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _of_pages(pages: Pages | None) -> list[Tensor | None]:
+    """Return the fields that ``pages_of`` in ``cpu/attention.h`` reads, in their order."""
+    if pages is None:
+        return []
+    seen = [pages.table, pages.stored, pages.at, pages.position, pages.places]
+    return [pages.k, pages.v, *seen, pages.k_scale, pages.v_scale]
+
+
+def _of_windows(windows: Windows | None) -> list[Tensor | None]:
+    """The same for ``windows_of``."""
+    if windows is None:
+        return []
+    seen = [windows.position, windows.start, windows.offset, windows.capacity]
+    return [windows.k, windows.v, *seen, windows.k_scale, windows.v_scale]
