@@ -12,10 +12,9 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ _SOURCES = Path(__file__).with_name("cpu")
 # A product may be added with one rounding (FMA); all else is rounded as it is written. torch's own
 # threads are OpenMP's.
 _FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=fast -fopenmp -fPIC -shared"
-_PATIENCE = 600  # seconds; it takes nine on one core
+_PATIENCE = 180  # seconds, for the compiler and for another process; it takes ten
 
 
 @functools.cache
@@ -39,48 +38,56 @@ def operations() -> Any:
     if os.environ.get(SWITCH) == "0":
         return None
     try:
-        torch.ops.load_library(_library())
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("steps of few tokens take longer: no kernels for this CPU: %s", said)
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        _load(caches / "razor_dist" / f"cpu-{_key()}.so")
+    except Exception as error:  # whatever it is, it is computed without
+        reason = getattr(error, "stderr", None) or error.__cause__ or error
+        log.warning("steps of few tokens take longer: no kernels for this CPU: %s", reason)
         return None
     return torch.ops.razor_dist_cpu
 
 
-def _library() -> Path:
-    """Return the compiled library; one process compiles it, others wait.
-
-    `OSError` or `subprocess.SubprocessError` if it cannot be compiled or kept.
-    """
+def _load(library: Path) -> None:
+    """Load the compiled library; one process compiles it, others wait."""
     from filelock import FileLock
 
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = caches / "razor_dist" / f"cpu-{_key()}.so"
-    if target.is_file():
-        return target
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if library.is_file():
+        try:
+            return torch.ops.load_library(library)
+        except OSError as error:
+            log.warning("%s is compiled anew, as it cannot be loaded: %s", library, error.__cause__)
+            library.unlink(missing_ok=True)
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shutil.which(command[0])
     if compiler is None:
-        raise OSError("there is no C++ compiler (docs/install.md)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
-        if not target.is_file():
-            print("razor_dist: compiling kernels for this CPU, once", file=sys.stderr, flush=True)
-            partial = target.with_suffix(".partial")
-            source = str(_SOURCES / "library.cpp")
-            command = [compiler, *_FLAGS.split(), source, "-o", str(partial), *_torch()]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE)
-            partial.rename(target)
-    return target
+        raise OSError(f"there is no C++ compiler {command[0]} (docs/install.md)")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # What a compiler said when it failed, so that it is not asked again by every rank.
+    tried = f"{command} {os.stat(compiler).st_mtime}".encode()
+    failed = library.with_suffix(f".{hashlib.sha256(tried).hexdigest()[:8]}.failed")
+    with FileLock(library.with_suffix(".lock"), timeout=_PATIENCE):
+        if failed.is_file():
+            raise OSError(f"{failed.read_text()} ({failed})")
+        if not library.is_file():
+            log.warning("compiling kernels for this CPU, once: about ten seconds")
+            try:
+                _compile(command, library)
+            except subprocess.SubprocessError as error:
+                failed.write_text(str(getattr(error, "stderr", None) or error))
+                raise
+    return torch.ops.load_library(library)
 
 
-def _torch() -> Iterator[str]:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    for folder in include_paths():
-        yield from ("-isystem", folder)
-    for folder in library_paths():
-        yield f"-L{folder}"
-    yield from ("-lc10", "-ltorch_cpu")
+def _compile(command: list[str], library: Path) -> None:
+    torch_folder, partial = Path(torch.__file__).parent, library.with_suffix(".partial")
+    command = [*command, *_FLAGS.split(), str(_SOURCES / "library.cpp"), "-o", str(partial)]
+    command += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    command += ["-lc10", "-ltorch_cpu"]
+    told = {"encoding": "utf-8", "errors": "replace", "capture_output": True}
+    subprocess.run(command, check=True, timeout=_PATIENCE, **told)  # type: ignore[call-overload]
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # half a library would end whoever loads it
+    partial.rename(library)
 
 
 def _key() -> str:
@@ -91,6 +98,6 @@ def _key() -> str:
     # A cache folder may be shared by machines of different processors.
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
-    told = "flags", "Features", "model name"
+    told = "flags", "Features", "model name", "CPU part"
     digest.update("".join(sorted({line for line in lines if line.startswith(told)})).encode())
     return digest.hexdigest()[:16]

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.decode import available
 
-# The most tokens that are served on CPU, by one thread.
-_FEW = 24
+# The most numbers that are served on CPU, by one thread.
+_FEW = 1 << 16
 
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]
@@ -72,11 +73,15 @@ def use_fused_layers(model: nn.Module) -> None:
                     namespace.apply_rotary_pos_emb = _fused_rotary(original, interleaved)
 
 
-def _served(x: Tensor, tokens: int) -> bool:
-    if x.device.type == "cuda":
-        return True
-    few = tokens <= _FEW and torch.is_inference_mode_enabled() and x.dtype == torch.float32
-    return few and x.device.type == "cpu" and operations() is not None
+def _served(*tensors: Tensor) -> bool:
+    """Tell if there is an operation for these tensors, the largest first."""
+    x = tensors[0]
+    if x.device.type != "cpu":
+        return available(x.device)
+    if x.numel() > _FEW or not torch.is_inference_mode_enabled():
+        return False
+    alike = all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
+    return alike and available(x.device)
 
 
 def _rotate(
@@ -103,7 +108,9 @@ def _is_rms_norm(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
-    x = torch.randn(2, len(weight), dtype=weight.dtype, device=weight.device)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    of = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
+    x = torch.randn(2, len(weight), **of)
     with torch.no_grad():
         want, got = module(x), rms_norm(x, weight, module.variance_epsilon)
     return bool(torch.allclose(want.float(), got.float(), rtol=2e-2, atol=2e-2))
@@ -114,7 +121,7 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _served(hidden_states, hidden_states.shape[-2]):
+        if _served(hidden_states, self.weight):
             return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
         found: Tensor = kind.forward(self, hidden_states)
         return found
@@ -145,8 +152,8 @@ def _fused_rotary(original: Rotary, interleaved: bool) -> Rotary:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        one = len(q) == len(cos) == 1
-        if not (one and _served(q, q.shape[2])) or unsqueeze_dim != 1 or q.requires_grad:
+        served = len(q) == len(cos) == 1 and _served(q, k, cos, sin)
+        if not served or unsqueeze_dim != 1 or q.requires_grad:
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _rotate(q, k, cos, sin, interleaved)
 

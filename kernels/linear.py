@@ -86,9 +86,9 @@ def fastest_way(rows: int, threads: int) -> Way:
 
     ``threads`` are torch's present ones.
     """
-    ways: list[Way] = [functional.linear, by_onednn]
-    if rows == 1:
-        ways.append(by_blocks)
+    ways: list[Way] = [functional.linear]
+    if _AVAILABLE:
+        ways += [by_onednn, by_blocks] if rows == 1 else [by_onednn]
     if rows <= FEW and operations() is not None:
         ways.append(by_compiled)
     least = [math.inf] * len(ways)
@@ -101,6 +101,12 @@ def fastest_way(rows: int, threads: int) -> Way:
     return ways[best if least[best] < _MUCH_FASTER * least[0] else 0]
 
 
+def choose_ways() -> None:
+    """Time the ways for any number of rows now, and not in the first steps that have them."""
+    for rows in _ROWS:
+        fastest_way(rows, torch.get_num_threads())
+
+
 def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
     began = time.perf_counter()
     for matrix in matrices:
@@ -111,7 +117,7 @@ def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
 def _served(x: Tensor, weight: Tensor) -> bool:
     """Tell if the other ways than torch's default compute it; they have no gradients."""
     return (
-        _AVAILABLE
+        (_AVAILABLE or operations() is not None)
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0

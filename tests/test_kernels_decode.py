@@ -34,7 +34,6 @@ from razor_dist.kernels.decode import Pages, Windows
 # A fork would have imported what its parent has.
 SPAWN = multiprocessing.get_context("spawn")
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 compiled = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
@@ -44,16 +43,21 @@ def _begin(interpret: bool) -> None:
     torch.set_num_threads(1)
 
 
+def pool_that(interprets: bool) -> Iterator[ProcessPoolExecutor]:
+    if find_spec("triton") is None:
+        pytest.skip("needs triton")
+    with ProcessPoolExecutor(1, SPAWN, _begin, (interprets,)) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, SPAWN, _begin, (True,)) as pool:
-        yield pool
+    yield from pool_that(interprets=True)
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, SPAWN, _begin, (False,)) as pool:
-        yield pool
+    yield from pool_that(interprets=False)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from razor_dist.kernels.linear import (
     use_int8_linear,
 )
 
+COMPILER = os.environ.get("CXX", "c++")
 needs_compiler = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
 
 
@@ -151,7 +152,7 @@ def test_a_row_has_the_same_product_in_any_company(
 def compile_with(compiler: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Have a new process ask for the operations; it prints if it has them."""
     code = "from razor_dist.kernels.compiled import operations; print(operations() is not None)"
-    env = {**os.environ, "CXX": compiler, "XDG_CACHE_HOME": str(cache), **more}
+    env = {**os.environ, SWITCH: "1", "CXX": compiler, "XDG_CACHE_HOME": str(cache), **more}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
 
@@ -160,10 +161,12 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
     failing = tmp_path / "c++"
     failing.write_text("#!/bin/sh\necho this compiler is too old >&2\nexit 1\n")
     failing.chmod(0o755)
-    for compiler, reason in (("none-such", "no C++ compiler"), (str(failing), "too old")):
+    for compiler, reason in (("none-such", "no C++ compiler"), (f"{failing} -x", "too old")):
         found = compile_with(compiler, tmp_path)
         assert found.stdout.strip() == "False"
         assert reason in found.stderr
+    found = compile_with(f"{failing} -x", tmp_path)
+    assert "too old" in found.stderr and "compiling" not in found.stderr  # once is enough
     off = compile_with("none-such", tmp_path, **{SWITCH: "0"})
     assert (off.stdout.strip(), off.stderr) == ("False", "")
 
@@ -171,11 +174,16 @@ def test_without_a_compiler_or_with_a_failing_one_a_reason_is_given(tmp_path: Pa
 @needs_compiler
 def test_it_is_compiled_once_and_then_needs_no_compiler(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        both = list(pool.map(lambda _: compile_with("c++", tmp_path), range(2)))
+        both = list(pool.map(lambda _: compile_with(COMPILER, tmp_path), range(2)))
     assert [found.stdout.strip() for found in both] == ["True", "True"]
     assert sum("compiling kernels" in found.stderr for found in both) == 1
     again = compile_with("none-such", tmp_path)
     assert (again.stdout.strip(), again.stderr) == ("True", "")
+    [library] = (tmp_path / "razor_dist").glob("*.so")
+    library.write_bytes(b"no library")
+    lost = compile_with("none-such", tmp_path)
+    assert lost.stdout.strip() == "False" and "cannot be loaded" in lost.stderr
+    assert not library.exists()  # the next with a compiler makes it
 
 
 def test_rows_that_are_not_contiguous() -> None:

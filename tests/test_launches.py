@@ -182,6 +182,9 @@ def test_compiled_norms_and_rotary_embeddings_are_their_definitions(
 
     with torch.inference_mode():
         x, weight = normal(2, 5, 101)[:, ::2], normal(101)
+        assert fused._served(x, weight) and not fused._served(x, weight.bfloat16())
+        assert not fused._served(x.expand(300, 2, 3, 101), weight)  # torch's threads are faster
+        assert not fused._served(x, weight.repeat(2)[::2])
         torch.testing.assert_close(
             operations().rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5)
         )

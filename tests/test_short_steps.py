@@ -97,6 +97,12 @@ def at_once(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int],
         return together(comm, company)
 
 
+def on_one_of_them(comm: Communicator, company: Company) -> object:
+    """`together`, where one rank alone has kernels for all sequences at once."""
+    with mock.patch.object(runner, "available", return_value=comm.rank == 1):
+        return together(comm, company)
+
+
 def one_by_one(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
     """`together`, where they are computed sequence by sequence, as without a C++ compiler."""
     with mock.patch.object(runner, "available", return_value=False):
@@ -184,7 +190,7 @@ def test_with_exact_prefill_and_keys_of_another_dtype(
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("how", [at_once, one_by_one])
+@pytest.mark.parametrize("how", [at_once, one_by_one, on_one_of_them])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "bloom", "mpt"])
 def test_ways_of_computing_answers_change_nothing(
     family: str,

@@ -303,7 +303,7 @@ template <class T>
 const T* data(const Fields& fields, int64_t index) {
   const optional<Tensor> tensor = fields.get(index);
   if (!tensor) return nullptr;
-  TORCH_CHECK(tensor->is_contiguous(), "field ", index, " is contiguous");
+  TORCH_CHECK(tensor->is_contiguous(), "field ", index, " must be contiguous");
   return tensor->const_data_ptr<T>();
 }
 
@@ -357,8 +357,15 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
     put(caches[0], row, place, k.const_data_ptr<float>() + head * k.stride(0) + b * k.stride(1));
     put(caches[1], row, place, v.const_data_ptr<float>() + head * v.stride(0) + b * v.stride(1));
   };
+  TORCH_CHECK(k.scalar_type() == at::kFloat && k.stride(2) == 1 && v.stride(2) == 1,
+              "new keys and values must be float32, their rows contiguous");
+  for (at::TensorList caches : {pages, windows}) {
+    if (caches.empty()) continue;
+    const Cache cache(caches[0], caches[1], {}, {});
+    TORCH_CHECK(cache.dtype != at::kChar, "keys of 8 bits are stored by decode_torch");
+  }
   auto numbers = [](const Tensor& tensor) {
-    TORCH_CHECK(tensor.is_contiguous(), "indices are contiguous");
+    TORCH_CHECK(tensor.is_contiguous(), "indices must be contiguous");
     return tensor.const_data_ptr<int64_t>();
   };
   if (!pages.empty()) {
@@ -388,6 +395,9 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
   const int group = q.size(1), dim = q.size(3);
   const int64_t tokens = q.size(2);
   const int64_t split = pages.size() ? (*pages.get(0)).size(0) : 0;
+  TORCH_CHECK(q.stride(3) == 1 && out.is_contiguous() && out.scalar_type() == at::kFloat &&
+                  (!slopes || slopes->is_contiguous()),
+              "queries, results and slopes must have contiguous rows");
   const int64_t* heads = order.const_data_ptr<int64_t>();
   optional<Pages> paged;
   optional<Windows> windowed;

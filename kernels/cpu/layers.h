@@ -128,8 +128,10 @@ inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {
   return out;
 }
 
-// x [1, H, T, D], cos and sin [1, T, R], float32, rows contiguous
+// x [1, H, T, D], cos and sin [1, T, R], float32
 inline Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  TORCH_CHECK(x.stride(3) == 1 && cos.stride(2) == 1 && sin.stride(2) == 1,
+              "rows must be contiguous");
   Tensor out = at::empty_strided(x.sizes(), x.strides(), x.options());
   const int64_t heads = x.size(1), tokens = x.size(2), dim = x.size(3), half = cos.size(2) / 2;
   const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : half;

@@ -1,5 +1,9 @@
 // The operations of steps of a few tokens on CPU; razor_dist.kernels.compiled compiles them.
 
+#if defined(__clang__) || __GNUC__ < 12
+#error "GCC 12 or newer is needed: for its OpenMP, which is torch's, and __builtin_shufflevector"
+#endif
+
 #include <torch/library.h>
 
 #include "attention.h"
@@ -12,9 +16,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       razor_dist::store);
   library.def(
       "attend(Tensor q, Tensor order, Tensor?[] pages, int page_size, Tensor?[] windows, int "
-      "sinks, int entries, bool compensation, int width, Tensor(a!) out, float scale, Tensor? "
-      "slopes, Tensor(b!)? "
-      "packed) -> ()",
+      "sinks, int entries, bool compensation, int width, Tensor(a!) out, float scale, "
+      "Tensor? slopes, Tensor(b!)? packed) -> ()",
       razor_dist::attend);
   library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", razor_dist::linear);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", razor_dist::rms_norm);

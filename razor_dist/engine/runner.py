@@ -40,6 +40,7 @@ from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.engine.transfer import Transfers, of_payload
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.decode import available
+from razor_dist.kernels.linear import choose_ways
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
@@ -79,8 +80,11 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         self.caches = new_caches(layout, shape, cache, self.device)
         self._nothing = self._integers([])
-        # Answers' tokens are computed all at once, or sequence by sequence.
-        self._batched = recorder is not None or available(self.device)
+        if self.device.type == "cpu":
+            choose_ways()
+        # Answers' tokens are computed all at once, or sequence by sequence: by all ranks alike, as
+        # they gather otherwise.
+        self._batched = recorder is not None or self._all(available(self.device))
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
@@ -237,6 +241,10 @@ class ModelRunner:
         with self._tensor.sharing():
             logits = self._forward(ids, positions, context, keep)
         return self._tensor.gather_logits(logits)
+
+    def _all(self, here: bool) -> bool:
+        """Tell if something holds on every rank."""
+        return bool(self.comm.all_gather(self._integers([here]), "control").all())
 
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
