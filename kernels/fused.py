@@ -20,7 +20,7 @@ from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import available
 
 # The most numbers that are served on CPU, by one thread.
-_FEW = 1 << 16
+_FEW = 1 << 14
 
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]

@@ -37,6 +37,8 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avai
 
 # The most rows that the compiled operation is tried for: with more it is bound by arithmetic.
 FEW = 24
+# And of 8 bits, which oneDNN multiplies by instructions of their own.
+_FEW_INT8 = 8
 
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
 # with the least of these numbers of rows that is enough; another than torch's own must take less
@@ -138,10 +140,12 @@ class Int8Linear(nn.Linear):
     each row, so that a row's result is the same in any company. Made of a float32 layer on CPU by
     `use_int8_linear`; ``weight`` stays what it was, and is not read.
 
-    ``onednn::qlinear_pointwise`` is the op that torch's compiler emits for quantized models.
+    ``onednn::qlinear_pointwise`` is the op that torch's compiler emits for quantized models. Where
+    it is slow the integers are multiplied as float32, whose sums are exact below 2^24.
     """
 
-    _packed: Tensor
+    _codes: Tensor  # [O, I]
+    _packed: Tensor | None  # the same for oneDNN
     _scales: Tensor
     _zeros: Tensor
 
@@ -149,23 +153,66 @@ class Int8Linear(nn.Linear):
         weight = self.weight.detach()
         self._scales = _step(weight, 127).flatten()
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
-        quantized = (weight / self._scales[:, None]).round_().to(torch.int8)
-        self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
+        self._codes = (weight / self._scales[:, None]).round_().to(torch.int8)
+        slow = _onednn_is_slow(torch.get_num_threads())
+        self._packed = None if slow else _packed_weights(self._codes)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
         step = _step(rows, _MOST)
-        quantized = (rows / step).round_().to(torch.int8)
+        product = self._product((rows / step).round_()).mul_(step)
+        out: Tensor = product.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """``s_w (q_x . q_w)`` of the rows ``q_x``, whole numbers in float32."""
+        if 0 < len(rows) <= _FEW_INT8 and operations() is not None:
+            few: Tensor = operations().linear_int8(rows, self._codes)
+            return few.mul_(self._scales)
+        if self._packed is None:
+            return linear(rows, self._codes.float()).mul_(self._scales)
+        quantized = rows.to(torch.int8)
         if len(rows) == 1:
             # Of one row oneDNN computes the product by slow code: 199 ms where two take 38
             # (docs/LOG.md).
             quantized = quantized.repeat(2, 1)
-        weights = self._packed, self._scales, self._zeros
-        product = torch.ops.onednn.qlinear_pointwise(
-            *(quantized, 1.0, 0, *weights, None, 1.0, 0, torch.float32, "none", [], "")
-        )
-        out: Tensor = product[: len(rows)].mul_(step).view(*input.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return _by_onednn_int8(quantized, self._packed, self._scales, self._zeros)[: len(rows)]
+
+
+def _packed_weights(codes: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+    return packed
+
+
+def _by_onednn_int8(rows: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    weights = packed, scales, zeros
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        *(rows, 1.0, 0, *weights, None, 1.0, 0, torch.float32, "none", [], "")
+    )
+    return product
+
+
+@functools.cache
+def _onednn_is_slow(threads: int) -> bool:
+    """Tell if 8-bit products take longer than float32's: on an EPYC 300 times as long."""
+    _, outputs, inputs = _MATRICES
+    codes = torch.ones(outputs, inputs, dtype=torch.int8)
+    packed, scales = _packed_weights(codes), torch.ones(outputs)
+    zeros = torch.zeros(outputs, dtype=torch.int32)
+    x, least = torch.ones(16, inputs), [math.inf, math.inf]
+    with torch.inference_mode():
+        weight = codes.float()
+        for _ in range(_ROUNDS):
+            for index, way in enumerate(
+                (
+                    lambda: _by_onednn_int8(x.to(torch.int8), packed, scales, zeros),
+                    lambda: functional.linear(x, weight),
+                )
+            ):
+                began = time.perf_counter()
+                way()
+                least[index] = min(least[index], time.perf_counter() - began)
+    return least[0] > 2 * least[1]
 
 
 def _step(x: Tensor, most: int) -> Tensor:

@@ -186,7 +186,8 @@ def test_the_setting_is_honoured_and_what_it_costs_is_said(
     assert engine(path) == engine(path, dtype="fp32", kv_dtype="fp32") == torch.float32
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert engine(path, kv_dtype="bf16") == torch.bfloat16
+        with patch("razor_dist.engine.device.available", return_value=False):
+            assert engine(path, kv_dtype="bf16") == torch.bfloat16
         assert "kept in bf16 on cpu" in caplog.records[-1].message
         assert engine(path, dtype="bf16") == torch.bfloat16
         assert engine(path, dtype="bf16", kv_dtype="fp32") == torch.float32

@@ -26,15 +26,15 @@ using at::Tensor;
 using std::optional;
 
 // out[m, o] += x[m] . w[o] over inputs [begin, end), for M rows and O outputs
-template <int M, int O>
-void product(const float* x, const float* w, float* out, int64_t inputs, int64_t outputs,
-             int64_t begin, int64_t end) {
+template <int M, int O, class W>
+void product(const float* x, const W* w, float* out, int64_t inputs, int64_t outputs, int64_t begin,
+             int64_t end) {
   Floats sums[M * O] = {};
   int64_t i = begin;
   for (; i + WIDTH <= end; i += WIDTH) {
     Floats weights[O];
     for (int o = 0; o < O; ++o) {
-      const float* from = w + o * inputs + i;
+      const W* from = w + o * inputs + i;
       weights[o] = load(from);
       __builtin_prefetch(from + O * inputs);  // for the next call, while this one adds up its sums
     }
@@ -63,9 +63,9 @@ constexpr int64_t INPUTS = 576;  // of these rows, which then stay in the neares
 constexpr int64_t TILE = 48;     // outputs, whose weights all rows read from a cache
 
 // The same for outputs [from, to).
-template <int M>
-void products(const float* x, const float* w, float* out, int64_t inputs, int64_t outputs,
-              int64_t from, int64_t to) {
+template <int M, class W>
+void products(const float* x, const W* w, float* out, int64_t inputs, int64_t outputs, int64_t from,
+              int64_t to) {
   // As many sums as there are registers for.
   constexpr int O = WIDTH == 16 ? (M > 4 ? 3 : 4) : (M > 4 ? 1 : M > 2 ? 2 : 4);
   const int64_t parts = (inputs + INPUTS - 1) / INPUTS;
@@ -74,24 +74,25 @@ void products(const float* x, const float* w, float* out, int64_t inputs, int64_
     const int64_t end = part + 1 == parts ? inputs : (part + 1) * inputs / parts / WIDTH * WIDTH;
     int64_t o = from;
     for (; o + O <= to; o += O)
-      product<M, O>(x, w + o * inputs, out + o, inputs, outputs, begin, end);
-    for (; o < to; ++o) product<M, 1>(x, w + o * inputs, out + o, inputs, outputs, begin, end);
+      product<M, O, W>(x, w + o * inputs, out + o, inputs, outputs, begin, end);
+    for (; o < to; ++o) product<M, 1, W>(x, w + o * inputs, out + o, inputs, outputs, begin, end);
   }
 }
 
-using Products = void (*)(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-constexpr Products PRODUCTS[ROWS] = {products<1>, products<2>, products<3>, products<4>,
-                                     products<5>, products<6>, products<7>, products<8>};
-
-// x [..., I], w [O, I] and bias [O], float32, to [..., O]
-inline Tensor linear(const Tensor& any_x, const Tensor& w, const optional<Tensor>& bias) {
+// x [..., I] and bias [O], float32, w [O, I] of type W, all contiguous, to [..., O]
+template <class W>
+Tensor product_of(const Tensor& any_x, const Tensor& w, const optional<Tensor>& bias) {
+  constexpr decltype(&products<1, W>) of_rows[ROWS] = {
+      products<1, W>, products<2, W>, products<3, W>, products<4, W>,
+      products<5, W>, products<6, W>, products<7, W>, products<8, W>};
   const Tensor x = any_x.contiguous();
   const int64_t inputs = w.size(1), outputs = w.size(0), rows = x.numel() / inputs;
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = outputs;
   Tensor out = at::empty(shape, x.options());
-  const float *of_x = x.const_data_ptr<float>(), *of_w = w.const_data_ptr<float>();
-  const float* of_bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  const float *of_x = x.const_data_ptr<float>(), *of_bias = nullptr;
+  const W* of_w = w.const_data_ptr<W>();
+  if (bias) of_bias = bias->const_data_ptr<float>();
   float* to = out.data_ptr<float>();
   const int64_t calls = (rows + ROWS - 1) / ROWS;
   at::parallel_for(0, (outputs + TILE - 1) / TILE, 1, [&](int64_t begin, int64_t end) {
@@ -102,12 +103,20 @@ inline Tensor linear(const Tensor& any_x, const Tensor& w, const optional<Tensor
       for (int64_t call = 0; call < calls; ++call) {
         // Calls of rows as even as can be: nine are four and five.
         const int64_t m = call * rows / calls, count = (call + 1) * rows / calls - m;
-        PRODUCTS[count - 1](of_x + m * inputs, of_w, to + m * outputs, inputs, outputs, o, last);
+        of_rows[count - 1](of_x + m * inputs, of_w, to + m * outputs, inputs, outputs, o, last);
       }
     }
   });
   return out;
 }
+
+inline Tensor linear(const Tensor& x, const Tensor& w, const optional<Tensor>& bias) {
+  return product_of<float>(x, w, bias);
+}
+
+// x and w hold integers of 8 bits, x as float32: parts of INPUTS are added up without rounding, as
+// 127 * 127 * 576 is less than 2^24.
+inline Tensor linear_int8(const Tensor& x, const Tensor& w) { return product_of<int8_t>(x, w, {}); }
 
 // x [..., D] and weight [D], float32
 inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {

@@ -8,6 +8,7 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.kernels.decode import available
 from razor_dist.models.loader import dtype_name
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.parallel.ring_flash import load_zigzag, ring_flash_attention
@@ -56,10 +57,11 @@ def torch_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def warn_of_kv_dtype(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Say what a choice of dtypes costs that its user may not expect."""
-    if device.type == "cpu" and kv_dtype == torch.bfloat16:
+    if device.type == "cpu" and kv_dtype == torch.bfloat16 and not available(device):
         log.warning(
-            "keys and values are kept in bf16 on cpu: half the memory of fp32, but decoding over "
-            "a long context is slower; kv_dtype: fp32 is faster where it fits"
+            "keys and values are kept in bf16 on cpu: half the memory of fp32, but without "
+            "compiled kernels decoding over a long context is slower; kv_dtype: fp32 is faster "
+            "where it fits"
         )
     elif kv_dtype == torch.float32 != dtype:
         log.warning(

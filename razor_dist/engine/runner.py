@@ -80,11 +80,13 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         self.caches = new_caches(layout, shape, cache, self.device)
         self._nothing = self._integers([])
-        if self.device.type == "cpu":
-            choose_ways()
         # Answers' tokens are computed all at once, or sequence by sequence: by all ranks alike, as
         # they gather otherwise.
-        self._batched = recorder is not None or self._all(available(self.device))
+        at_once = available(self.device)
+        if self.device.type == "cpu":  # each host may have a compiler or none
+            choose_ways()
+            at_once = bool(comm.all_gather(self._integers([at_once]), "control").all())
+        self._batched = recorder is not None or at_once
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
@@ -241,10 +243,6 @@ class ModelRunner:
         with self._tensor.sharing():
             logits = self._forward(ids, positions, context, keep)
         return self._tensor.gather_logits(logits)
-
-    def _all(self, here: bool) -> bool:
-        """Tell if something holds on every rank."""
-        return bool(self.comm.all_gather(self._integers([here]), "control").all())
 
     def _integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
