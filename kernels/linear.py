@@ -159,6 +159,10 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
+        if 0 < len(rows) <= _FEW_INT8 and operations() is not None:
+            of = self._codes, self._scales, self.bias, _MOST
+            few: Tensor = operations().linear_int8(input, *of)
+            return few
         step = _step(rows, _MOST)
         product = self._product((rows / step).round_()).mul_(step)
         out: Tensor = product.view(*input.shape[:-1], self.out_features)
@@ -166,9 +170,6 @@ class Int8Linear(nn.Linear):
 
     def _product(self, rows: Tensor) -> Tensor:
         """``s_w (q_x . q_w)`` of the rows ``q_x``, whole numbers in float32."""
-        if 0 < len(rows) <= _FEW_INT8 and operations() is not None:
-            few: Tensor = operations().linear_int8(rows, self._codes)
-            return few.mul_(self._scales)
         if self._packed is None:
             return linear(rows, self._codes.float()).mul_(self._scales)
         quantized = rows.to(torch.int8)

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -24,6 +25,10 @@ namespace razor_dist {
 
 using at::Tensor;
 using std::optional;
+
+// Bytes of the weights that are fetched ahead: for the next calls of `product`, while this one adds
+// up its sums.
+constexpr int AHEAD = 8192;
 
 // out[m, o] += x[m] . w[o] over inputs [begin, end), for M rows and O outputs
 template <int M, int O, class W>
@@ -36,7 +41,7 @@ void product(const float* x, const W* w, float* out, int64_t inputs, int64_t out
     for (int o = 0; o < O; ++o) {
       const W* from = w + o * inputs + i;
       weights[o] = load(from);
-      __builtin_prefetch(from + O * inputs);  // for the next call, while this one adds up its sums
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD);
     }
     for (int m = 0; m < M; ++m) {
       const Floats row = load(x + m * inputs + i);
@@ -114,9 +119,31 @@ inline Tensor linear(const Tensor& x, const Tensor& w, const optional<Tensor>& b
   return product_of<float>(x, w, bias);
 }
 
-// x and w hold integers of 8 bits, x as float32: parts of INPUTS are added up without rounding, as
-// 127 * 127 * 576 is less than 2^24.
-inline Tensor linear_int8(const Tensor& x, const Tensor& w) { return product_of<int8_t>(x, w, {}); }
+// x [..., I] and bias [O], float32, w [O, I] of 8 bits with the scales [O]: each row of x is
+// divided by its step, so that its largest number is `most`, and rounded. Parts of INPUTS are added
+// up without rounding, as 127 * 127 * 576 is less than 2^24.
+inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& scales,
+                          const optional<Tensor>& bias, double most) {
+  const Tensor x = any_x.contiguous(), codes = at::empty(x.sizes(), x.options());
+  const int64_t inputs = w.size(1), outputs = w.size(0), rows = x.numel() / inputs;
+  const float least = std::numeric_limits<float>::min() * static_cast<float>(most);
+  std::vector<float> steps(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = x.const_data_ptr<float>() + row * inputs;
+    float *to = codes.data_ptr<float>() + row * inputs, largest = least;
+    for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(from[i]));
+    const float step = steps[row] = largest / static_cast<float>(most);
+    for (int64_t i = 0; i < inputs; ++i) to[i] = std::nearbyint(from[i] / step);
+  }
+  const Tensor out = product_of<int8_t>(codes, w, {});
+  const float *of_scales = scales.const_data_ptr<float>(), *of_bias = nullptr;
+  if (bias) of_bias = bias->const_data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  for (int64_t row = 0; row < rows; ++row, to += outputs)
+    for (int64_t o = 0; o < outputs; ++o)
+      to[o] = to[o] * of_scales[o] * steps[row] + (of_bias ? of_bias[o] : 0);
+  return out;
+}
 
 // x [..., D] and weight [D], float32
 inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {

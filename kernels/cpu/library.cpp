@@ -20,7 +20,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "Tensor? slopes, Tensor(b!)? packed) -> ()",
       razor_dist::attend);
   library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", razor_dist::linear);
-  library.def("linear_int8(Tensor x, Tensor w) -> Tensor", razor_dist::linear_int8);
+  library.def("linear_int8(Tensor x, Tensor w, Tensor scales, Tensor? bias, float most) -> Tensor",
+              razor_dist::linear_int8);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", razor_dist::rms_norm);
   library.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
