@@ -313,7 +313,8 @@ def test_compiled_kernels_see_every_key_once(
         [error] = errors(batch, "decode_cpu").values()
     finally:
         torch.set_num_threads(before)
-    assert error < 5e-5
+    # Scores of a thousand and more, by distance, are rounded to 6e-5.
+    assert error < (5e-4 if slopes else 5e-5)
 
 
 def stored(batch: Batch, name: str) -> bool:

@@ -139,9 +139,11 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
   const float *of_scales = scales.const_data_ptr<float>(), *of_bias = nullptr;
   if (bias) of_bias = bias->const_data_ptr<float>();
   float* to = out.data_ptr<float>();
-  for (int64_t row = 0; row < rows; ++row, to += outputs)
-    for (int64_t o = 0; o < outputs; ++o)
-      to[o] = to[o] * of_scales[o] * steps[row] + (of_bias ? of_bias[o] : 0);
+  for (int64_t row = 0; row < rows; ++row, to += outputs) {
+    for (int64_t o = 0; o < outputs; ++o) to[o] = to[o] * of_scales[o] * steps[row];
+    // By itself, so that it is rounded twice, as where there are more rows.
+    for (int64_t o = 0; of_bias && o < outputs; ++o) to[o] += of_bias[o];
+  }
   return out;
 }
 
