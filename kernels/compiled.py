@@ -83,8 +83,14 @@ def _compile(command: list[str], library: Path) -> None:
     command = [*command, *_FLAGS.split(), str(_SOURCES / "library.cpp"), "-o", str(partial)]
     command += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     command += ["-lc10", "-ltorch_cpu"]
-    told = {"encoding": "utf-8", "errors": "replace", "capture_output": True}
-    subprocess.run(command, check=True, timeout=_PATIENCE, **told)  # type: ignore[call-overload]
+    subprocess.run(
+        command,
+        check=True,
+        timeout=_PATIENCE,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
     with partial.open("rb") as file:
         os.fsync(file.fileno())  # half a library would end whoever loads it
     partial.rename(library)

@@ -150,8 +150,8 @@ def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
     stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     ids = torch.tensor([tokens_of(40)])
     modeling = sys.modules[type(stock.base_model).__module__]
-    rotate = modeling.apply_rotary_pos_emb
-    rotate = getattr(rotate, "original", rotate)  # another model may have replaced it
+    kept = modeling.apply_rotary_pos_emb
+    rotate = getattr(kept, "original", kept)  # another model may have replaced it
     with (
         torch.inference_mode(),
         mock.patch.object(modeling, "apply_rotary_pos_emb", rotate),
@@ -167,6 +167,8 @@ def test_fused_layers_are_transformers_own(family: str, tiny: Tiny) -> None:
     assert rotated.call_count == layers
     assert normed.call_count >= 2 * layers + 1
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert modeling.apply_rotary_pos_emb is kept
+    assert rotate.__module__ == modeling.__name__
 
 
 @pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
