@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from razor_dist.kernels import many_cpu
 from razor_dist.kernels.partial import (
     HIDDEN,
     Partial,
@@ -29,10 +30,12 @@ __all__ = [
     "HIDDEN",
     "Partial",
     "attend",
+    "attend_windows",
     "compensate",
     "empty_partial",
     "merge",
     "merge_stacked",
+    "takes_windows",
 ]
 
 # Keys of another dtype than the queries are converted so many at a time: a shard of a long context
@@ -40,7 +43,7 @@ __all__ = [
 _CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.
-BACKENDS = ("flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
+BACKENDS = ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
 
 
 @functools.cache
@@ -74,6 +77,8 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
+    if backend is None and many_cpu.supports(q, causal, bias) and many_cpu.reads(k):
+        return many_cpu.attend(q, k, v, scale, causal)
     if isinstance(k, Codes) and isinstance(v, Codes) and _reads_codes(q, causal, bias, backend):
         few_k, few_v = k, v
 
@@ -103,6 +108,22 @@ def attend(
     raise AssertionError("the reference backend supports every input")
 
 
+def takes_windows(q: Tensor, k: KeysOrValues) -> bool:
+    """Tell if `attend_windows` computes this."""
+    return many_cpu.supports(q, True, None) and many_cpu.reads(k)
+
+
+def attend_windows(
+    q: Tensor, k: KeysOrValues, v: KeysOrValues, first: Tensor, *, scale: float
+) -> Partial:
+    """Causal attention of queries ``[K, G, T, D]`` to windows, where `takes_windows`.
+
+    The queries are those of the last T of S keys; query t sees the keys from ``first[t]`` to its
+    own. ``first`` is int64 ``[T]`` and never decreases.
+    """
+    return many_cpu.attend(q, k, v, scale, True, first=first)
+
+
 def _reads_codes(q: Tensor, causal: bool, bias: Tensor | None, backend: str | None) -> bool:
     """Tell if `attend_codes` is the fastest way to read keys of 8 bits."""
     few = foldable(q, causal, bias) and backend is None
@@ -118,12 +139,13 @@ def compensate(
     ``lse`` is ``scale * q . k_mean + log(count)`` and its ``out`` is ``v_mean``.
 
     ``q`` is ``[K, G, T, D]``; ``k_mean`` and ``v_mean``, float32 ``[K, D]``, are the means of the
-    dropped keys and values; ``count``, at least 1, is a tensor ``[K]`` where heads differ.
+    dropped keys and values. Where queries differ in what was dropped, they are ``[K, T, D]``, and
+    ``count`` is a tensor ``[T]``; a query with a count of 0 sees nothing.
     """
     if isinstance(count, Tensor):
-        log_count: float | Tensor = count.log()[:, None, None]
+        scores = torch.linalg.vecdot(q.float(), k_mean.unsqueeze(1)) * scale + count.log()
+        v_mean = v_mean.unsqueeze(1)
     else:
-        log_count = math.log(count)
-    lse = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + log_count
-    out = v_mean[:, None, None, :].expand(*q.shape[:-1], v_mean.shape[-1])
-    return Partial(out, lse)
+        scores = (q.float() @ k_mean[:, None, :, None]).squeeze(-1) * scale + math.log(count)
+        v_mean = v_mean[:, None, None]
+    return Partial(v_mean.expand(*q.shape[:-1], v_mean.shape[-1]), scores)

@@ -32,6 +32,9 @@ _BLOCKS = 16
 # The largest integer of an input. Without VNNI pairs of products are added up in 16 bits, which a
 # product of 8 bits and 8 bits can exceed.
 _MOST = 127 if torch.cpu._is_vnni_supported() else 63
+# oneDNN gets them without a sign, by adding this: signed ones it multiplies by reference code where
+# there is VNNI without AMX (docs/LOG.md).
+_ZERO = _MOST + 1
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
@@ -41,12 +44,11 @@ FEW = 24
 _FEW_INT8 = 8
 
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
-# with the least of these numbers of rows that is enough; another than torch's own must take less
-# than this share of its time.
+# with the least of these numbers of rows that is enough, or the last; another than torch's own must
+# take less than this share of its time, which for many rows can be told more exactly.
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _MATRICES, _ROUNDS = (9, 1536, 576), 3
-_ROWS = (1, 4, 8, FEW, 64)
-_MUCH_FASTER = 0.8
+_SHARE = {1: 0.8, 4: 0.8, 8: 0.8, FEW: 0.8, 64: 0.8, 256: 0.95}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _served(x, weight):
         return functional.linear(x, weight, bias)
     rows = x.numel() // weight.shape[1]
-    timed = next((most for most in _ROWS if rows <= most), _ROWS[-1])
+    timed = next((most for most in _SHARE if rows <= most), max(_SHARE))
     return fastest_way(timed, torch.get_num_threads())(x, weight, bias)
 
 
@@ -100,12 +102,12 @@ def fastest_way(rows: int, threads: int) -> Way:
             for index, way in enumerate(ways):
                 least[index] = min(least[index], _seconds(way, x, matrices))
     best = least.index(min(least))
-    return ways[best if least[best] < _MUCH_FASTER * least[0] else 0]
+    return ways[best if least[best] < _SHARE[rows] * least[0] else 0]
 
 
 def choose_ways() -> None:
     """Time the ways for any number of rows now, and not in the first steps that have them."""
-    for rows in _ROWS:
+    for rows in _SHARE:
         fastest_way(rows, torch.get_num_threads())
 
 
@@ -172,7 +174,7 @@ class Int8Linear(nn.Linear):
         """``s_w (q_x . q_w)`` of the rows ``q_x``, whole numbers in float32."""
         if self._packed is None:
             return linear(rows, self._codes.float()).mul_(self._scales)
-        quantized = rows.to(torch.int8)
+        quantized = (rows + _ZERO).to(torch.uint8)
         if len(rows) == 1:
             # Of one row oneDNN computes the product by slow code: 199 ms where two take 38
             # (docs/LOG.md).
@@ -188,7 +190,7 @@ def _packed_weights(codes: Tensor) -> Tensor:
 def _by_onednn_int8(rows: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     weights = packed, scales, zeros
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
-        *(rows, 1.0, 0, *weights, None, 1.0, 0, torch.float32, "none", [], "")
+        *(rows, 1.0, _ZERO, *weights, None, 1.0, 0, torch.float32, "none", [], "")
     )
     return product
 
@@ -206,7 +208,7 @@ def _onednn_is_slow(threads: int) -> bool:
         for _ in range(_ROUNDS):
             for index, way in enumerate(
                 (
-                    lambda: _by_onednn_int8(x.to(torch.int8), packed, scales, zeros),
+                    lambda: _by_onednn_int8(x.to(torch.uint8), packed, scales, zeros),
                     lambda: functional.linear(x, weight),
                 )
             ):

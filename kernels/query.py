@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import attend, compensate, empty_partial, merge
+from razor_dist.kernels import (
+    attend,
+    attend_windows,
+    compensate,
+    empty_partial,
+    merge,
+    takes_windows,
+)
 from razor_dist.kernels.alibi import (
     Distance,
     Places,
@@ -84,6 +91,13 @@ class Query(NamedTuple):
             return attend_at_distance(*both, where, scale=self.scale, causal=causal, bias=bias)
         assert bias is None, "a bias goes with a distance only"
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
+
+    def takes_windows(self, k: KeysOrValues) -> bool:
+        return self.slopes is None and takes_windows(self.q, k)
+
+    def attend_windows(self, k: KeysOrValues, v: KeysOrValues, first: Tensor) -> Partial:
+        """See `razor_dist.kernels.attend_windows`."""
+        return attend_windows(self.q, k, v, first, scale=self.scale)
 
     def attend_each(self, sequences: Sequence[tuple[slice, Iterable[Keys]]]) -> Partial:
         """Attention of several sequences' queries, each to its own segments, in float32.

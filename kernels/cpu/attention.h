@@ -264,8 +264,8 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
         for (int lane = 0; lane < WIDTH; ++lane) most = std::max(most, largest[lane]);
         Floats total = {};
         for (int j = 0; j < padded; j += WIDTH) {
-          // exp(-87) in place of 0 is a weight that no sum of float32 sees beside the largest, 1.
-          const Floats weights = exp_of_negative(load(row + j) - most);
+          // 2^-126 in place of 0 is a weight that no sum of float32 sees beside the largest, 1.
+          const Floats weights = exp2_of_negative((load(row + j) - most) * LOG2_E);
           std::memcpy(row + j, &weights, sizeof weights);
           total += weights;
         }

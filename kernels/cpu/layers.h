@@ -147,22 +147,28 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
   return out;
 }
 
+// So many numbers are worth a thread of their own.
+constexpr int64_t GRAIN = 1 << 14;
+
 // x [..., D] and weight [D], float32
 inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {
   const Tensor x = any_x.contiguous();
   const int64_t dim = weight.size(0), rows = x.numel() / dim;
   Tensor out = at::empty(x.sizes(), x.options());
-  const float *from = x.const_data_ptr<float>(), *of = weight.const_data_ptr<float>();
-  float* to = out.data_ptr<float>();
-  for (int64_t row = 0; row < rows; ++row, from += dim, to += dim) {
-    Floats squares = {};
-    int64_t d = 0;
-    for (; d + WIDTH <= dim; d += WIDTH) squares += load(from + d) * load(from + d);
-    float total = sum(squares);
-    for (; d < dim; ++d) total += from[d] * from[d];
-    const float factor = 1 / std::sqrt(total / dim + static_cast<float>(eps));
-    for (d = 0; d < dim; ++d) to[d] = of[d] * (from[d] * factor);
-  }
+  const float* of = weight.const_data_ptr<float>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = x.const_data_ptr<float>() + row * dim;
+      float* to = out.data_ptr<float>() + row * dim;
+      Floats squares = {};
+      int64_t d = 0;
+      for (; d + WIDTH <= dim; d += WIDTH) squares += load(from + d) * load(from + d);
+      float total = sum(squares);
+      for (; d < dim; ++d) total += from[d] * from[d];
+      const float factor = 1 / std::sqrt(total / dim + static_cast<float>(eps));
+      for (d = 0; d < dim; ++d) to[d] = of[d] * (from[d] * factor);
+    }
+  });
   return out;
 }
 
@@ -172,22 +178,34 @@ inline Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, boo
               "rows must be contiguous");
   Tensor out = at::empty_strided(x.sizes(), x.strides(), x.options());
   const int64_t heads = x.size(1), tokens = x.size(2), dim = x.size(3), half = cos.size(2) / 2;
-  const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-  for (int64_t h = 0; h < heads; ++h) {
-    for (int64_t t = 0; t < tokens; ++t) {
+  auto rotate_token = [&](int64_t t) {
+    const float* c = cos.const_data_ptr<float>() + t * cos.stride(1);
+    const float* s = sin.const_data_ptr<float>() + t * sin.stride(1);
+    for (int64_t h = 0; h < heads; ++h) {
       const int64_t at = h * x.stride(1) + t * x.stride(2);
       const float* from = x.const_data_ptr<float>() + at;
       float* to = out.data_ptr<float>() + at;
-      const float* c = cos.const_data_ptr<float>() + t * cos.stride(1);
-      const float* s = sin.const_data_ptr<float>() + t * sin.stride(1);
-      for (int64_t i = 0; i < half; ++i) {
-        const float a = from[i * step], b = from[i * step + other];
-        to[i * step] = a * c[i] - b * s[i];
-        to[i * step + other] = b * c[i] + a * s[i];
+      // A loop for each, of strides that the compiler knows.
+      if (interleaved) {
+        for (int64_t i = 0; i < half; ++i) {
+          const float a = from[2 * i], b = from[2 * i + 1];
+          to[2 * i] = a * c[i] - b * s[i];
+          to[2 * i + 1] = b * c[i] + a * s[i];
+        }
+      } else {
+        for (int64_t i = 0; i < half; ++i) {
+          const float a = from[i], b = from[half + i];
+          to[i] = a * c[i] - b * s[i];
+          to[half + i] = b * c[i] + a * s[i];
+        }
       }
       std::copy(from + 2 * half, from + dim, to + 2 * half);
     }
-  }
+  };
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (heads * dim));
+  at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) rotate_token(t);
+  });
   return out;
 }
 

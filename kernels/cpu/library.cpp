@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "layers.h"
+#include "many.h"
 
 TORCH_LIBRARY(razor_dist_cpu, library) {
   library.def(
@@ -19,6 +20,10 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "sinks, int entries, bool compensation, int width, Tensor(a!) out, float scale, "
       "Tensor? slopes, Tensor(b!)? packed) -> ()",
       razor_dist::attend);
+  library.def(
+      "attend_many(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? first, "
+      "bool causal, float scale) -> (Tensor, Tensor)",
+      razor_dist::attend_many);
   library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", razor_dist::linear);
   library.def("linear_int8(Tensor x, Tensor w, Tensor scales, Tensor? bias, float most) -> Tensor",
               razor_dist::linear_int8);

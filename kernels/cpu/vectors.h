@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -78,23 +79,59 @@ inline Four sums_of(Four a, Four b, Four c, Four d) {
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
-// exp of WIDTH numbers that are at most 0, to 2 units in the last place; exp(-87) for all below.
-// 2^n e^r with |r| <= ln 2 / 2, e^r by a polynomial (Cephes).
-inline Floats exp_of_negative(Floats x) {
+// For j without bit STEP: a[j | FROM], else b[(j without STEP) | FROM].
+template <int STEP, int FROM>
+inline Floats interleave(Floats a, Floats b) {
+  return [&]<int... J>(std::integer_sequence<int, J...>) {
+    return __builtin_shufflevector(a, b, (((J & ~STEP) | FROM) + (J & STEP ? WIDTH : 0))...);
+  }(std::make_integer_sequence<int, WIDTH>());
+}
+
+inline float largest_of(Floats vector) {
+  float halves[WIDTH];
+  std::memcpy(halves, &vector, sizeof vector);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i)
+      halves[i] = halves[i] > halves[half + i] ? halves[i] : halves[half + i];
+  return halves[0];
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x of WIDTH numbers that are at most 0, to 2 units in the last place; 2^-126 for all below.
+// 2^n 2^f with |f| <= 1/2, 2^f by a polynomial (Cephes).
+inline Floats exp2_of_negative(Floats x) {
   const Floats zero = {};
-  x = x < zero - 87.0f ? zero - 87.0f : x;                               // NaN stays
-  const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // rounded, as x <= 0
-  const Floats whole = __builtin_convertvector(n, Floats);
-  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats e = zero + 1.9875691500e-4f;
-  e = e * r + 1.3981999507e-3f;
-  e = e * r + 8.3334519073e-3f;
-  e = e * r + 4.1665795894e-2f;
-  e = e * r + 1.6666665459e-1f;
-  e = e * r + 5.0000001201e-1f;
-  e = e * r * r + r + 1.0f;
+  x = x < zero - 126.0f ? zero - 126.0f : x;               // NaN stays
+  const Ints n = __builtin_convertvector(x - 0.5f, Ints);  // rounded, as x <= 0
+  const Floats f = x - __builtin_convertvector(n, Floats);
+  Floats e = zero + 1.535336188319500e-4f;
+  e = e * f + 1.339887440266574e-3f;
+  e = e * f + 9.618437357674640e-3f;
+  e = e * f + 5.550332471162809e-2f;
+  e = e * f + 2.402264791363012e-1f;
+  e = e * f + 6.931472028550421e-1f;
+  e = e * f + 1.0f;
   const Ints power = (n + 127) << 23;
   return e * read<Floats>(&power);
+}
+
+// Make columns of rows, in place. Rows are exchanged by halves, quarters, ... of the square: after
+// the step of s, row i has at j what was in row i with bit s of i taken from j.
+inline void transpose(Floats (&rows)[WIDTH]) {
+  [&]<int... S>(std::integer_sequence<int, S...>) {
+    (
+        [&] {
+          constexpr int STEP = WIDTH / 2 >> S;
+          for (int i = 0; i < WIDTH; ++i) {
+            if (i & STEP) continue;
+            const Floats a = rows[i], b = rows[i + STEP];
+            rows[i] = interleave<STEP, 0>(a, b);
+            rows[i + STEP] = interleave<STEP, STEP>(a, b);
+          }
+        }(),
+        ...);
+  }(std::make_integer_sequence<int, WIDTH == 16 ? 4 : 3>());
 }
 
 }  // namespace razor_dist

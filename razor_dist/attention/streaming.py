@@ -97,19 +97,32 @@ class SpanQueries:
             where = Places([at], torch.arange(first, first + k.shape[1], device=k.device))
         return self.part(at).attend(k, v, causal=causal, where=where)
 
-    def see_dropped(self, at: range, mean: tuple[Tensor, Tensor], dropped: Interval) -> Partial:
-        """Attention of the queries ``at`` to the compensation token of what was dropped."""
-        away = None
-        if self.query.by_distance:
-            # It stands where the tokens do that it stands for, on average.
-            middle = (dropped.begin + dropped.end - 1) / 2
-            away = middle - torch.arange(at.start, at.stop, device=mean[0].device)
-        return self.part(at).compensate(*mean, len(dropped), away)
+    def see_windows(self, runs: Sequence[WindowRun], keys: SpanKeys) -> Partial:
+        """Attention of adjacent runs, each to its window."""
+        at, start = _range(runs), max(runs[0].start, keys.first)
+        k, v = keys.windowed(start, at.stop)
+        if self.query.takes_windows(k):
+            starts = torch.tensor([max(run.start, start) - start for run in runs])
+            return self.part(at).attend_windows(k, v, starts[_run_of_each(runs)])
+        # The bias by distance is relative to the run at hand.
+        most = 1 if self.query.by_distance else len(runs)
+        found = [
+            self._see_window(group[0], keys) if len(group) == 1 else self._see_moved(group, keys)
+            for group in _alike(runs, keys.first, most)
+        ]
+        return Partial(*(torch.cat(x, 2) for x in zip(*found, strict=True)))
 
-    def see_moved(self, runs: Sequence[WindowRun], keys: SpanKeys) -> list[Partial]:
+    def _see_window(self, run: WindowRun, keys: SpanKeys) -> Partial:
+        at, start = _range([run]), max(run.start, keys.first)
+        before = self.see(at, keys.windowed(start, at.start), start)
+        own = self.see(at, keys.windowed(at.start, at.stop), at.start, causal=True)
+        return merge([before, own])
+
+    def _see_moved(self, runs: Sequence[WindowRun], keys: SpanKeys) -> Partial:
         """Attention of runs that are alike, each to its window up to itself, and to itself."""
         first, times = runs[0], len(runs)
-        q_KnGBD, step = self._by_run(runs), first.end - first.begin
+        step = first.end - first.begin
+        q_KnGBD = self.part(_range(runs)).q.unflatten(2, (times, -1)).transpose(1, 2)
         partials = []
         for begin, end, causal in (
             (first.start, first.begin, False),
@@ -120,25 +133,30 @@ class SpanQueries:
                 self.query._replace(q=q).attend(k, v, causal=causal)
                 for q, k, v in zip(q_KnGBD, *keys.moved(begin, end, step, times), strict=True)
             ]
-            out, lse = (torch.stack(x) for x in zip(*heads, strict=True))
-            partials.append(_in_order(out, lse))
-        return partials
+            out, lse = (
+                torch.stack(x).transpose(1, 2).flatten(2, 3) for x in zip(*heads, strict=True)
+            )
+            partials.append(Partial(out, lse))
+        return merge(partials)
 
-    def see_dropped_moved(
+    def see_dropped(
         self, runs: Sequence[WindowRun], keys: SpanKeys, sums: Tensor, sinks: int
     ) -> Partial:
-        """`see_dropped` for runs that are alike, with float32 ``[2, K, n, D]`` sums."""
-        heads, times, _ = sums.shape[1:]
-        step, dropped = runs[0].end - runs[0].begin, runs[0].start - sinks
-        counts = torch.arange(dropped, dropped + times * step, step, device=sums.device)
-        k_mean, v_mean = (x.flatten(0, 1) for x in keys.mean(sums, counts[:, None]))
-        query = self.query._replace(q=self._by_run(runs).flatten(0, 1))
-        found = query.compensate(k_mean, v_mean, counts.repeat(heads))
-        return _in_order(*(x.unflatten(0, (heads, times)) for x in found))
+        """Attention of adjacent runs to the compensation tokens of what each has dropped.
 
-    def _by_run(self, runs: Sequence[WindowRun]) -> Tensor:
-        """The queries of runs that are alike, ``[K, n, G, B, D]``."""
-        return self.part(_range(runs)).q.unflatten(2, (len(runs), -1)).transpose(1, 2)
+        ``sums``, float32 ``[2, K, n, D]``, are those of the keys and values before each window.
+        """
+        at, device = _range(runs), sums.device
+        counts = torch.tensor([max(0, run.start - sinks) for run in runs], device=device)
+        k_mean, v_mean = keys.mean(sums, counts.clamp(min=1).unsqueeze(-1))
+        run_of = _run_of_each(runs).to(device)
+        away = None
+        if self.query.by_distance:
+            # It stands where the tokens do that it stands for, on average.
+            middle = sinks + (counts[run_of] - 1) / 2
+            away = middle - torch.arange(at.start, at.stop, device=device)
+        k_mean, v_mean = (x.index_select(1, run_of) for x in (k_mean, v_mean))
+        return self.part(at).compensate(k_mean, v_mean, counts[run_of], away)
 
 
 def window_attention(
@@ -152,49 +170,32 @@ def window_attention(
         before = queries.see(at, keys.sinks(0, at.start), 0)
         own = queries.see(at, keys.sinks(at.start, at.stop), at.start, causal=True)
         outs.append(merge([before, own]).out)
-    sums, summed_to = keys.sums, keys.first  # over [N0, summed_to)
-    # The bias by distance is relative to the run at hand.
-    most = 1 if queries.query.by_distance else max(1, _TOGETHER // policy.block)
-    for runs in _alike(span.runs, sinks, most):
-        start = max(runs[0].start, sinks)
-        if policy.compensation and start > summed_to:
-            dropped = keys.windowed(summed_to, start)
-            sums = sums + torch.stack([x.float().sum(1) for x in dropped])
-            summed_to = start
-        at = _range(runs)
-        if len(runs) == 1:
-            partials = [
-                queries.see(at, keys.windowed(start, at.start), start),
-                queries.see(at, keys.windowed(at.start, at.stop), at.start, causal=True),
-            ]
-            if policy.compensation and start > sinks:
-                mean = keys.mean(sums, start - sinks)
-                partials.append(queries.see_dropped(at, mean, Interval(sinks, start)))
-        else:
-            partials = queries.see_moved(runs, keys)
-            if policy.compensation:
-                # Each run drops a block more than the one before it.
-                summed_to = runs[-1].start
-                steps = [
-                    x.unflatten(1, (len(runs) - 1, -1)).float().sum(2)
-                    for x in keys.windowed(start, summed_to)
-                ]
-                each = torch.cat([sums.unsqueeze(2), torch.stack(steps)], 2).cumsum(2)
-                partials.append(queries.see_dropped_moved(runs, keys, each, sinks))
-                sums = each[:, :, -1]
-        partials.append(queries.see(at, keys.sinks(0, sinks), 0))
+    sums, summed_to = keys.sums.unsqueeze(2), keys.first  # over [N0, summed_to)
+    most = max(1, _TOGETHER // policy.block)
+    for index in range(0, len(span.runs), most):
+        runs = span.runs[index : index + most]
+        partials = [queries.see_windows(runs, keys)]
+        if policy.compensation and runs[-1].start > sinks:
+            # Each run has dropped what is before its window.
+            starts = [max(run.start, summed_to) for run in runs]
+            dropped = torch.stack([x.float() for x in keys.windowed(summed_to, starts[-1])])
+            ends = torch.tensor(starts, device=sums.device) - summed_to
+            each = torch.cat([sums, sums + dropped.cumsum(2)], 2).index_select(2, ends)
+            partials.append(queries.see_dropped(runs, keys, each, sinks))
+            sums, summed_to = each[:, :, -1:], starts[-1]
+        partials.append(queries.see(_range(runs), keys.sinks(0, sinks), 0))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)
 
 
-def _alike(runs: Sequence[WindowRun], sinks: int, most: int) -> Iterator[list[WindowRun]]:
-    """Group the runs, in order, whose windows begin after the sinks and move with them."""
+def _alike(runs: Sequence[WindowRun], first: int, most: int) -> Iterator[list[WindowRun]]:
+    """Group the runs, in order, whose windows begin after ``first`` and move with them."""
     group: list[WindowRun] = []
     for run in runs:
         if group:
             last = group[-1]
             length = last.end - last.begin
-            moved = length == run.end - run.begin == run.start - last.start and last.start > sinks
+            moved = length == run.end - run.begin == run.start - last.start and last.start >= first
             if not moved or len(group) == most:
                 yield group
                 group = []
@@ -203,9 +204,10 @@ def _alike(runs: Sequence[WindowRun], sinks: int, most: int) -> Iterator[list[Wi
         yield group
 
 
-def _in_order(out_KnGBD: Tensor, lse_KnGB: Tensor) -> Partial:
-    out, lse = (x.transpose(1, 2).flatten(2, 3) for x in (out_KnGBD, lse_KnGB))
-    return Partial(out, lse)
+def _run_of_each(runs: Sequence[WindowRun]) -> Tensor:
+    """The index of every query's run, int64, on the CPU."""
+    lengths = torch.tensor([run.end - run.begin for run in runs])
+    return torch.arange(len(runs)).repeat_interleave(lengths)
 
 
 def _range(runs: Sequence[WindowRun]) -> range:
