@@ -92,6 +92,11 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and _triton()
 
 
+def mixes_dtypes(device: torch.device) -> bool:
+    """Tell if one call of `attend` can have pages of 8 bits and windows that are not."""
+    return device.type != "cuda"
+
+
 @functools.cache
 def _triton() -> bool:
     if importlib.util.find_spec("triton") is None:

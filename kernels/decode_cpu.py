@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from razor_dist.kernels import decode_torch
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Windows
 from razor_dist.kernels.decode_torch import merge_ranks
@@ -21,13 +20,11 @@ def store(
     k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
 ) -> None:
     """See `razor_dist.kernels.decode`."""
-    split = 0 if pages is None else len(pages.k)
-    if pages is not None and pages.k_scale is not None:
-        decode_torch.store(k, v, order[:split], pages, None)
-        order, pages = order[split:], None
     of_pages, of_windows, sizes = [], [], (0, 0)
     if pages is not None:
         of_pages = [pages.k, pages.v, pages.at]
+        if pages.k_scale is not None and pages.v_scale is not None:
+            of_pages += [pages.k_scale, pages.v_scale]
     if windows is not None:
         of_windows = [windows.k, windows.v, windows.position, windows.offset, windows.capacity]
         sizes = (windows.sinks, windows.entries)
@@ -72,7 +69,7 @@ def _of_pages(pages: Pages | None) -> list[Tensor | None]:
     """Return the fields that ``pages_of`` in ``cpu/attention.h`` reads, in their order."""
     if pages is None:
         return []
-    seen = [pages.table, pages.stored, pages.at, pages.position, pages.places]
+    seen = [pages.table, pages.stored, pages.position, pages.places]
     return [pages.k, pages.v, *seen, pages.k_scale, pages.v_scale]
 
 

@@ -165,21 +165,29 @@ class Int8Linear(nn.Linear):
             of = self._codes, self._scales, self.bias, _MOST
             few: Tensor = operations().linear_int8(input, *of)
             return few
-        step = _step(rows, _MOST)
-        product = self._product((rows / step).round_()).mul_(step)
+        quantized, step = _rounded(rows)
+        product = self._product(quantized).mul_(step)
         out: Tensor = product.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
     def _product(self, rows: Tensor) -> Tensor:
-        """``s_w (q_x . q_w)`` of the rows ``q_x``, whole numbers in float32."""
+        """``s_w (q_x . q_w)`` of the rows ``q_x + _ZERO``, uint8."""
         if self._packed is None:
-            return linear(rows, self._codes.float()).mul_(self._scales)
-        quantized = (rows + _ZERO).to(torch.uint8)
-        if len(rows) == 1:
-            # Of one row oneDNN computes the product by slow code: 199 ms where two take 38
-            # (docs/LOG.md).
-            quantized = quantized.repeat(2, 1)
-        return _by_onednn_int8(quantized, self._packed, self._scales, self._zeros)[: len(rows)]
+            return linear(rows.float() - _ZERO, self._codes.float()).mul_(self._scales)
+        if len(rows) != 1:
+            return _by_onednn_int8(rows, self._packed, self._scales, self._zeros)
+        # Of one row oneDNN computes the product by slow code: 199 ms where two take 38
+        # (docs/LOG.md).
+        return _by_onednn_int8(rows.repeat(2, 1), self._packed, self._scales, self._zeros)[:1]
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``round(x / step) + _ZERO`` of each row, uint8, and its step, ``[n, 1]``."""
+    if operations() is not None:
+        found: tuple[Tensor, Tensor] = operations().round_rows(rows, _MOST, _ZERO)
+        return found
+    step = _step(rows, _MOST)
+    return (rows / step).round_().add_(_ZERO).to(torch.uint8), step
 
 
 def _packed_weights(codes: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.partial import Partial, foldable
 from razor_dist.kernels.quantized import Codes, KeysOrValues
 
-# Head dimensions are multiples of this, the widest vector.
+# Head dimensions are multiples of the widest vector's numbers; of 8 bits two share a place, and the
+# sums of more would not fit into 32 bits.
 _WIDTH = 16
+_MOST_INT8 = 512
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -36,8 +38,9 @@ def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
 
 
 def reads(x: KeysOrValues) -> bool:
+    """Tell if keys or values are read as they are."""
     if isinstance(x, Codes):
-        return True
+        return x.shape[-1] % (2 * _WIDTH) == 0 and x.shape[-1] <= _MOST_INT8
     return x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
 
 

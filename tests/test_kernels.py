@@ -304,7 +304,7 @@ def test_merges_on_cuda_are_the_whole(dtype: torch.dtype) -> None:
 
 
 def test_backends_are_listed_in_order_of_preference() -> None:
-    assert BACKENDS == ("flash_attn", "torch_cuda", "torch_cpu", "meta", "reference")
+    assert BACKENDS == ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])

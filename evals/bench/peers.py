@@ -69,8 +69,14 @@ def openvino(gguf: Path, context: int, threads: int) -> Generate:
 def llama_cpp(gguf: Path, context: int, threads: int) -> Generate:
     from llama_cpp import Llama
 
-    threads_of = {"n_threads": threads, "n_threads_batch": threads}
-    model = Llama(str(gguf), n_ctx=context, flash_attn=True, verbose=False, **threads_of)
+    model = Llama(
+        str(gguf),
+        n_ctx=context,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        verbose=False,
+    )
 
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
         model.reset()  # else it goes on from what the last prompt has in common with this one

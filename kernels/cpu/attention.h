@@ -295,8 +295,8 @@ void attend_any(at::ScalarType dtype, const Seen& seen, int64_t head, int64_t b,
     attend_unit<int8_t>(seen, head, b, begin, end, queries, found);
 }
 
-// The tensors of `Pages` and `Windows` of razor_dist.kernels.decode, in their order; none if there
-// is none.
+// Of the tensors of `Pages` and `Windows` of razor_dist.kernels.decode those that are read, in
+// their order; none if there is none.
 using Fields = c10::List<optional<Tensor>>;
 
 template <class T>
@@ -309,13 +309,13 @@ const T* data(const Fields& fields, int64_t index) {
 
 inline Pages pages_of(const Fields& fields, int64_t page_size) {
   const Tensor k = *fields.get(0), v = *fields.get(1), table = *fields.get(2);
-  return {Cache(k, v, fields.get(7), fields.get(8)),
+  return {Cache(k, v, fields.get(6), fields.get(7)),
           page_size,
           table.size(1),
           data<int32_t>(fields, 2),
           data<int64_t>(fields, 3),
-          data<int64_t>(fields, 5),
-          data<int64_t>(fields, 6)};
+          data<int64_t>(fields, 4),
+          data<int64_t>(fields, 5)};
 }
 
 inline Windows windows_of(const Fields& fields, int64_t sinks, int64_t entries, bool compensation,
@@ -332,55 +332,78 @@ inline Windows windows_of(const Fields& fields, int64_t sinks, int64_t entries, 
           data<int64_t>(fields, 5)};
 }
 
-template <class T>
-void put_row(const float* from, void* to, int64_t at, int64_t dim) {
-  std::copy_n(from, dim, static_cast<T*>(to) + at);
-}
+// New tokens' keys or values go to a cache [rows, places, dim], rounded to its dtype; of 8 bits
+// with scales [rows, places], as razor_dist.kernels.quantized has them.
+struct Store {
+  void* data;
+  at::ScalarType dtype;
+  int64_t dim, row, scale_row = 0;
+  float* scale = nullptr;
 
-// cache[row, place] = from, rounded
-inline void put(const Tensor& cache, int64_t row, int64_t place, const float* from) {
-  const int64_t dim = cache.size(2), at = row * cache.stride(0) + place * dim;
-  if (cache.scalar_type() == at::kFloat)
-    put_row<float>(from, cache.data_ptr(), at, dim);
-  else
-    put_row<c10::BFloat16>(from, cache.data_ptr(), at, dim);
-}
+  Store(const Tensor& cache, const Tensor* scales)
+      : data(cache.data_ptr()),
+        dtype(cache.scalar_type()),
+        dim(cache.size(2)),
+        row(cache.stride(0)) {
+    TORCH_CHECK(cache.stride(2) == 1 && cache.stride(1) == dim, "rows must be contiguous");
+    TORCH_CHECK((dtype == at::kChar) == (scales != nullptr), "scales belong to keys of 8 bits");
+    if (!scales) return;
+    TORCH_CHECK(scales->stride(1) == 1, "scales must be contiguous");
+    scale = scales->data_ptr<float>(), scale_row = scales->stride(0);
+  }
 
-// k and v: float32 [K, n, D] with contiguous rows; pages: k, v and `at`; windows: k, v, `position`,
-// `offset` and `capacity`; either may be empty. Slots are written one after the other: the dummy
-// slot is that of several tokens.
+  void put(const float* from, int64_t head, int64_t place) const {
+    const int64_t at = head * row + place * dim;
+    if (dtype == at::kFloat) {
+      std::copy_n(from, dim, static_cast<float*>(data) + at);
+    } else if (dtype == at::kBFloat16) {
+      std::copy_n(from, dim, static_cast<c10::BFloat16*>(data) + at);
+    } else {
+      TORCH_CHECK(dtype == at::kChar, dtype, " is no dtype of keys");
+      const float own = scale[head * scale_row + place] = largest_size(from, dim, 0) / 127;
+      const float step =
+          own < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : own;
+      round_by(from, dim, step, 0, static_cast<int8_t*>(data) + at);
+    }
+  }
+};
+
+// k and v: float32 [K, n, D] with contiguous rows; pages: k, v and `at`, and scales of both if they
+// are of 8 bits; windows: k, v, `position`, `offset` and `capacity`; either may be empty. Slots are
+// written one after the other: the dummy slot is that of several tokens.
 inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::TensorList pages,
                   at::TensorList windows, int64_t sinks, int64_t entries) {
   const int64_t* heads = order.const_data_ptr<int64_t>();
   const int64_t tokens = k.size(1), split = pages.empty() ? 0 : pages[0].size(0);
-  auto put_both = [&](at::TensorList caches, int64_t row, int64_t head, int64_t b, int64_t place) {
-    put(caches[0], row, place, k.const_data_ptr<float>() + head * k.stride(0) + b * k.stride(1));
-    put(caches[1], row, place, v.const_data_ptr<float>() + head * v.stride(0) + b * v.stride(1));
-  };
-  TORCH_CHECK(k.scalar_type() == at::kFloat && k.stride(2) == 1 && v.stride(2) == 1,
+  TORCH_CHECK(k.scalar_type() == at::kFloat && v.scalar_type() == at::kFloat && k.stride(2) == 1 &&
+                  v.stride(2) == 1,
               "new keys and values must be float32, their rows contiguous");
-  for (at::TensorList caches : {pages, windows}) {
-    if (caches.empty()) continue;
-    const Cache cache(caches[0], caches[1], {}, {});
-    TORCH_CHECK(cache.dtype != at::kChar, "keys of 8 bits are stored by decode_torch");
-  }
+  auto put_both = [&](const Store& keys, const Store& values, int64_t row, int64_t head, int64_t b,
+                      int64_t place) {
+    keys.put(k.const_data_ptr<float>() + head * k.stride(0) + b * k.stride(1), row, place);
+    values.put(v.const_data_ptr<float>() + head * v.stride(0) + b * v.stride(1), row, place);
+  };
   auto numbers = [](const Tensor& tensor) {
     TORCH_CHECK(tensor.is_contiguous(), "indices must be contiguous");
     return tensor.const_data_ptr<int64_t>();
   };
   if (!pages.empty()) {
+    const bool scaled = pages.size() == 5;
+    const Store keys(pages[0], scaled ? &pages[3] : nullptr),
+        values(pages[1], scaled ? &pages[4] : nullptr);
     const int64_t* at = numbers(pages[2]);
     for (int64_t row = 0; row < split; ++row)
-      for (int64_t b = 0; b < tokens; ++b) put_both(pages, row, heads[row], b, at[b]);
+      for (int64_t b = 0; b < tokens; ++b) put_both(keys, values, row, heads[row], b, at[b]);
   }
   if (!windows.empty()) {
+    const Store keys(windows[0], nullptr), values(windows[1], nullptr);
     const int64_t *position = numbers(windows[2]), *offset = numbers(windows[3]),
                   *capacity = numbers(windows[4]);
     for (int64_t row = split; row < order.size(0); ++row) {
       for (int64_t b = 0; b < tokens; ++b) {
         if (!capacity[b]) continue;
         const int64_t at = position[b] < sinks ? position[b] : sinks + position[b] % capacity[b];
-        put_both(windows, row - split, heads[row], b, offset[b] + entries + at);
+        put_both(keys, values, row - split, heads[row], b, offset[b] + entries + at);
       }
     }
   }

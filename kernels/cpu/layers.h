@@ -119,6 +119,35 @@ inline Tensor linear(const Tensor& x, const Tensor& w, const optional<Tensor>& b
   return product_of<float>(x, w, bias);
 }
 
+// So many numbers are worth a thread of their own.
+constexpr int64_t GRAIN = 1 << 14;
+
+// to = from / step, rounded to whole numbers, of which the largest is `most`, and `zero` added;
+// return step, NaN if a number is NaN or infinite.
+template <class T>
+float round_row(const float* from, int64_t count, float most, float zero, T* to) {
+  const float least = std::numeric_limits<float>::min() * most;
+  const float step = largest_size(from, count, least) / most;
+  round_by(from, count, step, zero, to);
+  return step;
+}
+
+// x [n, I], float32, to 8 bits without a sign, and each row's step [n, 1]
+inline std::tuple<Tensor, Tensor> round_rows(const Tensor& any_x, double most, double zero) {
+  const Tensor x = any_x.contiguous();
+  const int64_t rows = x.size(0), inputs = x.size(1);
+  const Tensor codes = at::empty(x.sizes(), x.options().dtype(at::kByte)),
+               steps = at::empty({rows, 1}, x.options());
+  const int64_t grain = std::max<int64_t>(1, GRAIN / inputs);
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      steps.data_ptr<float>()[row] =
+          round_row<uint8_t>(x.const_data_ptr<float>() + row * inputs, inputs, most, zero,
+                             codes.data_ptr<uint8_t>() + row * inputs);
+  });
+  return {codes, steps};
+}
+
 // x [..., I] and bias [O], float32, w [O, I] of 8 bits with the scales [O]: each row of x is
 // divided by its step, so that its largest number is `most`, and rounded. Parts of INPUTS are added
 // up without rounding, as 127 * 127 * 576 is less than 2^24.
@@ -126,15 +155,10 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
                           const optional<Tensor>& bias, double most) {
   const Tensor x = any_x.contiguous(), codes = at::empty(x.sizes(), x.options());
   const int64_t inputs = w.size(1), outputs = w.size(0), rows = x.numel() / inputs;
-  const float least = std::numeric_limits<float>::min() * static_cast<float>(most);
   std::vector<float> steps(rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* from = x.const_data_ptr<float>() + row * inputs;
-    float *to = codes.data_ptr<float>() + row * inputs, largest = least;
-    for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(from[i]));
-    const float step = steps[row] = largest / static_cast<float>(most);
-    for (int64_t i = 0; i < inputs; ++i) to[i] = std::nearbyint(from[i] / step);
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    steps[row] = round_row(x.const_data_ptr<float>() + row * inputs, inputs, most, 0,
+                           codes.data_ptr<float>() + row * inputs);
   const Tensor out = product_of<int8_t>(codes, w, {});
   const float *of_scales = scales.const_data_ptr<float>(), *of_bias = nullptr;
   if (bias) of_bias = bias->const_data_ptr<float>();
@@ -146,9 +170,6 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
   }
   return out;
 }
-
-// So many numbers are worth a thread of their own.
-constexpr int64_t GRAIN = 1 << 14;
 
 // x [..., D] and weight [D], float32
 inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {

@@ -27,6 +27,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
   library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", razor_dist::linear);
   library.def("linear_int8(Tensor x, Tensor w, Tensor scales, Tensor? bias, float most) -> Tensor",
               razor_dist::linear_int8);
+  library.def("round_rows(Tensor x, float most, float zero) -> (Tensor, Tensor)",
+              razor_dist::round_rows);
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", razor_dist::rms_norm);
   library.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",

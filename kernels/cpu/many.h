@@ -3,6 +3,10 @@
 // What bounds it is arithmetic. A block of queries goes through the keys a block at a time; both
 // products of a block, scores and weighted values, keep their sums in registers, and everything
 // else that it touches stays in the second cache.
+//
+// Keys and values of 8 bits are multiplied as integers, two products and their sum by one
+// instruction: twice as fast as float32. Queries are rounded to 16 bits, by a row's largest number,
+// and so are the weights of a row in a block, so that what is lost is 2^-16 of the largest.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,6 +21,7 @@
 #include <optional>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -32,28 +37,53 @@ constexpr int TILE_VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t KEY_BLOCK = 128;
 constexpr int64_t ROW_BLOCK = 192;  // queries times their group, at most
 
-// c[r, j] = sum over i of a[r, i] b[i, j], added to c if ADD, for R rows and C vectors of columns
-template <int R, int C, bool ADD>
-inline void multiply_tile(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-                          int64_t c_row, int64_t inner) {
-  Floats sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) sums[r][v] = ADD ? load(c + r * c_row + v * WIDTH) : Floats{};
+// What is multiplied: float32, or pairs of 16-bit integers whose two products are added up. Their
+// sums are then to be multiplied by what each row and each column is a multiple of.
+template <class N>
+struct Matrix {
+  const N* data;
+  int64_t row;
+};
+
+inline Floats add_product(Floats sum, Floats b, float a) { return sum + b * a; }
+inline Ints add_product(Ints sum, Ints b, int32_t a) { return add_pairs(sum, b, Ints{} + a); }
+
+// c[r, j] = sum over i of a[r, i] b[i, j], added to c if ADD, for R rows and C vectors of columns.
+// Sums of integers are multiplied by by_row[r], and by by_column[j] if it is there.
+template <int R, int C, bool ADD, class N>
+inline void multiply_tile(Matrix<N> a, Matrix<N> b, float* c, int64_t c_row, int64_t inner,
+                          const float* by_row, const float* by_column) {
+  using Vector = std::conditional_t<std::is_same_v<N, float>, Floats, Ints>;
+  Vector sums[R][C] = {};
   for (int64_t i = 0; i < inner; ++i) {
-    Floats row[C];
-    for (int v = 0; v < C; ++v) row[v] = load(b + i * b_row + v * WIDTH);
+    Vector row[C];
+    for (int v = 0; v < C; ++v) row[v] = read<Vector>(b.data + i * b.row + v * WIDTH);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < C; ++v) sums[r][v] += row[v] * a[r * a_row + i];
+      for (int v = 0; v < C; ++v)
+        sums[r][v] = add_product(sums[r][v], row[v], a.data[r * a.row + i]);
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) std::memcpy(c + r * c_row + v * WIDTH, &sums[r][v], sizeof(Floats));
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < C; ++v) {
+      float* to = c + r * c_row + v * WIDTH;
+      Floats found;
+      if constexpr (std::is_same_v<N, float>) {
+        found = sums[r][v];
+      } else {
+        found = __builtin_convertvector(sums[r][v], Floats) * by_row[r];
+        if (by_column) found *= load(by_column + v * WIDTH);
+      }
+      if (ADD) found += load(to);
+      std::memcpy(to, &found, sizeof found);
+    }
+  }
 }
 
-template <int C, bool ADD>
-void multiply_columns(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-                      int64_t c_row, int64_t rows, int64_t inner) {
+template <int C, bool ADD, class N>
+void multiply_columns(Matrix<N> a, Matrix<N> b, float* c, int64_t c_row, int64_t rows,
+                      int64_t inner, const float* by_row, const float* by_column) {
   auto tile = [&](auto count, int64_t r) {
-    multiply_tile<count, C, ADD>(a + r * a_row, a_row, b, b_row, c + r * c_row, c_row, inner);
+    multiply_tile<count, C, ADD, N>({a.data + r * a.row, a.row}, b, c + r * c_row, c_row, inner,
+                                    by_row + r, by_column);
   };
   int64_t r = 0;
   for (; r + TILE_ROWS <= rows; r += TILE_ROWS) tile(std::integral_constant<int, TILE_ROWS>(), r);
@@ -62,68 +92,124 @@ void multiply_columns(const float* a, int64_t a_row, const float* b, int64_t b_r
 }
 
 // The same for any number of rows, and of columns a multiple of WIDTH.
-template <bool ADD>
-void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
-              int64_t rows, int64_t columns, int64_t inner) {
+template <bool ADD, class N>
+void multiply(Matrix<N> a, Matrix<N> b, float* c, int64_t c_row, int64_t rows, int64_t columns,
+              int64_t inner, const float* by_row, const float* by_column = nullptr) {
   constexpr int C = TILE_VECTORS;
+  auto from = [&](int64_t j) { return Matrix<N>{b.data + j, b.row}; };
+  auto factors = [&](int64_t j) { return by_column ? by_column + j : nullptr; };
   int64_t j = 0;
   for (; j + C * WIDTH <= columns; j += C * WIDTH)
-    multiply_columns<C, ADD>(a, a_row, b + j, b_row, c + j, c_row, rows, inner);
+    multiply_columns<C, ADD>(a, from(j), c + j, c_row, rows, inner, by_row, factors(j));
   for (; j < columns; j += WIDTH)
-    multiply_columns<1, ADD>(a, a_row, b + j, b_row, c + j, c_row, rows, inner);
+    multiply_columns<1, ADD>(a, from(j), c + j, c_row, rows, inner, by_row, factors(j));
 }
 
-// One KV head's keys or values from some place on: rows of dim numbers, perhaps with a scale each.
+// One KV head's keys or values from some place on.
 template <class T>
 struct Rows {
   const T* data;
   int64_t row;
-  const float* scale;
+  const float* scale;  // of each, if they are of 8 bits
 
-  Floats vector(int64_t at, int64_t d) const {
-    const Floats x = load(data + at * row + d);
-    return scale ? x * scale[at] : x;
-  }
+  const T* at(int64_t index) const { return data + index * row; }
 };
 
-// to[d, j] = from[j, d] of `count` keys; those that are missing in KEY_BLOCK are zeros.
-template <class T>
-void turn(const Rows<T>& from, int64_t count, int64_t dim, float* to) {
-  const int64_t padded = (count + WIDTH - 1) / WIDTH * WIDTH;
-  for (int64_t j = 0; j < padded; j += WIDTH) {
-    for (int64_t d = 0; d < dim; d += WIDTH) {
-      Floats square[WIDTH];
-      for (int i = 0; i < WIDTH; ++i) square[i] = j + i < count ? from.vector(j + i, d) : Floats{};
-      transpose(square);
-      for (int i = 0; i < WIDTH; ++i)
-        std::memcpy(to + (d + i) * KEY_BLOCK + j, &square[i], sizeof(Floats));
-    }
-  }
-}
-
-// What a thread needs for one block of queries.
+// What a thread needs for one block of queries. N is what is multiplied; a row of `dim` numbers
+// is a row of `inner` of these.
+template <class N>
 struct Workspace {
+  int64_t dim, inner;
+  std::vector<N> numbers;
   std::vector<float> memory;
-  float *rows, *sums, *scores, *keys, *values, *most, *total;
+  N *rows, *keys, *values, *weights;
+  float *sums, *scores, *most, *total, *row_factor, *weight_factor, *key_factor, *value_factor;
 
   explicit Workspace(int64_t dim)
-      : memory(2 * ROW_BLOCK * dim + ROW_BLOCK * KEY_BLOCK + 2 * KEY_BLOCK * dim + 2 * ROW_BLOCK) {
+      : dim(dim),
+        inner(std::is_same_v<N, float> ? dim : dim / 2),
+        numbers(ROW_BLOCK * (inner + KEY_BLOCK) + KEY_BLOCK * (inner + dim)),
+        memory(ROW_BLOCK * (dim + KEY_BLOCK + 4) + 2 * KEY_BLOCK) {
+    auto take = [](auto*& at, int64_t count) { return std::exchange(at, at + count); };
+    N* of = numbers.data();
+    rows = take(of, ROW_BLOCK * inner), weights = take(of, ROW_BLOCK * KEY_BLOCK);
+    keys = take(of, KEY_BLOCK * inner), values = take(of, KEY_BLOCK * dim);
     float* at = memory.data();
-    auto take = [&](int64_t count) { return std::exchange(at, at + count); };
-    rows = take(ROW_BLOCK * dim), sums = take(ROW_BLOCK * dim);
-    scores = take(ROW_BLOCK * KEY_BLOCK);
-    keys = take(KEY_BLOCK * dim), values = take(KEY_BLOCK * dim);
-    most = take(ROW_BLOCK), total = take(ROW_BLOCK);
+    sums = take(at, ROW_BLOCK * dim), scores = take(at, ROW_BLOCK * KEY_BLOCK);
+    most = take(at, ROW_BLOCK), total = take(at, ROW_BLOCK);
+    row_factor = take(at, ROW_BLOCK), weight_factor = take(at, ROW_BLOCK);
+    key_factor = take(at, KEY_BLOCK), value_factor = take(at, KEY_BLOCK);
   }
 };
 
-// Turn scores of one row, of which [begin, end) are of keys that it sees, into weights relative to
-// the largest so far: exp2, since log2 e is in the queries. Return what earlier sums are to be
-// multiplied with.
-inline float weigh(float* row, int64_t begin, int64_t end, int64_t padded, float& most,
-                   float& total) {
+// A query's numbers times `factor` become row r. What is not finite makes all scores NaN.
+inline void take_query(const Workspace<float>& w, int64_t r, const float* from, float factor) {
+  for (int64_t d = 0; d < w.dim; ++d) w.rows[r * w.dim + d] = from[d] * factor;
+}
+
+inline void take_query(const Workspace<int32_t>& w, int64_t r, const float* from, float factor) {
+  const float step =
+      round_to_16_bits(from, w.dim, reinterpret_cast<int16_t*>(w.rows + r * w.inner));
+  w.row_factor[r] = step * factor;
+}
+
+// keys[i, j] = number i of key j; those that are missing in KEY_BLOCK are zeros.
+template <class N, class T>
+void turn_keys(const Workspace<N>& w, Rows<T> from, int64_t count, int64_t padded) {
+  for (int64_t j = 0; j < padded; j += WIDTH) {
+    for (int64_t i = 0; i < w.inner; i += WIDTH) {
+      Floats square[WIDTH];  // of whatever 32 bits
+      for (int row = 0; row < WIDTH; ++row) {
+        if (j + row >= count) {
+          square[row] = Floats{};
+        } else if constexpr (std::is_same_v<N, float>) {
+          square[row] = load(from.at(j + row) + i);
+        } else {
+          square[row] = (Floats)pairs_of(from.at(j + row) + 2 * i);
+        }
+      }
+      transpose(square);
+      for (int row = 0; row < WIDTH; ++row)
+        std::memcpy(w.keys + (i + row) * KEY_BLOCK + j, &square[row], sizeof(Floats));
+    }
+  }
+  if (!from.scale) return;
+  std::copy_n(from.scale, count, w.key_factor);
+  std::fill(w.key_factor + count, w.key_factor + padded, 0.0f);
+}
+
+// Values as they are multiplied; two keys' side by side if these are integers.
+template <class T>
+Matrix<float> take_values(const Workspace<float>& w, Rows<T> from, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) return {from.data, from.row};
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t d = 0; d < w.dim; d += WIDTH) {
+      const Floats value = load(from.at(j) + d);
+      std::memcpy(w.values + j * w.dim + d, &value, sizeof value);
+    }
+  return {w.values, w.dim};
+}
+
+inline Matrix<int32_t> take_values(const Workspace<int32_t>& w, Rows<int8_t> from, int64_t count) {
+  for (int64_t j = 0; j < count; j += 2)
+    for (int64_t d = 0; d < w.dim; d += WIDTH) {
+      const Ints even = integers_of(from.at(j) + d);
+      const Ints odd = j + 1 < count ? integers_of(from.at(j + 1) + d) : Ints{};
+      const Ints both = (even & 0xffff) | (odd << 16);
+      std::memcpy(w.values + j / 2 * w.dim + d, &both, sizeof both);
+    }
+  std::copy_n(from.scale, count, w.value_factor);
+  std::fill(w.value_factor + count, w.value_factor + KEY_BLOCK, 0.0f);
+  return {w.values, w.dim};
+}
+
+// Turn row r's scores, of which [begin, end) are of keys that it sees, into weights relative to the
+// largest so far: exp2, since log2 e is in the queries. Earlier sums are multiplied accordingly.
+template <class N>
+void weigh(const Workspace<N>& w, int64_t r, int64_t begin, int64_t end, int64_t padded) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
-  begin = std::clamp<int64_t>(begin, 0, padded), end = std::clamp<int64_t>(end, 0, padded);
+  float *row = w.scores + r * KEY_BLOCK, *sums = w.sums + r * w.dim;
+  begin = std::clamp<int64_t>(begin, 0, padded), end = std::clamp<int64_t>(end, begin, padded);
   std::fill(row, row + begin, NONE);
   std::fill(row + end, row + padded, NONE);
   Floats largest = load(row);
@@ -131,21 +217,27 @@ inline float weigh(float* row, int64_t begin, int64_t end, int64_t padded, float
     const Floats next = load(row + j);
     largest = next > largest ? next : largest;
   }
-  const float top = std::max(most, largest_of(largest));
-  if (top == NONE && begin >= end) {  // it has seen nothing yet
+  const float top = begin == end ? w.most[r] : std::max(w.most[r], largest_of(largest));
+  if (top == NONE && begin == end) {  // it has seen nothing yet
     std::fill(row, row + padded, 0.0f);
-    return 1;
+  } else {
+    Floats total = {};
+    for (int64_t j = 0; j < padded; j += WIDTH) {
+      const Floats weight = exp2_of_negative(load(row + j) - top);
+      std::memcpy(row + j, &weight, sizeof weight);
+      total += weight;
+    }
+    const float before = std::exp2(w.most[r] - top);
+    w.most[r] = top;
+    w.total[r] = w.total[r] * before + sum(total);
+    if (before != 1)
+      for (int64_t d = 0; d < w.dim; ++d) sums[d] *= before;
   }
-  Floats weights = {};
-  for (int64_t j = 0; j < padded; j += WIDTH) {
-    const Floats weight = exp2_of_negative(load(row + j) - top);
-    std::memcpy(row + j, &weight, sizeof weight);
-    weights += weight;
+  if constexpr (!std::is_same_v<N, float>) {
+    for (int64_t j = 0; j < padded; ++j) row[j] *= w.value_factor[j];
+    w.weight_factor[r] =
+        round_to_16_bits(row, padded, reinterpret_cast<int16_t*>(w.weights + r * KEY_BLOCK));
   }
-  const float before = std::exp2(most - top);
-  most = top;
-  total = total * before + sum(weights);
-  return before;
 }
 
 // q: float32 [K, G, T, D]; k, v: [K, S, D] of type T with contiguous rows, their scales [K, S].
@@ -156,6 +248,8 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
                                           const optional<Tensor>& v_scale,
                                           const optional<Tensor>& first, bool causal,
                                           double scale) {
+  using N = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
+  constexpr int64_t PAIR = std::is_same_v<N, float> ? 1 : 2;
   const int64_t heads = q.size(0), group = q.size(1), tokens = q.size(2), dim = q.size(3),
                 stored = k.size(1), threads = at::get_num_threads();
   const Tensor out = at::empty(q.sizes(), q.options());
@@ -165,8 +259,8 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
   auto end_of = [&](int64_t t) { return causal ? stored - tokens + t + 1 : stored; };
   auto rows_of = [&](const Tensor& x, const optional<Tensor>& scales, int64_t head, int64_t at) {
     const T* data = x.const_data_ptr<T>() + head * x.stride(0) + at * x.stride(1);
-    const float* own =
-        scales ? scales->const_data_ptr<float>() + head * scales->stride(0) + at : nullptr;
+    const float* own = nullptr;
+    if (scales) own = scales->const_data_ptr<float>() + head * scales->stride(0) + at;
     return Rows<T>{data, x.stride(1), own};
   };
   // Blocks are halved while threads have too few of them to share evenly.
@@ -174,55 +268,44 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
   auto blocks = [&] { return (tokens + step - 1) / step; };
   while (heads * blocks() < 4 * threads && step * group >= 8 * TILE_ROWS) step = (step + 1) / 2;
   const int64_t units = heads * blocks();
-  const float factor = static_cast<float>(scale * LOG2_E);
+  const float factor = static_cast<float>(scale) * LOG2_E;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min(units, threads), 1, [&](int64_t, int64_t) {
-    const Workspace w(dim);
+    const Workspace<N> w(dim);
     for (int64_t unit; (unit = next++) < units;) {
       // The last queries first: where they are causal they take longest.
       const int64_t head = unit % heads, t0 = (blocks() - 1 - unit / heads) * step;
       const int64_t count = std::min(step, tokens - t0), rows = count * group;
-      for (int64_t r = 0; r < rows; ++r) {
-        const float* from = q.const_data_ptr<float>() + head * q.stride(0) +
-                            r / count * q.stride(1) + (t0 + r % count) * q.stride(2);
-        for (int64_t d = 0; d < dim; ++d) w.rows[r * dim + d] = from[d] * factor;
-      }
+      for (int64_t r = 0; r < rows; ++r)
+        take_query(w, r,
+                   q.const_data_ptr<float>() + head * q.stride(0) + r / count * q.stride(1) +
+                       (t0 + r % count) * q.stride(2),
+                   factor);
       std::fill_n(w.sums, rows * dim, 0.0f);
       std::fill_n(w.most, rows, -std::numeric_limits<float>::infinity());
       std::fill_n(w.total, rows, 0.0f);
-      int64_t begin = begin_of(t0);  // windows begin in the queries' order
       const int64_t end = end_of(t0 + count - 1);
-      for (; begin < end; begin += KEY_BLOCK) {
+      // Windows begin in the queries' order.
+      for (int64_t begin = begin_of(t0); begin < end; begin += KEY_BLOCK) {
         const int64_t keys = std::min(KEY_BLOCK, end - begin),
                       padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
-        turn(rows_of(k, k_scale, head, begin), keys, dim, w.keys);
-        multiply<false>(w.rows, dim, w.keys, KEY_BLOCK, w.scores, KEY_BLOCK, rows, padded, dim);
+        turn_keys(w, rows_of(k, k_scale, head, begin), keys, padded);
+        const Matrix<N> values = take_values(w, rows_of(v, v_scale, head, begin), keys);
+        multiply<false>(Matrix<N>{w.rows, w.inner}, Matrix<N>{w.keys, KEY_BLOCK}, w.scores,
+                        KEY_BLOCK, rows, padded, w.inner, w.row_factor, w.key_factor);
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t t = t0 + r % count, last = std::min(keys, end_of(t) - begin);
-          const float before = weigh(w.scores + r * KEY_BLOCK, begin_of(t) - begin, last, padded,
-                                     w.most[r], w.total[r]);
-          if (before != 1)
-            for (int64_t d = 0; d < dim; ++d) w.sums[r * dim + d] *= before;
+          weigh(w, r, begin_of(t) - begin, last, padded);
         }
-        const Rows<T> values = rows_of(v, v_scale, head, begin);
-        const float* of_values = w.values;
-        int64_t row = dim;
-        if constexpr (std::is_same_v<T, float>) {
-          of_values = values.data, row = values.row;
-        } else {
-          for (int64_t j = 0; j < keys; ++j)
-            for (int64_t d = 0; d < dim; d += WIDTH) {
-              const Floats value = values.vector(j, d);
-              std::memcpy(w.values + j * dim + d, &value, sizeof value);
-            }
-        }
-        multiply<true>(w.scores, KEY_BLOCK, of_values, row, w.sums, dim, rows, dim, keys);
+        Matrix<N> weights{w.weights, KEY_BLOCK};
+        if constexpr (std::is_same_v<N, float>) weights.data = w.scores;
+        multiply<true>(weights, values, w.sums, dim, rows, dim, (keys + PAIR - 1) / PAIR,
+                       w.weight_factor);
       }
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = (head * group + r / count) * tokens + t0 + r % count;
         const float total = w.total[r];
-        lse.data_ptr<float>()[at] =
-            static_cast<float>(w.most[r] / LOG2_E) + std::log(total);  // log 0 is -inf
+        lse.data_ptr<float>()[at] = w.most[r] / LOG2_E + std::log(total);  // log 0 is -inf
         float* to = out.data_ptr<float>() + at * dim;
         for (int64_t d = 0; d < dim; ++d) to[d] = total == 0 ? 0 : w.sums[r * dim + d] / total;
       }
@@ -236,16 +319,22 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
                                               const optional<Tensor>& v_scale,
                                               const optional<Tensor>& first, bool causal,
                                               double scale) {
-  TORCH_CHECK(q.scalar_type() == at::kFloat && q.size(3) % WIDTH == 0,
-              "queries must be float32, and head dimensions a multiple of ", WIDTH);
+  const bool integers = k.scalar_type() == at::kChar;
+  // Of 512 dimensions the sum of products of 16 and of 8 bits is less than 2^31.
+  TORCH_CHECK(q.scalar_type() == at::kFloat && q.size(3) % WIDTH == 0 &&
+                  (!integers || (q.size(3) % (2 * WIDTH) == 0 && q.size(3) <= 512)),
+              "no queries of ", q.scalar_type(), " and ", q.size(3), " dimensions");
   TORCH_CHECK(q.stride(3) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "rows must be contiguous");
   TORCH_CHECK(!first || (first->is_contiguous() && first->size(0) == q.size(2)),
               "a beginning must be there for every query");
   auto of = [&](auto type) {
     return attend_many_of<decltype(type)>(q, k, v, k_scale, v_scale, first, causal, scale);
   };
-  if (k.scalar_type() == at::kFloat) return of(float());
-  if (k.scalar_type() == at::kBFloat16) return of(c10::BFloat16());
+  const at::ScalarType dtype = k.scalar_type();
+  if (dtype == at::kFloat) return of(float());
+  if (dtype == at::kBFloat16) return of(c10::BFloat16());
+  TORCH_CHECK(integers && k_scale && v_scale && k_scale->stride(1) == 1 && v_scale->stride(1) == 1,
+              "keys of 8 bits need scales; there are none of ", dtype);
   return of(int8_t());
 }
 

@@ -4,6 +4,7 @@
 
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -22,6 +23,7 @@ constexpr int WIDTH = 8;
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
 
@@ -32,16 +34,47 @@ inline Vector read(const T* from) {
   return vector;
 }
 
+// 8-bit integers to 32 bits. GCC 12 converts one number after the other, so that it takes ten times
+// as long.
+inline Ints integers_of(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32((__m128i)read<Bytes>(from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(read<Bytes>(from), Ints);
+#endif
+}
+
+// The same of 2 WIDTH integers to 16 bits, two in one place.
+inline Ints pairs_of(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+#else
+  int16_t pairs[2 * WIDTH];
+  for (int i = 0; i < 2 * WIDTH; ++i) pairs[i] = from[i];
+  return read<Ints>(pairs);
+#endif
+}
+
+// sum + a_low b_low + a_high b_high of pairs of 16-bit integers
+inline Ints add_pairs(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 inline Floats load(const float* from) { return read<Floats>(from); }
 inline Floats load(const int8_t* from) {
-  // GCC 12 converts one number after the other, so that it takes ten times as long.
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)read<Bytes>(from)));
-#elif defined(__AVX2__)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  return __builtin_convertvector(read<Bytes>(from), Floats);
-#endif
+  return __builtin_convertvector(integers_of(from), Floats);
 }
 inline Floats load(const c10::BFloat16* from) {
   // bfloat16 is the upper half of a float32.
@@ -132,6 +165,48 @@ inline void transpose(Floats (&rows)[WIDTH]) {
         }(),
         ...);
   }(std::make_integer_sequence<int, WIDTH == 16 ? 4 : 3>());
+}
+
+// The largest size of some numbers, at least `least`; NaN if one is NaN or infinite.
+inline float largest_size(const float* from, int64_t count, float least) {
+  Floats most = Floats{} + least, nothing = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
+    const Floats x = load(from + i), size = x < 0 ? -x : x;
+    most = size > most ? size : most;
+    nothing += x * 0;
+  }
+  float largest = largest_of(most), none = sum(nothing);
+  for (; i < count; ++i) {
+    largest = from[i] < -largest ? -from[i] : from[i] > largest ? from[i] : largest;
+    none += from[i] * 0;
+  }
+  return largest + none;
+}
+
+// To the nearest whole number, of two the even one; below 2^22.
+template <class Number>
+inline Number rounded(Number x) {
+  constexpr float TO_WHOLE = 12582912;  // float32 from here to its double has no fractions
+  return (x + TO_WHOLE) - TO_WHOLE;
+}
+
+// to = from / step + zero, rounded to whole numbers of T
+template <class T>
+inline void round_by(const float* from, int64_t count, float step, float zero, T* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(rounded(from[i] / step) + zero);
+}
+
+// to = from / step, rounded, for the least step that 16 bits allow; return it, NaN if a number is
+// NaN or infinite. `count` is a multiple of WIDTH.
+inline float round_to_16_bits(const float* from, int64_t count, int16_t* to) {
+  const float largest = largest_size(from, count, 1e-30f), by = 32767 / largest;
+  for (int64_t i = 0; i < count; i += WIDTH) {
+    const Ints whole = __builtin_convertvector(rounded(load(from + i) * by), Ints);
+    const Shorts codes = __builtin_convertvector(whole, Shorts);
+    std::memcpy(to + i, &codes, sizeof codes);
+  }
+  return largest / 32767;
 }
 
 }  // namespace razor_dist

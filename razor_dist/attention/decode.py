@@ -9,7 +9,7 @@ from torch import Tensor
 from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import BlockTables, StepInputs
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
-from razor_dist.kernels.decode import Pages, Windows, implementation
+from razor_dist.kernels.decode import Pages, Windows, implementation, mixes_dtypes
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 
@@ -67,10 +67,11 @@ class DecodeContext:
     def _windows(self, heads: ShortHeads) -> Iterator[tuple[Tensor, Windows | None]]:
         """Yield the streaming heads window by window, the first with the retrieval heads.
 
-        Retrieval heads of 8 bits come first, alone: a kernel reads keys of one dtype.
+        Retrieval heads of 8 bits come first, alone, where a kernel reads keys of one dtype.
         """
-        split = len(heads.retrieval)
-        alone = split > 0 and (not heads.groups or self.caches.pages.k_scale is not None)
+        split, pages = len(heads.retrieval), self.caches.pages
+        apart = pages.k_scale is not None and not mixes_dtypes(pages.k.device)
+        alone = split > 0 and (not heads.groups or apart)
         if alone:
             yield heads.order[:split], None
         for number, group in enumerate(heads.groups):
