@@ -51,7 +51,7 @@ inline void score(const float* q, const T* const* k, const T* const* v, int dim,
     }
   }
   for (int r = 0; r < R; ++r) {
-    Four four =
+    Four<float> four =
         sums_of(quarter(sums[r][0]), quarter(sums[r][1]), quarter(sums[r][2]), quarter(sums[r][3]));
     for (int rest = d; rest < dim; ++rest)
       for (int j = 0; j < SCORED; ++j)

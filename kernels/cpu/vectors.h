@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #ifdef __AVX2__
@@ -82,32 +83,40 @@ inline Floats load(const c10::BFloat16* from) {
   return read<Floats>(&bits);
 }
 
-typedef float Eight __attribute__((vector_size(32)));
-typedef float Four __attribute__((vector_size(16)));
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T>
+using Four = typename VectorOf<T, 4>::type;
+template <class Vector>
+using NumberOf = std::decay_t<decltype(Vector{}[0])>;
 
-template <class Half, class Vector>
-inline Half folded(Vector vector) {
+// The sums of a vector's numbers at i, i + 4, i + 8, ...
+template <class Vector>
+inline Four<NumberOf<Vector>> quarter(Vector vector) {
+  constexpr int HALF = sizeof(Vector) / sizeof(NumberOf<Vector>) / 2;
+  using Half = typename VectorOf<NumberOf<Vector>, HALF>::type;
   Half halves[2];
   std::memcpy(halves, &vector, sizeof vector);
-  return halves[0] + halves[1];
-}
-
-inline Four quarter(Eight vector) { return folded<Four>(vector); }
-template <class Vector>
-inline Four quarter(Vector vector) {
-  return folded<Four>(folded<Eight>(vector));
+  const Half folded = halves[0] + halves[1];
+  if constexpr (HALF == 4)
+    return folded;
+  else
+    return quarter(folded);
 }
 
 inline float sum(Floats vector) {
-  const Four four = quarter(vector);
+  const Four<float> four = quarter(vector);
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 // The sums of four vectors' numbers.
-inline Four sums_of(Four a, Four b, Four c, Four d) {
-  const Four ab =
+template <class V>
+inline V sums_of(V a, V b, V c, V d) {
+  const V ab =
       __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const Four cd =
+  const V cd =
       __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
