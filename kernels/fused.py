@@ -75,10 +75,9 @@ def _served(*tensors: Tensor) -> bool:
     x = tensors[0]
     if x.device.type != "cpu":
         return available(x.device)
-    if not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled() or operations() is None:
         return False
-    alike = all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
-    return alike and available(x.device)
+    return {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 def _rotate(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -49,6 +50,7 @@ _FEW_INT8 = 8
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _MATRICES, _ROUNDS = (9, 1536, 576), 3
 _SHARE = {1: 0.8, 4: 0.8, 8: 0.8, FEW: 0.8, 64: 0.8, 256: 0.95}
+_ROWS = tuple(_SHARE)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _served(x, weight):
         return functional.linear(x, weight, bias)
     rows = x.numel() // weight.shape[1]
-    timed = next((most for most in _SHARE if rows <= most), max(_SHARE))
+    timed = _ROWS[min(bisect_left(_ROWS, rows), len(_ROWS) - 1)]
     return fastest_way(timed, torch.get_num_threads())(x, weight, bias)
 
 
@@ -107,7 +109,7 @@ def fastest_way(rows: int, threads: int) -> Way:
 
 def choose_ways() -> None:
     """Time the ways for any number of rows now, and not in the first steps that have them."""
-    for rows in _SHARE:
+    for rows in _ROWS:
         fastest_way(rows, torch.get_num_threads())
 
 
@@ -160,12 +162,12 @@ class Int8Linear(nn.Linear):
         self._packed = None if slow else _packed_weights(self._codes)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.reshape(-1, self.in_features)
-        if 0 < len(rows) <= _FEW_INT8 and operations() is not None:
+        compiled = operations()
+        if compiled is not None and input.numel() <= _FEW_INT8 * self.in_features:
             of = self._codes, self._scales, self.bias, _MOST
-            few: Tensor = operations().linear_int8(input, *of)
+            few: Tensor = compiled.linear_int8(input, *of)
             return few
-        quantized, step = _rounded(rows)
+        quantized, step = _rounded(input.reshape(-1, self.in_features))
         product = self._product(quantized).mul_(step)
         out: Tensor = product.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias

@@ -239,9 +239,9 @@ inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {
 }
 
 // x [1, H, T, D], cos and sin [1, T, R], float32
-inline Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  TORCH_CHECK(x.stride(3) == 1 && cos.stride(2) == 1 && sin.stride(2) == 1,
-              "rows must be contiguous");
+inline Tensor rotated(const Tensor& any_x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  TORCH_CHECK(cos.stride(2) == 1 && sin.stride(2) == 1, "rows of tables must be contiguous");
+  const Tensor x = any_x.stride(3) == 1 ? any_x : any_x.contiguous();
   Tensor out = at::empty_strided(x.sizes(), x.strides(), x.options());
   const int64_t heads = x.size(1), tokens = x.size(2), dim = x.size(3), half = cos.size(2) / 2;
   auto rotate_token = [&](int64_t t) {
@@ -268,7 +268,7 @@ inline Tensor rotated(const Tensor& x, const Tensor& cos, const Tensor& sin, boo
       std::copy(from + 2 * half, from + dim, to + 2 * half);
     }
   };
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (heads * dim));
+  const int64_t grain = GRAIN / (heads * dim + 1) + 1;  // a rank may have no heads
   at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) rotate_token(t);
   });

@@ -254,6 +254,7 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
                 stored = k.size(1), threads = at::get_num_threads();
   const Tensor out = at::empty(q.sizes(), q.options());
   const Tensor lse = at::empty({heads, group, tokens}, q.options());
+  if (!q.numel()) return {out, lse};
   const int64_t* begins = first ? first->const_data_ptr<int64_t>() : nullptr;
   auto begin_of = [&](int64_t t) { return begins ? begins[t] : 0; };
   auto end_of = [&](int64_t t) { return causal ? stored - tokens + t + 1 : stored; };

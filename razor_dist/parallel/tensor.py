@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from razor_dist.heads.layout import HeadLayout, ShortHeads
@@ -29,9 +28,6 @@ from razor_dist.parallel.comm import Communicator
 
 # Inner features and rows of the vocabulary are dealt out in units of so many: a vector's length.
 _UNIT = 16
-
-# Weights of fewer numbers are left to torch's own product.
-_SMALL = 1 << 18
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _FUSED_QKV = "qkv_proj"
@@ -252,17 +248,16 @@ class TensorParallel:
         whole, bias = module.weight, module.bias
         if not runs:
             weight = None
-        elif len(runs) == 1:
+        elif len(runs) == 1 and whole.device.type != "cpu":
             weight = whole[:, slice(*runs[0])]
-        else:  # a copy, but of one part in P of the matrix
+        else:  # a copy, but of one part in P of the matrix; on CPU rows apart are read slowly
             weight = torch.cat([whole[:, slice(*run)] for run in runs], dim=1)
 
         def shared(x: Tensor) -> Tensor:
-            if weight is None:
-                part = x.new_zeros(*x.shape[:-1], len(whole))
+            if weight is not None:
+                total = self._sum(linear(x, weight))
             else:
-                part = functional.linear(x, weight)
-            total = self._sum(part)
+                total = self._sum(x.new_zeros(*x.shape[:-1], len(whole)))
             return total if bias is None else total + bias
 
         own = len(whole) * sum(end - begin for begin, end in runs)
@@ -285,26 +280,22 @@ def _runs(heads: Sequence[int], dim: int) -> list[tuple[int, int]]:
 
 def _rows(module: nn.Linear, runs: Sequence[tuple[int, int]], *, in_place: bool = False) -> Forward:
     """Compute some outputs of a linear layer: end to end, or ``in_place`` among zeros."""
-    parts = [
-        (module.weight[a:b], None if module.bias is None else module.bias[a:b]) for a, b in runs
-    ]
+
+    def of(whole: Tensor) -> Tensor:
+        parts = [whole[begin:end] for begin, end in runs] or [whole[:0]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # several are copied, once
+
+    weight, bias = of(module.weight), None if module.bias is None else of(module.bias)
     outputs = module.out_features
 
-    # The faster ways need longer to begin.
-    small = max((weight.numel() for weight, _ in parts), default=0) < _SMALL
-    product = functional.linear if small else linear
-
     def compact(x: Tensor) -> Tensor:
-        if len(parts) == 1:
-            return product(x, *parts[0])
-        if not parts:
-            return x.new_empty(*x.shape[:-1], 0)
-        return torch.cat([product(x, *part) for part in parts], dim=-1)
+        return linear(x, weight, bias) if runs else x.new_empty(*x.shape[:-1], 0)
 
     def placed(x: Tensor) -> Tensor:
-        out = x.new_zeros(*x.shape[:-1], outputs)
+        out, found = x.new_zeros(*x.shape[:-1], outputs), compact(x)
+        parts = found.split([end - begin for begin, end in runs], dim=-1)
         for (begin, end), part in zip(runs, parts, strict=True):
-            out[..., begin:end] = product(x, *part)
+            out[..., begin:end] = part
         return out
 
     return placed if in_place else compact
