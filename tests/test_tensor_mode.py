@@ -35,6 +35,7 @@ from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
 from tests.ranks import RankPool
+from tests.tape import CountingTape
 from tests.test_invariance import POLICY as LONG
 from tests.test_invariance import assert_same, forked_logits, split_of, tokens_of
 from tests.test_prefix_cache import TEXTS as HISTORY
@@ -142,22 +143,13 @@ def test_sources_are_those_of_one_rank(ranks: Ranks, tiny: Tiny) -> None:
             torch.testing.assert_close(weights, weights_of_one, atol=1e-5, rtol=1e-4)
 
 
-class Again:
-    """A `Recorder` that repeats a step, collectives included, by running it."""
-
-    def warm_up(self, step: Callable[[], Tensor]) -> None:
-        step()
-
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return step
-
-
 def replayed(comm: Communicator, case: Case) -> Tensor | None:
-    """`logits_of` by what graphs are recorded of: all answers at once, over block tables."""
-    runner = make_runner(comm, case, recorder=Again())
+    """`logits_of` by steps that are recorded and repeated: all answers at once."""
+    tape = CountingTape(comm)
+    runner = make_runner(comm, case, recorder=tape)
     rows = [prefill(runner, 0, case)]
     rows += [runner.execute(answer((0, token))) for token in case.forced]
-    assert runner.graphs is not None and runner.graphs.enabled
+    assert runner.graphs is not None and runner.graphs.enabled and tape.replayed > 2
     found = [row for row in rows if row is not None]
     return torch.cat(found) if found else None
 

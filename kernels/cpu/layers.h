@@ -217,8 +217,8 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
 }
 
 // x [..., D] and weight [D], float32
-inline Tensor rms_norm(const Tensor& any_x, const Tensor& weight, double eps) {
-  const Tensor x = any_x.contiguous();
+inline Tensor rms_norm(const Tensor& any_x, const Tensor& any_weight, double eps) {
+  const Tensor x = any_x.contiguous(), weight = any_weight.contiguous();
   const int64_t dim = weight.size(0), rows = x.numel() / dim;
   Tensor out = at::empty(x.sizes(), x.options());
   const float* of = weight.const_data_ptr<float>();

@@ -29,7 +29,7 @@ from razor_dist.engine.capacity import (
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
-from razor_dist.engine.graph import cuda_recorder
+from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.nodes import Tier
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tiers import Tiers
@@ -216,7 +216,7 @@ def make_engine(
     if comm.rank == 0:
         warn_of_kv_dtype(device, dtype, kv_dtype)
     max_model_len = context_length(config, shape)
-    recorder = cuda_recorder(config, comm, device)
+    recorder = recorder_of(config, comm, device)
     mode = share_short_steps(config, model, shape, retrieval, windows, comm, recorder)
     layout, tensor, _ = mode
     chunked_prefill_size = chunk_length(

@@ -1,7 +1,8 @@
-"""Decode steps in CUDA graphs: recorded once, replayed for any sequences.
+"""Decode steps recorded once, and replayed for any sequences: in CUDA graphs, on CPU on a tape.
 
 A decode step of a small batch is bound by the time it takes to launch its hundreds of kernels; a
-CUDA graph launches them as one. It repeats the same kernels on the same memory. Which sequences a
+CUDA graph launches them as one. It repeats the same kernels on the same memory, as a tape
+(`razor_dist.engine.tape`) does without the model's Python. Which sequences a
 step is of, and what it reads of them, is in two tensors that are written before every replay
 (`razor_dist.attention.short_inputs`); so a recording fixes no more than how many sequences there
 may be, and how long their shards and windows.
@@ -38,6 +39,7 @@ from razor_dist.attention.short_inputs import (
 )
 from razor_dist.cache.sequence import Sequence, owner_of
 from razor_dist.config.schema import EngineConfig
+from razor_dist.engine.tape import Tape
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
 
@@ -46,8 +48,6 @@ log = logging.getLogger(__name__)
 Step = Callable[[], Tensor]
 Forward = Callable[[StepInputs, BlockTables], Tensor]
 
-# Lengths are padded to a multiple of this at least: 1024 tokens more cost next to nothing.
-_PAD = 1024
 _BUCKET = 8
 # Graphs kept at most. Their activations share one pool of memory, but each holds its nodes.
 _MOST = 16
@@ -57,7 +57,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 class Recorder(Protocol):
-    """Records steps; `CudaRecorder`, or the tests' stand-in for it."""
+    """Records steps: `CudaRecorder`, or `razor_dist.engine.tape.Tape` on CPU."""
+
+    most_sequences: int  # of a step that is recorded
+    pad: int  # lengths are padded to a multiple of so many tokens at least
+
+    def rows(self, sequences: int) -> int:
+        """The number of sequences that the recording of a step is for."""
 
     def warm_up(self, step: Step) -> None:
         """Run the step as when it is recorded, but at once."""
@@ -68,6 +74,13 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
+
+    most_sequences = 1 << 30
+    pad = 1024  # so many more cost next to nothing
+
+    def rows(self, sequences: int) -> int:
+        """See `batch_bucket`: a recording takes long, and rows that no sequence has little."""
+        return batch_bucket(sequences)
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -104,14 +117,14 @@ class CudaRecorder:
         return replay
 
 
-def cuda_recorder(
-    config: EngineConfig, comm: Communicator, device: torch.device
-) -> CudaRecorder | None:
-    """The recorder of these ranks' decode steps, or None where they cannot be captured."""
-    if not config.cuda_graphs or device.type != "cuda":
+def recorder_of(config: EngineConfig, comm: Communicator, device: torch.device) -> Recorder | None:
+    """The recorder of these ranks' decode steps, or None where they cannot be recorded."""
+    if not config.cuda_graphs or device.type not in ("cuda", "cpu"):
         return None
     if not available(device):
         return None  # which has been said
+    if device.type == "cpu":
+        return Tape(comm) if config.weights == "replicated" else None
     if comm.size > 1 and dist.get_backend(comm.group) != "nccl":
         log.info(
             "decode runs without CUDA graphs: they cannot hold collectives of %s",
@@ -129,7 +142,7 @@ def cuda_recorder(
     return CudaRecorder(device)
 
 
-def padded_length(tokens: int, pad: int = _PAD) -> int:
+def padded_length(tokens: int, pad: int) -> int:
     """``tokens`` rounded up: to a multiple of ``pad``, or by 12.5 % at most where that is more.
 
     The steps grow with the length, so that a sequence outgrows few recordings in its life.
@@ -172,7 +185,7 @@ class DecodeGraphs:
 
     ``forward`` gives a step's logits from its inputs and block tables. It may run several times for
     a step: it must not do more than compute, and write the new token's keys and values. Lengths are
-    padded to ``pad`` (`padded_length`), batches to `batch_bucket`; beyond ``most`` recordings, the
+    padded (`padded_length`), and batches as the recorder has it; beyond ``most`` recordings, the
     one that was not used for longest goes. While ``enabled``, which is the same on every rank,
     steps are still recorded.
     """
@@ -185,11 +198,10 @@ class DecodeGraphs:
         recorder: Recorder,
         dtype: torch.dtype,
         *,
-        pad: int = _PAD,
         most: int = _MOST,
     ) -> None:
         self._comm, self._caches, self._forward = comm, caches, forward
-        self._recorder, self._pad, self._most = recorder, pad, most
+        self._recorder, self._most = recorder, most
         self._tolerance = _TOLERANCE[dtype]
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.enabled = True
@@ -205,7 +217,7 @@ class DecodeGraphs:
 
     def run(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
         """Logits of one step; ``inputs`` comes from `step_inputs` of the sequences."""
-        if not self.enabled:
+        if not self.enabled or len(sequences) > self._recorder.most_sequences:
             return self._eager(sequences, inputs)
         key = self.key(sequences)
         recording = self._recordings.get(key)
@@ -228,8 +240,10 @@ class DecodeGraphs:
             stored = max(stored, longest)
             tokens = (min(slot.capacity, sequence.length + 1) for slot in sequence.streaming)
             windows = [max(pair) for pair in zip(windows, tokens, strict=True)]
-        padded = tuple(padded_length(tokens, self._pad) for tokens in windows)
-        return Key(batch_bucket(len(sequences)), padded_length(stored, self._pad), padded)
+        padded = tuple(padded_length(tokens, self._recorder.pad) for tokens in windows)
+        return Key(
+            self._recorder.rows(len(sequences)), padded_length(stored, self._recorder.pad), padded
+        )
 
     def _eager(self, sequences: Seq[Sequence], inputs: Tensor, rows: int | None = None) -> Tensor:
         """Logits by the memory that is needed; those of a batch of ``rows`` round alike."""
@@ -272,7 +286,7 @@ class DecodeGraphs:
             if self._all_well(problem):
                 return logits
         log.warning(
-            "decode runs without CUDA graphs from here on: %s",
+            "decode steps are not recorded from here on: %s",
             problem or "another rank could not use its own",
         )
         self.close()

@@ -86,6 +86,7 @@ class ModelRunner:
         if self.device.type == "cpu":  # each host may have a compiler or none
             choose_ways()
             at_once = bool(comm.all_gather(self._integers([at_once]), "control").all())
+            recorder = recorder if at_once else None
         self._batched = recorder is not None or at_once
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:

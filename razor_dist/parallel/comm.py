@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -60,6 +61,14 @@ class Pending:
         return self.received
 
 
+# Is given what makes one collective happen, and the tensors that have its results then.
+Run = Callable[[Callable[[], None], Sequence[Tensor]], None]
+
+
+def _at_once(collective: Callable[[], None], results: Sequence[Tensor]) -> None:
+    collective()
+
+
 class Communicator:
     """Collectives over one process group, with byte counters.
 
@@ -74,6 +83,16 @@ class Communicator:
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.bytes_sent: Counter[Purpose] = Counter()
+        self._run: Run = _at_once
+
+    @contextmanager
+    def handing_to(self, run: Run) -> Iterator[None]:
+        """Have ``run`` make every collective happen, from its beginning to its end."""
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = _at_once
 
     def note(self, purpose: Purpose, nbytes: int) -> None:
         """Count bytes; public for what another library sends over our group."""
@@ -98,7 +117,10 @@ class Communicator:
         incoming = [(peer, buffer) for peer, buffer in receives if buffer.numel()]
         for _, tensor in outgoing:
             self.note(purpose, tensor.nbytes)
-        works = list(self._exchange(outgoing, incoming)) if outgoing or incoming else []
+        works = []
+        if outgoing or incoming:
+            buffers = [buffer for _, buffer in incoming]
+            works = self._started(lambda: self._exchange(outgoing, incoming), buffers)
         return Pending([b for _, b in receives], works, [t for _, t in sends])
 
     def shift(self, tensor: Tensor, buffer: Tensor, offset: int, purpose: Purpose) -> Pending:
@@ -109,7 +131,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, purpose: Purpose) -> None:
         """Copy rank 0's contiguous ``tensor`` to every rank, in place."""
         if self.size > 1:
-            self._broadcast(tensor)
+            self._run(lambda: self._broadcast(tensor), [tensor])
             if self.rank == 0:
                 self.note(purpose, (self.size - 1) * tensor.nbytes)
 
@@ -118,7 +140,8 @@ class Communicator:
         if self.size == 1:
             return tensor.unsqueeze(0)
         out = tensor.new_empty((self.size, *tensor.shape))
-        self._all_gather(tensor.contiguous(), out)
+        own = tensor.contiguous()
+        self._run(lambda: self._all_gather(own, out), [out])
         self.note(purpose, (self.size - 1) * tensor.nbytes)
         return out
 
@@ -127,14 +150,28 @@ class Communicator:
         if self.size == 1:
             return Pending([tensor])
         self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
-        return Pending([tensor], [self._all_reduce(tensor)])
+        return Pending([tensor], self._started(lambda: [self._all_reduce(tensor)], [tensor]))
 
     def sum(self, tensor: Tensor, purpose: Purpose) -> Tensor:
         """Return ``tensor``, contiguous, which has become the sum over all ranks."""
         if self.size > 1:
             self.note(purpose, 2 * tensor.nbytes * (self.size - 1) // self.size)
-            self._sum(tensor)
+            self._run(lambda: self._sum(tensor), [tensor])
         return tensor
+
+    def _started(
+        self, start: Callable[[], Sequence[Work]], results: Sequence[Tensor]
+    ) -> list[Work]:
+        """Start transfers; where these are handed on, they have ended as well."""
+        if self._run is _at_once:
+            return list(start())
+
+        def whole() -> None:
+            for work in start():
+                work.wait()
+
+        self._run(whole, results)
+        return []
 
     # How the bytes travel between several ranks: here as torch.distributed's backend does it.
 

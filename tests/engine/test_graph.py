@@ -1,9 +1,8 @@
 """Decode steps that are recorded and replayed are the eager steps, or are not used.
 
-Recordings are made by `tests.tape.Tape`, which repeats operations as a CUDA graph does, so that
-all but the capture itself is tested without a GPU. The kernels for block tables are their
-definition in torch (`tests/test_kernels_decode.py` holds Triton's to it); the eager steps they are
-compared with read views, sequence by sequence.
+Recordings are made by `razor_dist.engine.tape.Tape`, which repeats operations as a CUDA graph
+does, so that all but the capture itself is tested without a GPU. The kernels for block tables are
+those of CPUs (`tests/test_kernels_decode.py` holds all to their definition).
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from razor_dist.engine.graph import (
     DecodeGraphs,
     Recorder,
     batch_bucket,
-    cuda_recorder,
     padded_length,
+    recorder_of,
 )
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.tape import Tape
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
 from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
-from tests.tape import Tape
+from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
 
 Ranks = Callable[[int], RankPool]
@@ -65,15 +65,13 @@ def tokens_of(count: int, seed: int) -> tuple[int, ...]:
 
 
 def make_pair(
-    comm: Communicator, case: Case, recorder: Recorder, pad: int = PAD
+    comm: Communicator, case: Case, recorder: Recorder
 ) -> tuple[ModelRunner, ModelRunner]:
     """An eager runner, and one that records; what no token has filled is NaN in both."""
     longest = dataclasses.replace(case, prompt=(0,) * 70)
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
-    graphs.graphs = DecodeGraphs(
-        comm, graphs.caches, graphs.step_logits, recorder, case.dtype, pad=pad
-    )
+    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.step_logits, recorder, case.dtype)
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
             for kept in (
@@ -91,8 +89,8 @@ class Both:
     """Does the same with both runners, and notes how far their logits are apart."""
 
     def __init__(self, comm: Communicator, case: Case, pad: int = PAD) -> None:
-        self.comm, self.case, self.tape = comm, case, Tape()
-        self.eager, self.graphs = make_pair(comm, case, self.tape, pad)
+        self.comm, self.case, self.tape = comm, case, CountingTape(comm, pad)
+        self.eager, self.graphs = make_pair(comm, case, self.tape)
         self.errors: list[float] = []
         self.agree = True
         self.sent: list[tuple[int, int, bool]] = []
@@ -154,8 +152,7 @@ def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
 
 def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, list]:
     """Sequences come, grow past every padded length, are forked and go."""
-    # Graphs hold collectives of NCCL only; the tape records torch.distributed's.
-    both = Both(Communicator(comm.group), case)
+    both = Both(comm, case)
     both.open(0, 41)
     for _ in range(40):  # positions 41..80: three paddings, five blocks
         both.decode(0)
@@ -346,11 +343,11 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
     assert both.tape.recorded == 1 and max(both.errors) <= 1e-5
 
 
-class Broken(Tape):
+class Broken(CountingTape):
     """Fails on some ranks: when recording, or by giving wrong or no numbers."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
+    def __init__(self, comm: Communicator, how: str) -> None:
+        super().__init__(comm)
         self.how = how
 
     def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -368,7 +365,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("razor_dist.engine.graph")
     logger.addHandler(handler)
-    tape, comm = Broken(how[comm.rank]), Communicator(comm.group)
+    tape = Broken(comm, how[comm.rank])
     eager, graphs = make_pair(comm, case, tape)
     error = 0.0
     for runner in (eager, graphs):
@@ -400,21 +397,22 @@ def test_what_cannot_be_recorded_stays_eager_on_every_rank(
     for (error, enabled, logged, recorded), expected in zip(answers, words, strict=True):
         assert error <= 1e-5
         assert not enabled
-        assert logged.count("decode runs without CUDA graphs") == 1
+        assert logged.count("decode steps are not recorded from here on") == 1
         assert expected in logged
         assert recorded <= 1
 
 
-def recorder_for(comm: Communicator, device: str, triton: bool = True) -> tuple[bool, list[str]]:
-    there = mock.patch("razor_dist.engine.graph.available", return_value=triton)
+def recorder_for(comm: Communicator, device: str, kernels: bool = True) -> tuple[bool, list[str]]:
+    there = mock.patch("razor_dist.engine.graph.available", return_value=kernels)
     with there, mock.patch("razor_dist.engine.graph.log.info") as info:
-        found = cuda_recorder(EngineConfig(), comm, torch.device(device)) is not None
+        found = recorder_of(EngineConfig(), comm, torch.device(device)) is not None
     return found, [call.args[0] % call.args[1:] for call in info.call_args_list]
 
 
-def test_nothing_is_recorded_on_the_cpu_or_over_gloo_or_without_triton(ranks: Ranks) -> None:
-    assert recorder_for(Communicator(None), "cpu") == (False, [])
-    assert recorder_for(Communicator(None), "cuda", triton=False) == (False, [])
+def test_nothing_is_recorded_without_kernels_or_in_graphs_over_gloo(ranks: Ranks) -> None:
+    assert recorder_for(Communicator(None), "cpu") == (True, [])
+    assert recorder_for(Communicator(None), "cpu", kernels=False) == (False, [])
+    assert recorder_for(Communicator(None), "cuda", kernels=False) == (False, [])
     words = "decode runs without CUDA graphs: they cannot hold collectives of gloo"
     assert ranks(2).run(recorder_for, "cuda") == [(False, [words])] * 2
 
@@ -423,7 +421,7 @@ def test_the_tape_refuses_what_a_capture_refuses() -> None:
     x = torch.ones(3)
     for step in (lambda: x[x > 0], lambda: x * x.sum().item(), lambda: x + torch.tensor(1.0)):
         with pytest.raises((RuntimeError, AssertionError)), torch.inference_mode():
-            Tape().record(step)
+            Tape(Communicator(None)).record(step)
 
 
 @given(st.integers(1, 1 << 21), st.sampled_from([1, 16, 1024]))
@@ -435,7 +433,9 @@ def test_padding_is_little_and_seldom_changes(tokens: int, pad: int) -> None:
 
 
 def recorder_on(device: str) -> Recorder:
-    return Tape() if device == "cpu" else CudaRecorder(torch.device(device))
+    if device == "cpu":
+        return CountingTape(Communicator(None))
+    return CudaRecorder(torch.device(device))
 
 
 def logits_of_steps(runner: ModelRunner, case: Case) -> torch.Tensor:
@@ -460,7 +460,7 @@ def test_recorded_steps_are_those_of_the_cpu(
     """In bfloat16 as far as it goes, whose results without recordings are as far off."""
     cpu = case_of(tiny(model), retrieval=SPLIT if model == "llama" else SPLIT[1:])
     case = dataclasses.replace(cpu, device=device, dtype=dtype, kv_dtype=dtype)
-    exact, _ = make_pair(Communicator(None), cpu, Tape())
+    exact, _ = make_pair(Communicator(None), cpu, CountingTape(Communicator(None)))
     eager, graphs = make_pair(Communicator(None), case, recorder_on(device))
     want, plain, got = (
         logits_of_steps(runner, of) for runner, of in ((exact, cpu), (eager, case), (graphs, case))

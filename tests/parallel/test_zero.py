@@ -268,7 +268,7 @@ def test_no_cuda_graphs_beside_sharded_weights(
 ) -> None:
     comm, cuda = Communicator(None), torch.device("cuda")
     monkeypatch.setattr(graph, "CudaRecorder", lambda _: "a recorder")
-    recorder_of: Callable[..., Any] = graph.cuda_recorder
+    recorder_of: Callable[..., Any] = graph.recorder_of
     assert recorder_of(EngineConfig(), comm, cuda) == "a recorder"
     assert recorder_of(EngineConfig(cuda_graphs=False, weights="zero3"), comm, cuda) is None
     assert not caplog.records

@@ -1,0 +1,154 @@
+"""Decode steps on CPU as lists of operations: recorded once, repeated without the model's Python.
+
+What a short step takes on a CPU is half Python: modules, their hooks, shapes and views, thirty
+layers of them. A tape notes the operations that are left of a step, with the memory that each reads
+and writes, and repeats these alone. Like a CUDA graph (`razor_dist.engine.graph`), it repeats the
+same work on the same memory: a number that was read from a Python variable while recording stays as
+it was, and what was computed from a tensor is computed from what that tensor holds now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
+
+from razor_dist.parallel.comm import Communicator
+
+Call = Callable[[], object]
+
+# What they give depends on what a tensor holds: read by the host, it would be recorded as it was.
+_FORBIDDEN = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh")
+# Memory that is set aside, not written: nothing to repeat.
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+class Tape:
+    """A `razor_dist.engine.graph.Recorder` for CPU, and for the collectives of ``comm``.
+
+    A recording keeps all that its operations compute, so it is of few sequences. That its lengths
+    are padded costs nothing.
+    """
+
+    most_sequences = 8
+    pad = 1 << 14
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._found: list[list[Tensor]] = []  # by collectives of the last `warm_up`
+
+    def rows(self, sequences: int) -> int:
+        """No more than there are: products of more rows may round otherwise."""
+        return sequences
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Run the step, and keep what its collectives bring."""
+        self._found = []
+
+        def collective(call: Call, results: Sequence[Tensor]) -> None:
+            call()
+            self._found.append([result.clone() for result in results])
+
+        with self._comm.handing_to(collective):
+            step()
+
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run the step again, its collectives as they were, and return what repeats it.
+
+        So nothing is sent, and no rank waits for one that cannot record.
+        """
+        log, found = _Log(), iter(self._found)
+
+        def collective(call: Call, results: Sequence[Tensor]) -> None:
+            with _disable_current_modes():
+                for result, was in zip(results, next(found), strict=True):
+                    result.copy_(was)
+            log.calls.append(call)
+
+        with _as_if_traced(), self._comm.handing_to(collective), log:
+            logits = step()
+        calls, self._found = log.calls, []
+
+        def replay() -> Tensor:
+            for call in calls:
+                call()
+            return logits.clone()  # the next replay writes over it
+
+        return replay
+
+
+@contextmanager
+def _as_if_traced() -> Iterator[None]:
+    """Keep transformers from looking at positions on the host, as when it is compiled."""
+    before = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = before
+
+
+class _Log(TorchDispatchMode):
+    """Runs operations and notes how to repeat each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        masked = name == "index" and any(x.dtype == torch.bool for x in given[1:])
+        if name in _FORBIDDEN or masked:
+            raise RuntimeError(f"{name} cannot be recorded")
+        result = function(*args, **kwargs)
+        storages = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        # A view looks at the memory that later replays write to: nothing to repeat.
+        new = [x.untyped_storage().data_ptr() not in storages for x in made]
+        if function._schema.is_mutable or (any(new) and name not in _FREE):
+            self.calls.append(_repeat(function, args, kwargs, made, new))
+        return result
+
+
+def _repeat(function: Any, args: Any, kwargs: Any, made: list[Tensor], new: list[bool]) -> Call:
+    """Return what computes the same again, into the memory that has it now."""
+    if not any(new):
+        return lambda: function(*args, **kwargs)
+    if len(made) == 1:
+        [old] = made
+        written = _writing(function)
+        if written is not None:
+            return lambda: written(*args, **kwargs, out=old)
+        return lambda: old.copy_(function(*args, **kwargs))
+
+    def again() -> None:
+        results = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
+        for old, result, is_new in zip(made, results, new, strict=True):
+            if is_new:
+                old.copy_(result)
+
+    return again
+
+
+def _writing(function: Any) -> Any:
+    """Return the overload of an operation that writes its result to ``out``, if there is one.
+
+    One that is made of others may choose them differently then, and round otherwise.
+    """
+    if function._can_decompose():
+        return None
+    own = [argument.name for argument in function._schema.arguments]
+    for overload in ("out", f"{function._overloadname}_out"):
+        found = getattr(function.overloadpacket, overload, None)
+        if found is not None and [a.name for a in found._schema.arguments] == [*own, "out"]:
+            return found
+    return None
