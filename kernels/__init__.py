@@ -65,7 +65,7 @@ def attend(
 
     ``q`` is ``[K, G, T, D]``, G query heads for each of K key-value heads; ``k`` and ``v`` are
     ``[K, S, D]``. Those of another dtype than ``q``, or of 8 bits, are read in blocks that are
-    converted to it, for the fused ops want one dtype. ``out`` is in the dtype of ``q`` or float32.
+    converted to it, where an op wants one dtype. ``out`` is in the dtype of ``q`` or float32.
 
     With ``causal``, query t sees keys 0..t; it requires ``T == S`` (else ValueError), so that no
     alignment convention matters. ``bias`` is float32 ``[S]``, ``[T, S]`` or ``[K, G, S]``, finite,
@@ -77,7 +77,8 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    if backend is None and many_cpu.supports(q, causal, bias) and many_cpu.reads(k):
+    many = many_cpu.reads(k) and many_cpu.reads(v)
+    if backend is None and many and many_cpu.supports(q, causal, bias):
         return many_cpu.attend(q, k, v, scale, causal)
     if isinstance(k, Codes) and isinstance(v, Codes) and _reads_codes(q, causal, bias, backend):
         few_k, few_v = k, v
@@ -103,13 +104,13 @@ def attend(
         return _backend(backend).attend(q, k, v, scale, causal, bias)
     for name in BACKENDS:
         module = _backend(name)
-        if module.supports(q, causal, bias):
+        if module.supports(q, causal, bias) and (many or module is not many_cpu):
             return module.attend(q, k, v, scale, causal, bias)
     raise AssertionError("the reference backend supports every input")
 
 
 def takes_windows(q: Tensor, k: KeysOrValues) -> bool:
-    """Tell if `attend_windows` computes this."""
+    """Tell if `attend_windows` computes this; values are as keys."""
     return many_cpu.supports(q, True, None) and many_cpu.reads(k)
 
 

@@ -148,7 +148,8 @@ def _fused_rotary(original: Rotary, interleaved: bool) -> Rotary:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        served = len(q) == len(cos) == 1 and _served(q, k, cos, sin)
+        alone = len(q) == len(cos) == 1 and cos.shape[1] == q.shape[2]
+        served = alone and _served(q, k, cos, sin)
         if not served or unsqueeze_dim != 1 or q.requires_grad:
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _rotate(q, k, cos, sin, interleaved)

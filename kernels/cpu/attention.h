@@ -160,8 +160,9 @@ struct Windows {
   bool compensation;
   const int64_t *position, *start, *offset, *capacity;
 
-  int64_t extent(int64_t b) const {
-    return capacity[b] ? std::min(width, entries + sinks + capacity[b]) : 0;
+  int64_t extent(int64_t b) const {  // places that a token can have been written to
+    const int64_t used = std::min(capacity[b], position[b] + 1);
+    return capacity[b] ? std::min(width, entries + sinks + used) : 0;
   }
 
   int64_t see(int64_t b, int64_t i, int64_t end, Keys& keys) const {

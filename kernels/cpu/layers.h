@@ -9,7 +9,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <cmath>
@@ -239,18 +238,22 @@ inline Tensor rms_norm(const Tensor& any_x, const Tensor& any_weight, double eps
 }
 
 // x [1, H, T, D], cos and sin [1, T, R], float32
-inline Tensor rotated(const Tensor& any_x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  TORCH_CHECK(cos.stride(2) == 1 && sin.stride(2) == 1, "rows of tables must be contiguous");
+inline Tensor rotated(const Tensor& any_x, const Tensor& any_cos, const Tensor& any_sin,
+                      bool interleaved) {
   const Tensor x = any_x.stride(3) == 1 ? any_x : any_x.contiguous();
-  Tensor out = at::empty_strided(x.sizes(), x.strides(), x.options());
+  const Tensor cos = any_cos.contiguous(), sin = any_sin.contiguous();
+  TORCH_CHECK(x.size(0) == 1 && cos.sizes() == sin.sizes() && cos.size(0) == 1 &&
+                  cos.size(1) == x.size(2) && cos.size(2) <= x.size(3),
+              "tables of ", cos.sizes(), " for ", x.sizes());
+  // A token's heads are neighbours, as a model has them.
+  Tensor out = at::empty({1, x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
   const int64_t heads = x.size(1), tokens = x.size(2), dim = x.size(3), half = cos.size(2) / 2;
   auto rotate_token = [&](int64_t t) {
     const float* c = cos.const_data_ptr<float>() + t * cos.stride(1);
     const float* s = sin.const_data_ptr<float>() + t * sin.stride(1);
     for (int64_t h = 0; h < heads; ++h) {
-      const int64_t at = h * x.stride(1) + t * x.stride(2);
-      const float* from = x.const_data_ptr<float>() + at;
-      float* to = out.data_ptr<float>() + at;
+      const float* from = x.const_data_ptr<float>() + h * x.stride(1) + t * x.stride(2);
+      float* to = out.data_ptr<float>() + (t * heads + h) * dim;
       // A loop for each, of strides that the compiler knows.
       if (interleaved) {
         for (int64_t i = 0; i < half; ++i) {

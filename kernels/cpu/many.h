@@ -35,7 +35,7 @@ using std::optional;
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t KEY_BLOCK = 128;
-constexpr int64_t ROW_BLOCK = 192;  // queries times their group, at most
+constexpr int64_t ROW_BLOCK = 192;  // queries times their group, but for one query of more
 
 // What is multiplied: float32, or pairs of 16-bit integers whose two products are added up. Their
 // sums are then to be multiplied by what each row and each column is a multiple of.
@@ -125,19 +125,19 @@ struct Workspace {
   N *rows, *keys, *values, *weights;
   float *sums, *scores, *most, *total, *row_factor, *weight_factor, *key_factor, *value_factor;
 
-  explicit Workspace(int64_t dim)
+  Workspace(int64_t count, int64_t dim)
       : dim(dim),
         inner(std::is_same_v<N, float> ? dim : dim / 2),
-        numbers(ROW_BLOCK * (inner + KEY_BLOCK) + KEY_BLOCK * (inner + dim)),
-        memory(ROW_BLOCK * (dim + KEY_BLOCK + 4) + 2 * KEY_BLOCK) {
-    auto take = [](auto*& at, int64_t count) { return std::exchange(at, at + count); };
+        numbers(count * (inner + KEY_BLOCK) + KEY_BLOCK * (inner + dim)),
+        memory(count * (dim + KEY_BLOCK + 4) + 2 * KEY_BLOCK) {
+    auto take = [](auto*& at, int64_t size) { return std::exchange(at, at + size); };
     N* of = numbers.data();
-    rows = take(of, ROW_BLOCK * inner), weights = take(of, ROW_BLOCK * KEY_BLOCK);
+    rows = take(of, count * inner), weights = take(of, count * KEY_BLOCK);
     keys = take(of, KEY_BLOCK * inner), values = take(of, KEY_BLOCK * dim);
     float* at = memory.data();
-    sums = take(at, ROW_BLOCK * dim), scores = take(at, ROW_BLOCK * KEY_BLOCK);
-    most = take(at, ROW_BLOCK), total = take(at, ROW_BLOCK);
-    row_factor = take(at, ROW_BLOCK), weight_factor = take(at, ROW_BLOCK);
+    sums = take(at, count * dim), scores = take(at, count * KEY_BLOCK);
+    most = take(at, count), total = take(at, count);
+    row_factor = take(at, count), weight_factor = take(at, count);
     key_factor = take(at, KEY_BLOCK), value_factor = take(at, KEY_BLOCK);
   }
 };
@@ -267,12 +267,13 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
   // Blocks are halved while threads have too few of them to share evenly.
   int64_t step = std::max<int64_t>(1, ROW_BLOCK / group);
   auto blocks = [&] { return (tokens + step - 1) / step; };
-  while (heads * blocks() < 4 * threads && step * group >= 8 * TILE_ROWS) step = (step + 1) / 2;
+  while (step > 1 && heads * blocks() < 4 * threads && step * group >= 8 * TILE_ROWS)
+    step = (step + 1) / 2;
   const int64_t units = heads * blocks();
   const float factor = static_cast<float>(scale) * LOG2_E;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min(units, threads), 1, [&](int64_t, int64_t) {
-    const Workspace<N> w(dim);
+    const Workspace<N> w(step * group, dim);
     for (int64_t unit; (unit = next++) < units;) {
       // The last queries first: where they are causal they take longest.
       const int64_t head = unit % heads, t0 = (blocks() - 1 - unit / heads) * step;
@@ -287,7 +288,7 @@ std::tuple<Tensor, Tensor> attend_many_of(const Tensor& q, const Tensor& k, cons
       std::fill_n(w.total, rows, 0.0f);
       const int64_t end = end_of(t0 + count - 1);
       // Windows begin in the queries' order.
-      for (int64_t begin = begin_of(t0); begin < end; begin += KEY_BLOCK) {
+      for (int64_t begin = std::max<int64_t>(0, begin_of(t0)); begin < end; begin += KEY_BLOCK) {
         const int64_t keys = std::min(KEY_BLOCK, end - begin),
                       padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
         turn_keys(w, rows_of(k, k_scale, head, begin), keys, padded);
@@ -326,7 +327,12 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
                   (!integers || (q.size(3) % (2 * WIDTH) == 0 && q.size(3) <= 512)),
               "no queries of ", q.scalar_type(), " and ", q.size(3), " dimensions");
   TORCH_CHECK(q.stride(3) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "rows must be contiguous");
-  TORCH_CHECK(!first || (first->is_contiguous() && first->size(0) == q.size(2)),
+  TORCH_CHECK(k.size(0) == q.size(0) && k.size(2) == q.size(3) && v.sizes() == k.sizes() &&
+                  v.scalar_type() == k.scalar_type(),
+              "queries of ", q.sizes(), " do not go with keys of ", k.sizes(), " and values of ",
+              v.sizes());
+  TORCH_CHECK(!first || (first->scalar_type() == at::kLong && first->is_contiguous() &&
+                         first->size(0) == q.size(2)),
               "a beginning must be there for every query");
   auto of = [&](auto type) {
     return attend_many_of<decltype(type)>(q, k, v, k_scale, v_scale, first, causal, scale);
@@ -334,8 +340,11 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
   const at::ScalarType dtype = k.scalar_type();
   if (dtype == at::kFloat) return of(float());
   if (dtype == at::kBFloat16) return of(c10::BFloat16());
-  TORCH_CHECK(integers && k_scale && v_scale && k_scale->stride(1) == 1 && v_scale->stride(1) == 1,
-              "keys of 8 bits need scales; there are none of ", dtype);
+  auto in_a_row = [&](const optional<Tensor>& x) {
+    return x && x->sizes() == k.sizes().slice(0, 2) && (x->stride(1) == 1 || x->size(1) == 1);
+  };
+  TORCH_CHECK(integers && in_a_row(k_scale) && in_a_row(v_scale), "no keys of ", dtype,
+              " or no scales of theirs");
   return of(int8_t());
 }
 

@@ -7,19 +7,18 @@ own; the partial results are merged. The queries of a *run* share where their wi
     |####|xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx|=============================|qqqqqqqq|
     0    N0                                   s                           begin     end
 
-so a run takes four calls: sinks; compensation token; ``[s, begin)``, of which all its queries see
-everything; and ``[begin, end)``, itself, under the causal mask.
-
-There is a run for every ``block`` tokens: thousands in a long chunk, too many calls. Where the
-window's length does not change, each run is the one before it moved by its own length B::
+There is a run for every ``block`` tokens: thousands in a long chunk. Sinks and compensation tokens
+are those of many runs at once; so are windows where there is a kernel for them
+(`razor_dist.kernels.attend_windows`). Where there is none, a run takes two calls: ``[s, begin)``,
+of which all its queries see everything; and ``[begin, end)``, itself, under the causal mask. Where
+the window's length does not change, each run is the one before it moved by its own length B::
 
     run 0    |=============|qqqq|
     run 1         |=============|qqqq|
     run 2              |=============|qqqq|
 
 Then the ops are given many runs as a batch, whose keys are overlapping views of the same memory
-(`SpanKeys.moved`), and the compensation sums of each run follow from those of the run before it by
-the B tokens that it drops.
+(`SpanKeys.moved`).
 
 Letters: K key-value heads, G query heads per key-value head, T queries, D head dimension, N0 sinks,
 n runs of B queries each.
@@ -27,6 +26,7 @@ n runs of B queries each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -102,8 +102,8 @@ class SpanQueries:
         at, start = _range(runs), max(runs[0].start, keys.first)
         k, v = keys.windowed(start, at.stop)
         if self.query.takes_windows(k):
-            starts = torch.tensor([max(run.start, start) - start for run in runs])
-            return self.part(at).attend_windows(k, v, starts[_run_of_each(runs)])
+            run_of, starts = _runs_and_drops(tuple(runs), start, k.device)
+            return self.part(at).attend_windows(k, v, starts[run_of])
         # The bias by distance is relative to the run at hand.
         most = 1 if self.query.by_distance else len(runs)
         found = [
@@ -146,11 +146,9 @@ class SpanQueries:
 
         ``sums``, float32 ``[2, K, n, D]``, are those of the keys and values before each window.
         """
-        at, device = _range(runs), sums.device
-        counts = torch.tensor([max(0, run.start - sinks) for run in runs], device=device)
+        at, device, away = _range(runs), sums.device, None
+        run_of, counts = _runs_and_drops(tuple(runs), sinks, device)
         k_mean, v_mean = keys.mean(sums, counts.clamp(min=1).unsqueeze(-1))
-        run_of = _run_of_each(runs).to(device)
-        away = None
         if self.query.by_distance:
             # It stands where the tokens do that it stands for, on average.
             middle = sinks + (counts[run_of] - 1) / 2
@@ -177,12 +175,13 @@ def window_attention(
         partials = [queries.see_windows(runs, keys)]
         if policy.compensation and runs[-1].start > sinks:
             # Each run has dropped what is before its window.
-            starts = [max(run.start, summed_to) for run in runs]
-            dropped = torch.stack([x.float() for x in keys.windowed(summed_to, starts[-1])])
-            ends = torch.tensor(starts, device=sums.device) - summed_to
+            end = max(runs[-1].start, summed_to)
+            dropped = torch.stack([x.float() for x in keys.windowed(summed_to, end)])
+            _, counts = _runs_and_drops(tuple(runs), sinks, sums.device)
+            ends = (counts + sinks - summed_to).clamp(min=0)
             each = torch.cat([sums, sums + dropped.cumsum(2)], 2).index_select(2, ends)
             partials.append(queries.see_dropped(runs, keys, each, sinks))
-            sums, summed_to = each[:, :, -1:], starts[-1]
+            sums, summed_to = each[:, :, -1:], end
         partials.append(queries.see(_range(runs), keys.sinks(0, sinks), 0))
         outs.append(merge(partials).out)
     return torch.cat(outs, dim=2)
@@ -204,10 +203,18 @@ def _alike(runs: Sequence[WindowRun], first: int, most: int) -> Iterator[list[Wi
         yield group
 
 
-def _run_of_each(runs: Sequence[WindowRun]) -> Tensor:
-    """The index of every query's run, int64, on the CPU."""
+@functools.lru_cache(maxsize=64)
+def _runs_and_drops(
+    runs: tuple[WindowRun, ...], first: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The run of every query, and the tokens from ``first`` on that each run does not see: int64.
+
+    They are the same in all layers, and copying them to a device takes it time.
+    """
     lengths = torch.tensor([run.end - run.begin for run in runs])
-    return torch.arange(len(runs)).repeat_interleave(lengths)
+    dropped = torch.tensor([max(0, run.start - first) for run in runs])
+    run_of = torch.arange(len(runs)).repeat_interleave(lengths)
+    return run_of.to(device), dropped.to(device)
 
 
 def _range(runs: Sequence[WindowRun]) -> range:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
@@ -23,8 +24,10 @@ from razor_dist.parallel.comm import Communicator
 
 Call = Callable[[], object]
 
-# What they give depends on what a tensor holds: read by the host, it would be recorded as it was.
+# Numbers that come from the host, or go to it, or decide on shapes, would be recorded as they were.
 _FORBIDDEN = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh")
+_FORBIDDEN_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_FORBIDDEN_METHODS = ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__")
 # Memory that is set aside, not written: nothing to repeat.
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
@@ -33,7 +36,7 @@ class Tape:
     """A `razor_dist.engine.graph.Recorder` for CPU, and for the collectives of ``comm``.
 
     A recording keeps all that its operations compute, so it is of few sequences. That its lengths
-    are padded costs nothing.
+    are padded costs nothing: what is read of a cache follows from how long a sequence is.
     """
 
     most_sequences = 8
@@ -71,9 +74,12 @@ class Tape:
                     result.copy_(was)
             log.calls.append(call)
 
-        with _as_if_traced(), self._comm.handing_to(collective), log:
-            logits = step()
-        calls, self._found = log.calls, []
+        try:
+            with _as_if_traced(), self._comm.handing_to(collective), log, _NoReads():
+                logits = step()
+        finally:
+            self._found = []
+        calls = log.calls
 
         def replay() -> Tensor:
             for call in calls:
@@ -94,6 +100,18 @@ def _as_if_traced() -> Iterator[None]:
         masking_utils.is_tracing = before
 
 
+class _NoReads(TorchFunctionMode):
+    """Refuses what reads a tensor without an operation that `_Log` would see."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _FORBIDDEN_METHODS:
+            raise RuntimeError(f"{name} cannot be recorded")
+        return function(*args, **(kwargs or {}))
+
+
 class _Log(TorchDispatchMode):
     """Runs operations and notes how to repeat each."""
 
@@ -106,8 +124,11 @@ class _Log(TorchDispatchMode):
     ) -> Any:
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        masked = name == "index" and any(x.dtype == torch.bool for x in given[1:])
-        if name in _FORBIDDEN or masked:
+        masks = (torch.bool, torch.uint8)
+        masked = name == "index" and any(x.dtype in masks for x in given[1:])
+        counted = name == "repeat_interleave" and len(given) > 1  # by a tensor
+        sized = name != "index" and _FORBIDDEN_TAGS & set(function.tags)  # index: by masks only
+        if name in _FORBIDDEN or masked or counted or sized:
             raise RuntimeError(f"{name} cannot be recorded")
         result = function(*args, **kwargs)
         storages = {x.untyped_storage().data_ptr() for x in given}
@@ -146,9 +167,12 @@ def _writing(function: Any) -> Any:
     """
     if function._can_decompose():
         return None
-    own = [argument.name for argument in function._schema.arguments]
+
+    def arguments(of: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in of._schema.arguments]
+
     for overload in ("out", f"{function._overloadname}_out"):
         found = getattr(function.overloadpacket, overload, None)
-        if found is not None and [a.name for a in found._schema.arguments] == [*own, "out"]:
+        if found is not None and arguments(found) == [*arguments(function), ("out", "Tensor")]:
             return found
     return None

@@ -4,7 +4,7 @@ A rank computes the queries, keys and values of its heads (`razor_dist.heads.lay
 the columns of the out-projection that belong to them, a range of the MLP's inner features, whole
 experts of its own, and a range of the vocabulary. What ranks compute of the same numbers is added
 up: two all-reduces a layer. A rank's part of a weight is a view of the whole one, which long steps
-need.
+need; a copy, one part in P of the matrix, where its rows are not together, and of columns on CPU.
 
 Which layers are split how is read from transformers' own plan (``base_model_tp_plan``). A model
 without one, or whose plan does not name what is looked for, is not shared (`why_not`).

@@ -419,9 +419,33 @@ def test_nothing_is_recorded_without_kernels_or_in_graphs_over_gloo(ranks: Ranks
 
 def test_the_tape_refuses_what_a_capture_refuses() -> None:
     x = torch.ones(3)
-    for step in (lambda: x[x > 0], lambda: x * x.sum().item(), lambda: x + torch.tensor(1.0)):
+    for step in (
+        lambda: x[x > 0],
+        lambda: x[torch.tensor([1, 0, 1], dtype=torch.uint8)],
+        lambda: x * x.sum().item(),
+        lambda: x + torch.tensor(1.0),
+        lambda: x + x.long().tolist()[0],
+        lambda: x + x.numpy()[0],
+        lambda: x.repeat_interleave(x.long()),
+        lambda: x.long().bincount(),
+    ):
         with pytest.raises((RuntimeError, AssertionError)), torch.inference_mode():
             Tape(Communicator(None)).record(step)
+
+
+def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
+    """And those of few are of as many as there are."""
+    tape, case = Tape(Communicator(None)), case_of(tiny("llama"))
+    tape.most_sequences = 2
+    _, runner = make_pair(Communicator(None), case, tape)
+    tokens = dict.fromkeys(range(9), 5)
+    for key in tokens:
+        prefill(runner, key, dataclasses.replace(case, prompt=tokens_of(9, key)))
+    for count in (3, 3, 3, 2, 2, 2):
+        runner.execute(answer(*list(tokens.items())[:count]))
+    assert runner.graphs is not None
+    [key] = runner.graphs._recordings
+    assert key.sequences == 2 and runner.graphs._recordings[key].replay is not None
 
 
 @given(st.integers(1, 1 << 21), st.sampled_from([1, 16, 1024]))
