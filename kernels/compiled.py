@@ -42,7 +42,7 @@ def operations() -> Any:
         _load(caches / "razor_dist" / f"cpu-{_key()}.so")
     except Exception as error:  # whatever it is, it is computed without
         reason = getattr(error, "stderr", None) or error.__cause__ or error
-        log.warning("steps of few tokens take longer: no kernels for this CPU: %s", reason)
+        log.warning("answers and prompts take longer: no kernels for this CPU: %s", reason)
         return None
     return torch.ops.razor_dist_cpu
 

@@ -1,4 +1,4 @@
-// The operations of steps of a few tokens on CPU; razor_dist.kernels.compiled compiles them.
+// The operations of prompts and answers on CPU; razor_dist.kernels.compiled compiles them.
 
 #if defined(__clang__) || __GNUC__ < 12
 #error "GCC 12 or newer is needed: for its OpenMP, which is torch's, and __builtin_shufflevector"

@@ -143,7 +143,9 @@ class EngineConfig(BaseModel):
     ring: Literal["own", "ring_flash_attn"] = _ranks(
         "own", "Ring attention code; ring_flash_attn is CUDA's."
     )
-    cuda_graphs: bool = _ranks(True, "Decode in CUDA graphs where that is possible.")
+    cuda_graphs: bool = _ranks(
+        True, "Decode steps are recorded and repeated: in CUDA graphs, and on CPU."
+    )
     shared_memory: bool = _ranks(
         True, "Ranks of one host talk through memory that they share; off: over gloo."
     )
