@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,17 @@ from razor_dist.kernels import (
 )
 from razor_dist.kernels.partial import attend_folded
 from razor_dist.kernels.quantized import quantize, row_bytes, unpacked
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Have torch compute by so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def draw(kv_heads: int, group: int, queries: int, keys: int, dim: int = 16, seed: int = 0):

@@ -30,6 +30,7 @@ from torch import Tensor
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Windows
+from tests.test_kernels import threads
 
 # A fork would have imported what its parent has.
 SPAWN = multiprocessing.get_context("spawn")
@@ -283,7 +284,7 @@ def test_compiled_kernels_are_attention(batch: Batch) -> None:
     ring=st.integers(6, 700),
     sinks=st.integers(0, 5),
     slopes=st.booleans(),
-    threads=st.integers(1, 3),
+    count=st.integers(1, 3),
 )
 def test_compiled_kernels_see_every_key_once(
     lengths: list[int],
@@ -294,7 +295,7 @@ def test_compiled_kernels_see_every_key_once(
     ring: int,
     sinks: int,
     slopes: bool,
-    threads: int,
+    count: int,
 ) -> None:
     batch = Batch(
         lengths=tuple(lengths),
@@ -307,12 +308,8 @@ def test_compiled_kernels_see_every_key_once(
         entries=1,
         slopes=slopes,
     )
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         [error] = errors(batch, "decode_cpu").values()
-    finally:
-        torch.set_num_threads(before)
     # Scores of a thousand and more, by distance, are rounded to 6e-5.
     assert error < (5e-4 if slopes else 5e-5)
 

@@ -30,6 +30,7 @@ from razor_dist.kernels.linear import (
     use_fast_linear,
     use_int8_linear,
 )
+from tests.test_kernels import threads
 
 COMPILER = os.environ.get("CXX", "c++")
 needs_compiler = pytest.mark.skipif(operations() is None, reason="needs a C++ compiler")
@@ -126,23 +127,19 @@ def test_the_way_of_its_rows_is_taken(
     rows=st.integers(1, 30),
     inputs=st.integers(1, 1300),
     outputs=st.integers(1, 120),
-    threads=st.integers(1, 3),
+    count=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
 def test_a_row_has_the_same_product_in_any_company(
-    rows: int, inputs: int, outputs: int, threads: int, seed: int
+    rows: int, inputs: int, outputs: int, count: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, weight, bias = (
         torch.randn(shape, generator=generator)
         for shape in ((rows, inputs), (outputs, inputs), (outputs,))
     )
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         together = by_compiled(x, weight, bias)
-    finally:
-        torch.set_num_threads(before)
     alone = torch.cat([by_compiled(row, weight, bias) for row in x.split(1)])
     assert torch.equal(together, alone)
     expected = functional.linear(x.double(), weight.double(), bias.double())
