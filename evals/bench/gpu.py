@@ -138,7 +138,7 @@ def replay(device: torch.device) -> PartResult:
     rows += [[name[:80], str(count[name]), f"{us:,}"] for name, us in micro.most_common(12)]
     title = (
         f"One decode step after {length:,} tokens, {'' if engine.in_graphs else 'not '}replayed "
-        f"from a CUDA graph: {launches:,} launches, {per_layer:.0f} a layer, "
+        f"from a recording: {launches:,} launches, {per_layer:.0f} a layer, "
         f"{sum(micro.values()) / 1e3:.2f} ms:"
     )
     return figures, [Table(title, rows)]

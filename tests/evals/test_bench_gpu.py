@@ -98,7 +98,7 @@ def test_every_part_has_a_status_and_a_failure_costs_its_part_only(
     assert set(parts["shape"]["lengths"][0]["engines"]) == {"razor", "full"}
     page = (out / "gpu.md").read_text()
     assert page in capfd.readouterr().out + "\n"
-    for word in (found["command"], "aten::", "razor / full", "not replayed from a CUDA graph"):
+    for word in (found["command"], "aten::", "razor / full", "replayed from a recording"):
         assert word in page
 
 

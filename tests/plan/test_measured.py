@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ SETTINGS = {
     "chunked_prefill_size": 512, "window_min": 96, "window_ratio": None, "block": 32,
     "max_num_seqs": 2,
     "page_size": 16, "prefix_tail_tokens": 48,
+    # A step that is recorded sends three times what it sends.
+    "cuda_graphs": False,
 }  # fmt: skip
 PROMPT = 1900
 
@@ -81,7 +84,8 @@ def measure(
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
         allocations = Allocations()
-        with allocations:
+        # The planner does not count on kernels for norms and rotary embeddings, which need less.
+        with allocations, mock.patch("razor_dist.kernels.fused._served", return_value=False):
             step(one_chunk(0, tokens[chunk.begin : chunk.end], last=chunk.end == prompt))
         activations.append(sum(allocations.transient().values()))
     prefill = dict(comm.bytes_sent)
@@ -198,6 +202,7 @@ def test_real_models_on_two_ranks(
         EngineConfig, model=str(folder), head_map=str(head_map), world_size=2, decode="replicated",
         chunked_prefill_size=512,
         max_model_len=1300, window_min=128, window_ratio=5, block=64, max_num_seqs=1,
+        cuda_graphs=False,
     )  # fmt: skip
     d = Deployment.of(config, "cpu")
     model, _ = model_and_shape(str(folder))
