@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.step import Op, StepPlan
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.head_map import shipped_head_map
+from razor_dist.kernels.compiled import operations
 from razor_dist.models.smollm2 import embedded_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.allocations import Allocations
@@ -84,8 +84,7 @@ def measure(
     tokens = torch.randint(3, 190, (prompt,), generator=torch.manual_seed(0)).tolist()
     for chunk in chunks:
         allocations = Allocations()
-        # The planner does not count on kernels for norms and rotary embeddings, which need less.
-        with allocations, mock.patch("razor_dist.kernels.fused._served", return_value=False):
+        with allocations:
             step(one_chunk(0, tokens[chunk.begin : chunk.end], last=chunk.end == prompt))
         activations.append(sum(allocations.transient().values()))
     prefill = dict(comm.bytes_sent)
@@ -169,11 +168,15 @@ def test_the_engine_does_what_was_planned(
         most = max(measured.peak - measured.used for measured in found)
         assert between / 2 <= most <= between
 
+    # Where rotary embeddings are one operation, for which the planner does not ask, a first chunk,
+    # which has no keys before it, needs less than is said; what needs most is another chunk.
+    more = 1.15 if operations() is not None else 1.05
     chunks = d.chunks(PROMPT)
     for rank in {0, size - 1}:
         for index, measured_bytes in enumerate(found[rank].activations):
             said = sum(dry_run.chunk(chunks, index, rank).values())
-            assert said == pytest.approx(measured_bytes, rel=0.05), (rank, index)
+            most = (1.05 if index else more) * measured_bytes
+            assert 0.95 * measured_bytes <= said <= most, (rank, index)
     highest = max(max(measured.activations) for measured in found)
     assert sum(dry_run.activations(PROMPT).values()) == pytest.approx(highest, rel=0.05)
 
