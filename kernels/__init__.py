@@ -77,8 +77,8 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
-    many = many_cpu.reads(k) and many_cpu.reads(v)
-    if backend is None and many and many_cpu.supports(q, causal, bias):
+    many = many_cpu.supports(q, causal, bias) and many_cpu.reads(k) and many_cpu.reads(v)
+    if backend is None and many:
         return many_cpu.attend(q, k, v, scale, causal)
     if isinstance(k, Codes) and isinstance(v, Codes) and _reads_codes(q, causal, bias, backend):
         few_k, few_v = k, v
@@ -104,7 +104,7 @@ def attend(
         return _backend(backend).attend(q, k, v, scale, causal, bias)
     for name in BACKENDS:
         module = _backend(name)
-        if module.supports(q, causal, bias) and (many or module is not many_cpu):
+        if module is not many_cpu and module.supports(q, causal, bias):
             return module.attend(q, k, v, scale, causal, bias)
     raise AssertionError("the reference backend supports every input")
 

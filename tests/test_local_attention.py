@@ -74,6 +74,25 @@ def test_runs_together_are_the_runs_one_by_one(
     assert calls <= separate + 2  # a group of two is 2 calls per head and 1 for the sinks
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    least=st.integers(1, 90), ratio=st.sampled_from([None, 2, 5]),
+    sinks=st.integers(0, 5), block=st.integers(1, 20), compensation=st.booleans(),
+    begin=st.integers(0, TOKENS - 1), length=st.integers(1, TOKENS),
+)  # fmt: skip
+def test_windows_in_one_call_are_those_of_many_calls(
+    least: int, ratio: int | None, sinks: int, block: int, compensation: bool,
+    begin: int, length: int,
+) -> None:  # fmt: skip
+    policy = StreamingPolicy(least, ratio, None, sinks, block, compensation)
+    end = min(begin + length, TOKENS)
+    got, _ = attention(policy, begin, end, dim=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_module, "takes_windows", lambda q, k: False)
+        want, _ = attention(policy, begin, end, dim=16)
+    torch.testing.assert_close(got, want, atol=5e-6, rtol=1e-5)
+
+
 def test_a_long_chunk_takes_few_calls() -> None:
     """30 runs of 8 queries: each of 2 heads sees its window and itself, all see the sinks.
 

@@ -261,8 +261,7 @@ void attend_unit(const Seen& seen, int64_t head, int64_t b, int64_t begin, int64
           const Floats next = load(row + j);
           largest = next > largest ? next : largest;
         }
-        float most = found.most[g + r];
-        for (int lane = 0; lane < WIDTH; ++lane) most = std::max(most, largest[lane]);
+        const float most = std::max(found.most[g + r], largest_of(largest));
         Floats total = {};
         for (int j = 0; j < padded; j += WIDTH) {
           // 2^-126 in place of 0 is a weight that no sum of float32 sees beside the largest, 1.

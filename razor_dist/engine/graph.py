@@ -78,13 +78,13 @@ class CudaRecorder:
     most_sequences = 1 << 30
     pad = 1024  # so many more cost next to nothing
 
-    def rows(self, sequences: int) -> int:
-        """See `batch_bucket`: a recording takes long, and rows that no sequence has little."""
-        return batch_bucket(sequences)
-
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+
+    def rows(self, sequences: int) -> int:
+        """See `batch_bucket`: a recording takes long, and rows that no sequence has little."""
+        return batch_bucket(sequences)
 
     def warm_up(self, step: Step) -> None:
         """See `Recorder`: loads kernels and makes workspaces, which a capture cannot."""
