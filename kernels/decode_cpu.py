@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from razor_dist.kernels import decode_torch
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Windows
-from razor_dist.kernels.decode_torch import merge_ranks
 
 __all__ = ["attend", "merge_ranks", "store"]
 
@@ -58,6 +58,14 @@ def attend(
         of = order if packed is None else order[len(packed) :]
         out[:, of] = found[:, of].to(out.dtype)
     return packed
+
+
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+    """See `razor_dist.kernels.decode`."""
+    if out.dtype == torch.float32:
+        operations().merge_ranks(gathered, order, out)
+    else:
+        decode_torch.merge_ranks(gathered, order, out)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -501,4 +501,36 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
   }
 }
 
+// gathered: what `attend` packed, of all ranks, float32 [P, R, G, n, D + 1]; out: as there, of
+// which the first R heads of `order` are written:
+//   out = sum of e^(lse_p - m) out_p / sum of e^(lse_p - m), 0 where all lse are -inf
+inline void merge_ranks(const Tensor& gathered, const Tensor& order, const Tensor& out) {
+  TORCH_CHECK(gathered.is_contiguous() && out.is_contiguous(), "results must be contiguous");
+  const int64_t ranks = gathered.size(0), heads = gathered.size(1), group = gathered.size(2),
+                tokens = gathered.size(3), dim = gathered.size(4) - 1, stride = gathered.stride(0);
+  const int64_t* const of = order.const_data_ptr<int64_t>();
+  const float* from = gathered.const_data_ptr<float>();
+  for (int64_t j = 0; j < heads; ++j) {
+    for (int64_t g = 0; g < group; ++g) {
+      for (int64_t b = 0; b < tokens; ++b, from += dim + 1) {
+        float most = NOTHING, total = 0;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          const float lse = from[rank * stride + dim];
+          most = lse > most || lse != lse ? lse : most;  // NaN stays
+        }
+        float* const to = out.data_ptr<float>() + ((b * out.size(1) + of[j]) * group + g) * dim;
+        std::fill_n(to, dim, 0.0f);
+        if (most == NOTHING) continue;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          const float* const part = from + rank * stride;
+          const float weight = std::exp(part[dim] - most);
+          total += weight;
+          for (int64_t d = 0; d < dim; ++d) to[d] += weight * part[d];
+        }
+        for (int64_t d = 0; d < dim; ++d) to[d] /= total;
+      }
+    }
+  }
+}
+
 }  // namespace razor_dist

@@ -138,11 +138,14 @@ inline Tensor empty_outputs(const Tensor& x, int64_t outputs) {
   return at::empty(shape, x.options());
 }
 
+// Each operation has a form that writes to given tensors, which a recorded step repeats.
+
 // x [..., I] and bias [O], w [O, I], all contiguous float32, to [..., O]
-inline Tensor linear(const Tensor& any_x, const Tensor& w, const optional<Tensor>& bias) {
+inline Tensor linear_to(const Tensor& any_x, const Tensor& w, const optional<Tensor>& bias,
+                        const Tensor& out) {
   const Tensor x = any_x.contiguous();
   const int64_t inputs = w.size(1), outputs = w.size(0), rows = x.numel() / inputs;
-  const Tensor out = empty_outputs(x, outputs);
+  TORCH_CHECK(out.is_contiguous() && out.numel() == rows * outputs, "results of ", out.sizes());
   const float* of_bias = bias ? bias->const_data_ptr<float>() : nullptr;
   float* to = out.data_ptr<float>();
   auto start = [&](int64_t o, int64_t last) {
@@ -152,6 +155,10 @@ inline Tensor linear(const Tensor& any_x, const Tensor& w, const optional<Tensor
   multiply_rows<Float32>(x.const_data_ptr<float>(), w.const_data_ptr<float>(), to, rows, inputs,
                          outputs, start, [](int64_t, int64_t) {});
   return out;
+}
+
+inline Tensor linear(const Tensor& x, const Tensor& w, const optional<Tensor>& bias) {
+  return linear_to(x, w, bias, empty_outputs(x, w.size(0)));
 }
 
 // So many numbers are worth a thread of their own.
@@ -185,11 +192,11 @@ inline std::tuple<Tensor, Tensor> round_rows(const Tensor& any_x, double most, d
 
 // x [..., I] and bias [O], float32, w [O, I] of 8 bits with the scales [O]: each row of x is
 // divided by its step, so that its largest number is `most`, and rounded.
-inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& scales,
-                          const optional<Tensor>& bias, double most) {
+inline Tensor linear_int8_to(const Tensor& any_x, const Tensor& w, const Tensor& scales,
+                             const optional<Tensor>& bias, double most, const Tensor& out) {
   const Tensor x = any_x.contiguous();
   const int64_t inputs = w.size(1), outputs = w.size(0), rows = x.numel() / inputs;
-  const Tensor out = empty_outputs(x, outputs);
+  TORCH_CHECK(out.is_contiguous() && out.numel() == rows * outputs, "results of ", out.sizes());
   const float *of_scales = scales.const_data_ptr<float>(),
               *of_bias = bias ? bias->const_data_ptr<float>() : nullptr;
   float* to = out.data_ptr<float>();
@@ -215,11 +222,17 @@ inline Tensor linear_int8(const Tensor& any_x, const Tensor& w, const Tensor& sc
   return out;
 }
 
+inline Tensor linear_int8(const Tensor& x, const Tensor& w, const Tensor& scales,
+                          const optional<Tensor>& bias, double most) {
+  return linear_int8_to(x, w, scales, bias, most, empty_outputs(x, w.size(0)));
+}
+
 // x [..., D] and weight [D], float32
-inline Tensor rms_norm(const Tensor& any_x, const Tensor& any_weight, double eps) {
+inline Tensor rms_norm_to(const Tensor& any_x, const Tensor& any_weight, double eps,
+                          const Tensor& out) {
   const Tensor x = any_x.contiguous(), weight = any_weight.contiguous();
   const int64_t dim = weight.size(0), rows = x.numel() / dim;
-  Tensor out = at::empty(x.sizes(), x.options());
+  TORCH_CHECK(out.is_contiguous() && out.sizes() == x.sizes(), "results of ", out.sizes());
   const float* of = weight.const_data_ptr<float>();
   at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -237,16 +250,24 @@ inline Tensor rms_norm(const Tensor& any_x, const Tensor& any_weight, double eps
   return out;
 }
 
-// x [1, H, T, D], cos and sin [1, T, R], float32
-inline Tensor rotated(const Tensor& any_x, const Tensor& any_cos, const Tensor& any_sin,
-                      bool interleaved) {
+inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  return rms_norm_to(x, weight, eps, at::empty(x.sizes(), x.options()));
+}
+
+// A token's heads are neighbours, as a model has them.
+inline Tensor empty_rotated(const Tensor& x) {
+  return at::empty({1, x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+}
+
+// x [1, H, T, D], cos and sin [1, T, R], float32; out is as `empty_rotated`
+inline void rotate_one(const Tensor& any_x, const Tensor& any_cos, const Tensor& any_sin,
+                       bool interleaved, const Tensor& out) {
   const Tensor x = any_x.stride(3) == 1 ? any_x : any_x.contiguous();
   const Tensor cos = any_cos.contiguous(), sin = any_sin.contiguous();
   TORCH_CHECK(x.size(0) == 1 && cos.sizes() == sin.sizes() && cos.size(0) == 1 &&
-                  cos.size(1) == x.size(2) && cos.size(2) <= x.size(3),
-              "tables of ", cos.sizes(), " for ", x.sizes());
-  // A token's heads are neighbours, as a model has them.
-  Tensor out = at::empty({1, x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+                  cos.size(1) == x.size(2) && cos.size(2) <= x.size(3) &&
+                  out.sizes() == x.sizes() && out.transpose(1, 2).is_contiguous(),
+              "tables of ", cos.sizes(), " for ", x.sizes(), " to ", out.sizes());
   const int64_t heads = x.size(1), tokens = x.size(2), dim = x.size(3), half = cos.size(2) / 2;
   auto rotate_token = [&](int64_t t) {
     const float* c = cos.const_data_ptr<float>() + t * cos.stride(1);
@@ -275,12 +296,19 @@ inline Tensor rotated(const Tensor& any_x, const Tensor& any_cos, const Tensor& 
   at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) rotate_token(t);
   });
-  return out;
+}
+
+inline std::tuple<Tensor, Tensor> rotate_to(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                            const Tensor& sin, bool interleaved,
+                                            const Tensor& q_out, const Tensor& k_out) {
+  rotate_one(q, cos, sin, interleaved, q_out);
+  rotate_one(k, cos, sin, interleaved, k_out);
+  return {q_out, k_out};
 }
 
 inline std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor& cos,
                                          const Tensor& sin, bool interleaved) {
-  return {rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)};
+  return rotate_to(q, k, cos, sin, interleaved, empty_rotated(q), empty_rotated(k));
 }
 
 }  // namespace razor_dist

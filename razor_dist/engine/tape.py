@@ -2,7 +2,7 @@
 
 What a short step takes on a CPU is half Python: modules, their hooks, shapes and views, thirty
 layers of them. A tape notes the operations that are left of a step, with the memory that each reads
-and writes, and repeats these alone. Like a CUDA graph (`razor_dist.engine.graph`), it repeats the
+and writes, and repeats these alone, from C++ (`kernels/cpu/tape.h`). Like a CUDA graph (`razor_dist.engine.graph`), it repeats the
 same work on the same memory: a number that was read from a Python variable while recording stays as
 it was, and what was computed from a tensor is computed from what that tensor holds now.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Tape:
                 logits = step()
         finally:
             self._found = []
-        calls = log.calls
+        calls = _compiled(log.calls)
 
         def replay() -> Tensor:
             for call in calls:
@@ -117,7 +118,7 @@ class _Log(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[_Operation | Call] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -136,32 +137,35 @@ class _Log(TorchDispatchMode):
         # A view looks at the memory that later replays write to: nothing to repeat.
         new = [x.untyped_storage().data_ptr() not in storages for x in made]
         if function._schema.is_mutable or (any(new) and name not in _FREE):
-            self.calls.append(_repeat(function, args, kwargs, made, new))
+            self.calls.append(_operation(function, args, kwargs, made, new))
         return result
 
 
-def _repeat(function: Any, args: Any, kwargs: Any, made: list[Tensor], new: list[bool]) -> Call:
+class _Operation(NamedTuple):
+    """What computes the same again; ``results`` are copied to these tensors, but for None."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: list[Tensor | None]
+
+
+def _operation(
+    function: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor], new: list[bool]
+) -> _Operation:
     """Return what computes the same again, into the memory that has it now."""
     if not any(new):
-        return lambda: function(*args, **kwargs)
-    if len(made) == 1:
-        [old] = made
-        written = _writing(function)
-        if written is not None:
-            return lambda: written(*args, **kwargs, out=old)
-        return lambda: old.copy_(function(*args, **kwargs))
-
-    def again() -> None:
-        results = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
-        for old, result, is_new in zip(made, results, new, strict=True):
-            if is_new:
-                old.copy_(result)
-
-    return again
+        return _Operation(function, args, kwargs, [])
+    written = _writing(function, len(made)) if all(new) else None
+    if written is None:
+        results = [old if is_new else None for old, is_new in zip(made, new, strict=True)]
+        return _Operation(function, args, kwargs, results)
+    names = [argument.name for argument in written._schema.arguments[-len(made) :]]
+    return _Operation(written, args, kwargs | dict(zip(names, made, strict=True)), [])
 
 
-def _writing(function: Any) -> Any:
-    """Return the overload of an operation that writes its result to ``out``, if there is one.
+def _writing(function: Any, results: int) -> Any:
+    """Return the overload of an operation that writes its results to ``out``, if there is one.
 
     One that is made of others may choose them differently then, and round otherwise.
     """
@@ -171,8 +175,29 @@ def _writing(function: Any) -> Any:
     def arguments(of: Any) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in of._schema.arguments]
 
+    outs = ["out"] if results == 1 else [f"out{number}" for number in range(results)]
+    wanted = [*arguments(function), *((name, "Tensor") for name in outs)]
     for overload in ("out", f"{function._overloadname}_out"):
         found = getattr(function.overloadpacket, overload, None)
-        if found is not None and arguments(found) == [*arguments(function), ("out", "Tensor")]:
+        if found is not None and arguments(found) == wanted:
             return found
     return None
+
+
+def _compiled(calls: Sequence[_Operation | Call]) -> list[Call]:
+    """Return the calls with each run of operations as one."""
+    found: list[Call] = []
+    for noted, run in groupby(calls, lambda call: isinstance(call, _Operation)):
+        if not noted:
+            found += cast("Iterator[Call]", run)
+            continue
+        tape = torch.classes.razor_dist_cpu.Tape()
+        for operation in cast("Iterator[_Operation]", run):
+            tape.note(True)
+            try:
+                operation.function(*operation.args, **operation.kwargs)
+            finally:
+                tape.note(False)
+            tape.copy_to(operation.results)
+        found.append(tape.run)
+    return found

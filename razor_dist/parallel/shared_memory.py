@@ -21,8 +21,9 @@ Whoever waits for one transfer moves all others that are under way (`SharedMemor
 ranks that each wait until the other has read cannot block each other, as long as both wait at all.
 
 Short steps wait for two or three small collectives in every layer. Where nothing else is under
-way those go past the queues (`SharedMemory._at_once`): a rank writes its part, and sleeps on one
-counter of all (a futex) until the rank that comes last raises it.
+way those go past the queues (`SharedMemory._meet`), as one compiled operation each: a rank writes
+its part, and sleeps on one counter of all (a futex) until the rank that comes last raises it.
+Without a compiler they take their turn in the queues.
 
 A rank that has nothing to do waits for a plan, which comes through a pipe: it sleeps there, without
 any CPU time. The end of another process ends every wait at once, by its ``pidfd``.
@@ -31,7 +32,6 @@ any CPU time. The end of another process ends every wait at once, by its ``pidfd
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import platform
@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from razor_dist.kernels.compiled import operations
 from razor_dist.parallel.comm import Communicator, Work
 
 _LINE = 64  # bytes; counters of different ranks must not share a cache line
@@ -63,17 +64,8 @@ _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
 # What sleeps on a counter looks after so long for a rank that has ended.
 _FUTEX_SLEEP = 0.005
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64
-_syscall = ctypes.CDLL(None).syscall
-_syscall.restype = ctypes.c_long
-
-
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_SLEEP = ctypes.byref(_Time(0, int(1e9 * _FUTEX_SLEEP)))
-_EVERY = ctypes.c_int(2**31 - 1)
+# What `kernels/cpu/links.h` says of a collective.
+_NO_PLACE, _DONE, _WAITING = range(3)
 
 # Seconds between two looks of a process that runs, on however busy a machine.
 _MOST_OF_A_LOOK = 1.0
@@ -153,7 +145,8 @@ class _Segment:
         self.boards = np.frombuffer(memory, np.uint8, boards, at).reshape(size, _PLACES, -1)
         self.channels = np.frombuffer(memory, np.uint8, offset=at + boards)
         self.channels = self.channels.reshape(size, size, _PLACES, -1)
-        self.places = torch.from_numpy(self.boards).transpose(0, 1)  # the boards, for torch
+        counters = self.boards, self.posted, self.read, self.complete
+        self.for_torch = [torch.from_numpy(array) for array in counters]
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -281,10 +274,7 @@ class SharedMemory(Communicator):
             self._files = files.pop_all()
         # Under way: collectives, by (), and each channel's messages, in their order.
         self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)
-
-        # Each place of the boards as ``[P, n]``, by the dtype and bytes of a part.
-        self._parts: dict[tuple[torch.dtype, int], Sequence[Tensor]] = {}
-        self._complete = ctypes.c_void_p(self.segment.complete.ctypes.data)
+        self._compiled = operations()
 
     def close(self) -> None:
         """Close the files; the memory goes with the last process that maps it."""
@@ -343,75 +333,44 @@ class SharedMemory(Communicator):
         self._advance()
         return gather
 
-    def _at_once(self, tensor: Tensor) -> Tensor | None:
-        """Every rank's tensor, ``[P, n]``, until the next collective; None if that cannot be now.
+    def _meet(self, mine: Tensor, out: Tensor, *, add: bool) -> bool:
+        """Add up every rank's ``mine`` in ``out``, or gather it; return False if it cannot be now.
 
-        What it gives is in the boards: `_read_all` says that it has been read.
+        Small tensors only, and float32 to add up.
         """
-        segment, rank = self.segment, self.rank
-        if tensor.nbytes > _BOARD_BYTES or not tensor.nbytes or any(self._queues.values()):
-            return None
-        number = int(segment.posted[rank])
-        if number - segment.read.min() >= _PLACES:
-            return None
-        key = tensor.dtype, tensor.nbytes
-        if key not in self._parts:
-            self._parts[key] = [place[:, : key[1]].view(key[0]) for place in segment.places]
-        parts = self._parts[key][number % _PLACES]
-        parts[rank].copy_(tensor.view(-1))
-        if not self.post(number):
-            self._sleep_until_complete(number)
-        return parts
-
-    def post(self, number: int) -> bool:
-        """Note that this rank's part of a number is on its board; return if all parts are."""
-        segment = self.segment
-        segment.posted[self.rank] = number + 1
-        if segment.posted.min() <= number:
+        if self._compiled is None or not 0 < mine.nbytes <= _BOARD_BYTES:
             return False
-        if segment.complete[0] <= number:
-            segment.complete[0] = number + 1
-            _syscall(_SYS_FUTEX, self._complete, _FUTEX_WAKE, _EVERY, None, None, 0)
-        return True
-
-    def _sleep_until_complete(self, number: int) -> None:
-        posted, complete, waited, last = self.segment.posted, self.segment.complete, 0.0, 0.0
-        while (seen := int(complete[0])) <= number:
-            # The counter's lower half; it is written as a whole.
-            low = ctypes.c_uint32(seen & 0xFFFFFFFF)
-            _syscall(_SYS_FUTEX, self._complete, _FUTEX_WAIT, low, _SLEEP, None, 0)
-            if complete[0] > number:
-                return
-            # Two that were last at once may each have missed the other.
-            if posted.min() > number:
-                return
-            if ended := self._ends.poll(0):
-                if posted.min() > number:  # what a rank wrote before it ended still counts
-                    return
+        if any(self._queues.values()):
+            return False
+        meet, of = self._compiled.meet, (mine, out, *self.segment.for_torch, self.rank, add)
+        met = meet(*of, True, _FUTEX_SLEEP)
+        waited, last = 0.0, time.monotonic() if met == _WAITING else 0.0
+        while met == _WAITING:
+            ended = self._ends.poll(0)
+            met = meet(*of, False, _FUTEX_SLEEP)  # what a rank wrote before it ended still counts
+            if met == _WAITING and ended:
                 raise RuntimeError(f"rank {self._ranks[ended[0][0]]} has ended")
             now = time.monotonic()
-            waited, last = waited + min(now - (last or now), _MOST_OF_A_LOOK), now
+            waited, last = waited + min(now - last, _MOST_OF_A_LOOK), now
             if waited > self._timeout:
                 raise self._silence()
+        return bool(met == _DONE)
 
-    def _read_all(self) -> None:
-        self.segment.read[self.rank] += 1
+    def post(self, number: int) -> None:
+        """Note that this rank's part of a number is on its board, and wake those that wait."""
+        if self._compiled is None:
+            self.segment.posted[self.rank] = number + 1
+            return
+        _, posted, _, complete = self.segment.for_torch
+        self._compiled.post(posted, complete, self.rank, number)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        parts = self._at_once(tensor)
-        if parts is None:
+        if not self._meet(tensor, out, add=False):
             self._gather(tensor, out).wait()
-            return
-        out.view(self.size, -1).copy_(parts)
-        self._read_all()
 
     def _sum(self, tensor: Tensor) -> None:
-        parts = self._at_once(tensor)
-        if parts is None:
+        if tensor.dtype != torch.float32 or not self._meet(tensor, tensor, add=True):
             self._all_reduce(tensor).wait()
-            return
-        torch.sum(parts, 0, out=tensor.view(-1))
-        self._read_all()
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         parts = tensor.new_empty((self.size, *tensor.shape))

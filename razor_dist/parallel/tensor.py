@@ -257,7 +257,7 @@ class TensorParallel:
             if weight is not None:
                 total = self._sum(linear(x, weight))
             else:
-                total = self._sum(x.new_zeros(*x.shape[:-1], len(whole)))
+                total = self._sum(x.new_empty(*x.shape[:-1], len(whole)).zero_())
             return total if bias is None else total + bias
 
         own = len(whole) * sum(end - begin for begin, end in runs)
