@@ -45,7 +45,7 @@ FEW = 24
 _FEW_INT8 = 8
 
 # Of `linear`'s arguments. Ways are timed on so many matrices one after the other (32 MB), so often,
-# with the least of these numbers of rows that is enough, or the last; another than torch's own must
+# with the least of these numbers of rows that is enough, or the last; another than the first must
 # take less than this share of its time, which for many rows can be told more exactly.
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _MATRICES, _ROUNDS = (9, 1536, 576), 3
@@ -88,15 +88,16 @@ def by_compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def fastest_way(rows: int, threads: int) -> Way:
-    """Time the ways on this machine, and return the best: torch's own, unless one is much faster.
+    """Time the ways on this machine, and return the best: the first, unless one is much faster.
 
-    ``threads`` are torch's present ones.
+    That is `by_compiled` for a few rows, where it can be had, and torch's own else. ``threads`` are
+    torch's present ones.
     """
-    ways: list[Way] = [functional.linear]
+    few = rows <= FEW and operations() is not None
+    ways: list[Way] = [by_compiled] if few else []
+    ways.append(functional.linear)
     if _AVAILABLE:
         ways += [by_onednn, by_blocks] if rows == 1 else [by_onednn]
-    if rows <= FEW and operations() is not None:
-        ways.append(by_compiled)
     least = [math.inf] * len(ways)
     with torch.inference_mode():
         matrices, x = torch.ones(_MATRICES), torch.ones(rows, _MATRICES[-1])
