@@ -47,6 +47,12 @@ def operations() -> Any:
     return torch.ops.razor_dist_cpu
 
 
+def new_tape() -> Any:
+    """Return an empty ``Tape`` of ``cpu/tape.h``; there must be `operations`."""
+    assert operations() is not None
+    return torch.classes.razor_dist_cpu.Tape()
+
+
 def _load(library: Path) -> None:
     """Load the compiled library; one process compiles it, others wait."""
     from filelock import FileLock

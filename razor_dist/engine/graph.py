@@ -54,6 +54,9 @@ _MOST = 16
 # Largest difference of logits, relative to the largest logit, between a replay and the eager step.
 # They run the same kernels over other splits of the keys, so they are equal up to rounding only.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# Steps that are compared so: the one that was recorded, and the next one, which reads other
+# numbers, so that one that has stayed as it was while recording shows.
+_COMPARED = 2
 
 
 class Recorder(Protocol):
@@ -174,14 +177,16 @@ class _Recording:
     pages: Tensor | None = None
     tables: list[list[int]] = field(default_factory=list)  # that ``pages`` holds
     replay: Step | None = None
+    compared: int = 0  # of its steps with eager ones
     sent: Counter[Purpose] = field(default_factory=Counter)
 
 
 class DecodeGraphs:
     """Runs decode steps, by replaying recordings where that can be done.
 
-    A key's first step runs eagerly; the second is recorded, checked against the eager step and
-    replayed, as are those that follow. So a step that never comes again is not recorded.
+    A key's first step runs eagerly; the second is recorded and replayed, as are those that follow,
+    and the first replays are checked against eager steps. So a step that never comes again is not
+    recorded.
 
     ``forward`` gives a step's logits from its inputs and block tables. It may run several times for
     a step: it must not do more than compute, and write the new token's keys and values. Lengths are
@@ -227,8 +232,8 @@ class DecodeGraphs:
                 self._recordings.popitem(last=False)
             return self._eager(sequences, inputs)
         self._recordings.move_to_end(key)
-        if recording.replay is None:
-            return self._record(recording, key, sequences, inputs)
+        if recording.compared < _COMPARED:
+            return self._compare(recording, key, sequences, inputs)
         return self._replay(recording, sequences, inputs)
 
     def key(self, sequences: Seq[Sequence]) -> Key:
@@ -274,16 +279,18 @@ class DecodeGraphs:
             recording.pages.copy_(block_tables(self._caches, sequences, rows, pages))
             recording.tables = tables
 
-    def _record(
+    def _compare(
         self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
     ) -> Tensor:
-        """The eager step's logits, and a recording of it unless something is wrong with that."""
-        logits = self._eager(sequences, inputs, key.sequences)
-        problem = self._try(self._capture, recording, key, sequences, inputs)
+        """The eager step's logits; and a recording that gives them too, or none from here on."""
+        logits, problem = self._eager(sequences, inputs, key.sequences), None
+        if recording.replay is None:
+            problem = self._try(self._capture, recording, key, sequences, inputs)
         if self._all_well(problem):
             # Replayed only now: a rank without a recording would leave the others waiting.
-            problem = self._try(self._compare, recording, sequences, inputs, logits)
+            problem = self._try(self._difference, recording, sequences, inputs, logits)
             if self._all_well(problem):
+                recording.compared += 1
                 return logits
         log.warning(
             "decode steps are not recorded from here on: %s",
@@ -316,7 +323,7 @@ class DecodeGraphs:
         self._comm.bytes_sent.subtract(recording.sent)
         return None
 
-    def _compare(
+    def _difference(
         self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor, logits: Tensor
     ) -> str | None:
         replayed = self._replay(recording, sequences, inputs)

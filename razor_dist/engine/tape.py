@@ -2,9 +2,10 @@
 
 What a short step takes on a CPU is half Python: modules, their hooks, shapes and views, thirty
 layers of them. A tape notes the operations that are left of a step, with the memory that each reads
-and writes, and repeats these alone, from C++ (`kernels/cpu/tape.h`). Like a CUDA graph (`razor_dist.engine.graph`), it repeats the
-same work on the same memory: a number that was read from a Python variable while recording stays as
-it was, and what was computed from a tensor is computed from what that tensor holds now.
+and writes, and repeats these alone, from C++ (`kernels/cpu/tape.h`). Like a CUDA graph
+(`razor_dist.engine.graph`), it repeats the same work on the same memory: a number that was read
+from a Python variable while recording stays as it was, and what was computed from a tensor is
+computed from what that tensor holds now.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
+from razor_dist.kernels.compiled import new_tape
 from razor_dist.parallel.comm import Communicator
 
 Call = Callable[[], object]
@@ -191,7 +193,7 @@ def _compiled(calls: Sequence[_Operation | Call]) -> list[Call]:
         if not noted:
             found += cast("Iterator[Call]", run)
             continue
-        tape = torch.classes.razor_dist_cpu.Tape()
+        tape = new_tape()
         for operation in cast("Iterator[_Operation]", run):
             tape.note(True)
             try:

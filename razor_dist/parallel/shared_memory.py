@@ -145,8 +145,8 @@ class _Segment:
         self.boards = np.frombuffer(memory, np.uint8, boards, at).reshape(size, _PLACES, -1)
         self.channels = np.frombuffer(memory, np.uint8, offset=at + boards)
         self.channels = self.channels.reshape(size, size, _PLACES, -1)
-        counters = self.boards, self.posted, self.read, self.complete
-        self.for_torch = [torch.from_numpy(array) for array in counters]
+        arrays = self.boards, self.posted, self.read, self.complete
+        self.for_torch = [torch.from_numpy(array) for array in arrays]
 
     @staticmethod
     def nbytes(size: int) -> int:

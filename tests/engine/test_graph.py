@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from razor_dist.attention.short_inputs import drop_outdated, step_inputs
 from razor_dist.config.schema import EngineConfig
@@ -40,6 +41,9 @@ from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
+from tests.test_kernels_linear import needs_compiler
+
+pytestmark = needs_compiler
 
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
@@ -93,7 +97,7 @@ class Both:
         self.eager, self.graphs = make_pair(comm, case, self.tape)
         self.errors: list[float] = []
         self.agree = True
-        self.sent: list[tuple[int, int, bool]] = []
+        self.sent: list[tuple[int, int, int]] = []  # eagerly, by graphs; how often it ran there
         self.next = dict.fromkeys(range(9), 5)
 
     def open(self, key: int, length: int) -> None:
@@ -108,19 +112,26 @@ class Both:
     def decode(self, *keys: int) -> None:
         plan = answer(*((key, self.next[key]) for key in keys))
         logits, sent = [], []
-        before, replayed = self.tape.recorded, self.tape.replayed
+        before, replayed, compared = self.tape.recorded, self.tape.replayed, self.compared
         for runner in (self.eager, self.graphs):
             already = self.comm.bytes_sent["merge"]
             logits.append(runner.execute(plan))
             sent.append(self.comm.bytes_sent["merge"] - already)
         # What is replayed, or recorded, is of a padded batch.
         rows = batch_bucket(len(keys)) if self.tape.replayed > replayed else len(keys)
-        self.sent.append((sent[0] * rows // len(keys), sent[1], self.tape.recorded > before))
+        # Eagerly to compare, to warm up, and replayed.
+        times = 1 + (self.compared > compared) + (self.tape.recorded > before)
+        self.sent.append((sent[0] * rows // len(keys), sent[1], times))
         if logits[0] is None or logits[1] is None:
             return
         want, got = logits
         self.errors.append(((got - want).abs().max() / want.abs().max()).item())
         self.agree &= torch.equal(got.argmax(-1), want.argmax(-1))
+
+    @property
+    def compared(self) -> int:
+        assert self.graphs.graphs is not None
+        return sum(each.compared for each in self.graphs.graphs._recordings.values())
 
     def choose(self, *keys: int) -> None:
         """Feed other tokens, alike on every rank, which know no logits."""
@@ -200,9 +211,9 @@ def test_recorded_steps_are_the_eager_steps(
     assert 5 <= recorded <= 15
     assert replayed >= 70
     assert {answer[2:4] for answer in answers} == {(recorded, replayed)}
-    for eager, graphs, recording in sent:
-        # A step that is recorded runs eagerly, to warm up, and replayed.
-        assert graphs == eager * (3 if recording else 1)
+    assert {times for _, _, times in sent} == {1, 2, 3}
+    for eager, graphs, times in sent:
+        assert graphs == eager * times
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "glm"])
@@ -344,7 +355,7 @@ def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
 
 
 class Broken(CountingTape):
-    """Fails on some ranks: when recording, or by giving wrong or no numbers."""
+    """Fails on some ranks: when recording, or by giving wrong numbers, none, or always the same."""
 
     def __init__(self, comm: Communicator, how: str) -> None:
         super().__init__(comm)
@@ -354,8 +365,14 @@ class Broken(CountingTape):
         if self.how == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
         replay = super().record(step)
-        wrong = {"": 0.0, "differs": 0.1, "nan": math.nan}[self.how]
-        return lambda: replay() + wrong
+        wrong = {"": 0.0, "differs": 0.1, "nan": math.nan, "frozen": 0.0}[self.how]
+        found: list[Tensor] = []
+
+        def broken() -> Tensor:
+            found.append(replay() + wrong)
+            return found[0] if self.how == "frozen" else found[-1]
+
+        return broken
 
 
 def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float, bool, str, int]:
@@ -386,6 +403,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
         (("raises",), ["RuntimeError: operation not permitted"]),
         (("differs",), ["differ from the eager step's by"]),
         (("nan",), ["differ from the eager step's by nan"]),
+        (("frozen",), ["differ from the eager step's by"]),
         (("", "raises"), ["another rank", "RuntimeError: operation not permitted"]),
         (("differs", ""), ["differ from", "another rank"]),
     ],
@@ -431,6 +449,35 @@ def test_the_tape_refuses_what_a_capture_refuses() -> None:
     ):
         with pytest.raises((RuntimeError, AssertionError)), torch.inference_mode():
             Tape(Communicator(None)).record(step)
+
+
+def test_the_tape_repeats_operations_of_every_kind() -> None:
+    """Written to, copied to, of several results of which one is a view, in place; and no more."""
+    x, index, state = torch.arange(6.0), torch.tensor([4, 1]), torch.zeros(2)
+    run = []
+
+    def step() -> Tensor:
+        run.append(1)
+        values, places = x.view(2, 3).max(1)  # no form of it writes to both
+        picked = x[index]  # nor of this
+        state.add_(picked)
+        return torch.cat([values * 2, places.float(), picked.reshape(-1), state, x[:1]])
+
+    def wanted() -> Tensor:
+        values, places = x.view(2, 3).max(1)
+        return torch.cat([values * 2, places.float(), x[index], state + x[index], x[:1]])
+
+    tape = Tape(Communicator(None))
+    with torch.inference_mode():
+        want = wanted()
+        replay = tape.record(step)
+        torch.testing.assert_close(state, x[index])  # recorded once, and not run again
+        for number in range(3):
+            x.copy_(torch.randn(6, generator=torch.Generator().manual_seed(number)))
+            index.copy_(torch.tensor([number, 5 - number]))
+            want = wanted()
+            torch.testing.assert_close(replay(), want, rtol=0, atol=0)
+    assert len(run) == 1
 
 
 def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:

@@ -131,10 +131,11 @@ def test_another_number_of_ranks_reads_the_same_store(
     [first] = ranks(wrote).run(lives, str(path), settings, (q(0), q(2, 90), long))[0]
     [second] = ranks(reads).run(lives, str(path), settings, (long, q(1)))[0]
     want = alone(ranks, path, (q(0), q(2, 90), long, q(1)), kv_dtype=kv)
-    # Of 8 bits a number between two steps, 1/127 of its row's largest, becomes either.
-    tolerance = 1e-4 if kv == "fp32" else 1e-2
-    assert_alike(first[0], {name: want[name] for name in ("q0", "q2", "turn")}, tolerance)
-    assert_alike(second[0], {name: want[name] for name in ("turn", "q1")}, tolerance)
+    # Of 8 bits a number between two steps, 1/127 of its row's largest, becomes either: without a
+    # store two and four ranks differ so from one by up to 3e-3 (docs/LOG.md).
+    bounds = (1e-4, 1e-4) if kv == "fp32" else (1e-2, 2e-3)
+    assert_alike(first[0], {name: want[name] for name in ("q0", "q2", "turn")}, *bounds)
+    assert_alike(second[0], {name: want[name] for name in ("turn", "q1")}, *bounds)
     assert second[1] == {"turn": 269, "q1": 150} and second[2]["disk"]["failures"] == 0
 
 

@@ -42,7 +42,7 @@ def communicate(comm: Communicator, seed: int) -> list[Tensor]:
     for number in range(12):
         nbytes, dtype = draw.choice(SIZES), draw.choice(DTYPES)
         mine = numbers(100 * number + comm.rank, nbytes, dtype)
-        match draw.choice(["shift", "exchange", "gather", "reduce", "broadcast"]):
+        match draw.choice(["shift", "exchange", "gather", "reduce", "sum", "broadcast"]):
             case "shift":
                 offset = draw.randrange(1, comm.size)
                 pending.append(comm.shift(mine, torch.empty_like(mine), offset, "ring"))
@@ -54,6 +54,8 @@ def communicate(comm: Communicator, seed: int) -> list[Tensor]:
                 results.append(comm.all_gather(mine, "merge"))
             case "reduce":
                 pending.append(comm.all_reduce(mine, "compensation"))
+            case "sum":
+                results.append(comm.sum(mine, "tensor"))
             case "broadcast":
                 comm.broadcast(mine, "control")
                 results.append(mine)
@@ -88,14 +90,22 @@ def test_the_same_arrives_as_over_gloo(ranks: Callable[[int], RankPool], size: i
     check()
 
 
-def sums(comm: Communicator) -> Tensor:
+def sums(comm: Communicator) -> list[Tensor]:
+    """The same sum past the queues and through them; on rank 0 always through them."""
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
-    return comm.all_reduce(tensor, "compensation").wait()[0]
+    assert isinstance(comm, SharedMemory)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(comm, "_compiled", None)
+        at_once = comm.sum(tensor.clone(), "tensor")
+    return [at_once, *comm.all_reduce(tensor, "compensation").wait()]
 
 
 def test_a_sum_has_the_same_bits_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
     first, *others = ranks(4).run(sums)
-    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(*first)
+    for of_rank in others:
+        assert torch.equal(of_rank[1], first[1]) and torch.equal(of_rank[0], others[0][0])
 
 
 @contextmanager
@@ -125,6 +135,8 @@ def lose_rank_1(comm: Communicator, how: signal.Signals, operation: str, timeout
                 links.broadcast(large, "control")
             case "gather":
                 links.all_gather(large, "merge")
+            case "sum":
+                links.sum(torch.ones(8), "tensor")
             case "exchange":
                 peer = [(1, large)]
                 links.exchange(peer, [(1, torch.empty_like(large))], "ring").wait()
@@ -138,7 +150,7 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "gather", "exchange"])
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "sum", "exchange"])
 def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
     before = segments()
     with own_pool(3) as pool:
@@ -149,7 +161,7 @@ def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
     assert segments() == before
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "gather", "exchange"])
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "sum", "exchange"])
 def test_a_rank_that_is_stopped_is_given_up_after_the_timeout(operation: str) -> None:
     with own_pool(2) as pool:
         with pytest.raises(TimeoutError):  # rank 1 answers nothing
