@@ -17,8 +17,8 @@ from razor_dist import cli
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.bench import floor as bench_floor
 from razor_dist.evals.bench import measure
-from razor_dist.evals.bench.engine import OWN, STOCK, rank_name, ratios, run
-from razor_dist.evals.bench.floor import Rates, floor
+from razor_dist.evals.bench.engine import OWN, STOCK, of_floor, rank_name, ratios, run
+from razor_dist.evals.bench.floor import Floor, Rates, floor
 from razor_dist.evals.bench.measure import (
     CeilingSizes,
     TimedRun,
@@ -84,14 +84,16 @@ def test_ratios_and_their_bars() -> None:
     found = ratios(single, parallel, (1, 8))
     assert [(round(r.value, 3), r.bar, r.met) for r in found] == [
         (0.7, 0.75, True),
-        (0.8, 0.6, False),
-        (1.1, None, None),
+        (0.8, 0.45, False),
+        (1.1, 1.0, False),
         (1.2, None, None),
         (2.0, 1.5, False),
         (10.0, None, None),
         (1.0, 1.5, True),
         (1.5, 2.0, True),
     ]
+    of_floors = {OWN["razor"]: Floor(prefill=10.0, decode=0.02)}
+    assert of_floor(single, of_floors) == ("prefill, razor / its floor", 1.4, 1.1, False)
 
 
 def test_ratios_to_peers() -> None:
@@ -198,7 +200,7 @@ def test_a_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     held = {label: times[name]["kv_bytes"] for label, name in OWN.items()}
     assert held["int8 both"] == held["int8 keys"] < held["razor"] == held["int8 weights"]
     assert found["full_attention_generates_the_tokens_of_transformers"] is True
-    assert not found["ranks"] and len(found["ratios"]) == 2 * len(OWN)
+    assert not found["ranks"] and len(found["ratios"]) == 2 * len(OWN) + 1
     page = record.page()
     assert f" {found['floors'][STOCK]['prefill_over_floor']:.2f} |" in page
     assert "GFLOP/s in a matrix product (" in page and "Bytes, measured" not in page
