@@ -505,7 +505,8 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
 // which the first R heads of `order` are written:
 //   out = sum of e^(lse_p - m) out_p / sum of e^(lse_p - m), 0 where all lse are -inf
 inline void merge_ranks(const Tensor& gathered, const Tensor& order, const Tensor& out) {
-  TORCH_CHECK(gathered.is_contiguous() && out.is_contiguous(), "results must be contiguous");
+  TORCH_CHECK(gathered.is_contiguous() && out.is_contiguous() && order.is_contiguous(),
+              "results and heads must be contiguous");
   const int64_t ranks = gathered.size(0), heads = gathered.size(1), group = gathered.size(2),
                 tokens = gathered.size(3), dim = gathered.size(4) - 1, stride = gathered.stride(0);
   const int64_t* const of = order.const_data_ptr<int64_t>();

@@ -75,7 +75,7 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       .def(torch::init<>())
       .def("note", &Tape::note)
       .def("copy_to", &Tape::copy_to)
-      .def("run", [](const c10::intrusive_ptr<Tape>& tape) { tape->run(); });
+      .def("run", &Tape::run);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {

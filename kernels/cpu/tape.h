@@ -13,7 +13,7 @@ namespace razor_dist {
 
 using at::Tensor;
 
-// Comes before all other keys, and is torch's own for tests of such fallbacks as `note_call`.
+// Comes before whatever computes, and is torch's own for tests of such fallbacks as `note_call`.
 constexpr auto NOTING = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 class Tape : public torch::CustomClassHolder {
@@ -29,7 +29,7 @@ class Tape : public torch::CustomClassHolder {
     calls_.back().results = std::move(results);
   }
 
-  void run() const {
+  void run() {
     torch::jit::Stack stack;
     for (const Call& call : calls_) {
       stack.assign(call.arguments.begin(), call.arguments.end());

@@ -160,6 +160,9 @@ def _operation(
         return _Operation(function, args, kwargs, [])
     written = _writing(function, len(made)) if all(new) else None
     if written is None:
+        returns = [str(result.type) for result in function._schema.returns]
+        if returns != ["Tensor"] * len(made):
+            raise RuntimeError(f"{function} cannot be recorded: it returns {returns}")
         results = [old if is_new else None for old, is_new in zip(made, new, strict=True)]
         return _Operation(function, args, kwargs, results)
     names = [argument.name for argument in written._schema.arguments[-len(made) :]]

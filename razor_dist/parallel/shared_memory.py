@@ -23,7 +23,7 @@ ranks that each wait until the other has read cannot block each other, as long a
 Short steps wait for two or three small collectives in every layer. Where nothing else is under
 way those go past the queues (`SharedMemory._meet`), as one compiled operation each: a rank writes
 its part, and sleeps on one counter of all (a futex) until the rank that comes last raises it.
-Without a compiler they take their turn in the queues.
+Where a rank has no compiler, all take their turn in the queues.
 
 A rank that has nothing to do waits for a plan, which comes through a pipe: it sleeps there, without
 any CPU time. The end of another process ends every wait at once, by its ``pidfd``.
@@ -32,6 +32,7 @@ any CPU time. The end of another process ends every wait at once, by its ``pidfd
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import platform
@@ -43,7 +44,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +58,8 @@ _LINE = 64  # bytes; counters of different ranks must not share a cache line
 _PLACES = 2
 _BOARD_BYTES = 256 << 10
 _CHANNEL_BYTES = 512 << 10
-# A waiting rank sleeps so long between two looks, at first and then. Spinning or sched_yield would
-# take the cores from the ranks that compute (docs/LOG.md).
+# A rank that waits in the queues sleeps so long between two looks, at first and then. Looking all
+# the time, in Python, would take the cores from the ranks that compute (docs/LOG.md).
 _SHORT_SLEEP = 50e-6
 _SHORT_SLEEPS = 100
 _LONG_SLEEP_MS = 1
@@ -90,12 +91,14 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
     with contextlib.ExitStack() as files:
         first = dist.get_rank(group) == 0
         mine, reading = _own_files(_Segment.nbytes(size) if first else 0, files)
-        told = [(_host(), mine)] * size
-        dist.all_gather_object(told, (_host(), mine), group=group)
-        processes = [process for _, process in told if process is not None]
-        if len(processes) == size and len({host for host, _ in told}) == 1:
+        compiled = operations()
+        told = [(_host(), mine, compiled is not None)] * size
+        dist.all_gather_object(told, told[0], group=group)
+        processes = [process for _, process, _ in told if process is not None]
+        compiled = compiled if all(there for *_, there in told) else None
+        if len(processes) == size and len({host for host, *_ in told}) == 1:
             with contextlib.suppress(OSError):
-                links = SharedMemory(group, timeout, processes, reading)
+                links = SharedMemory(group, timeout, processes, reading, compiled)
         joined = [False] * size
         dist.all_gather_object(joined, links is not None, group=group)
     if links is not None and not all(joined):
@@ -220,7 +223,7 @@ class _Gather(_Transfer):
 
 
 class _Sum(NamedTuple):
-    """Adds up what has been gathered, in the order of ranks, so that all get the same bits."""
+    """Adds up what has been gathered."""
 
     gather: _Gather
     parts: Tensor
@@ -228,14 +231,15 @@ class _Sum(NamedTuple):
 
     def wait(self) -> None:
         self.gather.wait()
-        self.tensor.copy_(self.parts.sum(0))
+        _add_up(self.parts, self.tensor)
 
 
 class SharedMemory(Communicator):
     """A `Communicator` for the CPU tensors of ranks that are processes of one host.
 
     Made by `connect`. ``processes`` are the ranks', in order; ``inbox`` is the reading end of this
-    rank's pipe. Nothing that is passed is closed. `OSError` if something of another process cannot
+    rank's pipe; ``compiled`` are the `operations` of all ranks, if all have them. Nothing that is
+    passed is closed. `OSError` if something of another process cannot
     be opened.
     """
 
@@ -245,6 +249,7 @@ class SharedMemory(Communicator):
         timeout: timedelta,
         processes: Sequence[_Process],
         inbox: int,
+        compiled: Any,
     ) -> None:
         super().__init__(group)
         self._timeout = timeout.total_seconds()
@@ -274,7 +279,7 @@ class SharedMemory(Communicator):
             self._files = files.pop_all()
         # Under way: collectives, by (), and each channel's messages, in their order.
         self._queues: defaultdict[tuple[int, ...], deque[_Gather | _Message]] = defaultdict(deque)
-        self._compiled = operations()
+        self._compiled = compiled
 
     def close(self) -> None:
         """Close the files; the memory goes with the last process that maps it."""
@@ -369,7 +374,11 @@ class SharedMemory(Communicator):
             self._gather(tensor, out).wait()
 
     def _sum(self, tensor: Tensor) -> None:
-        if tensor.dtype != torch.float32 or not self._meet(tensor, tensor, add=True):
+        if tensor.dtype != torch.float32:
+            parts = tensor.new_empty((self.size, *tensor.shape))
+            self._all_gather(tensor, parts)
+            _add_up(parts, tensor)
+        elif not self._meet(tensor, tensor, add=True):
             self._all_reduce(tensor).wait()
 
     def _all_reduce(self, tensor: Tensor) -> Work:
@@ -411,6 +420,14 @@ class SharedMemory(Communicator):
         if not ready:
             raise self._silence()
         return {fd for fd, _ in ready}
+
+
+def _add_up(parts: Tensor, out: Tensor) -> None:
+    """Add up every rank's part, so that all ranks get the same bits, by whichever way they came."""
+    if parts.dtype == torch.float32:  # in the order of ranks, as `_meet` does
+        out.copy_(functools.reduce(torch.add, parts.unbind()))
+    else:
+        out.copy_(parts.sum(0))
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

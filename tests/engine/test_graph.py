@@ -43,8 +43,6 @@ from tests.tape import CountingTape
 from tests.test_cuda import DEVICES
 from tests.test_kernels_linear import needs_compiler
 
-pytestmark = needs_compiler
-
 Ranks = Callable[[int], RankPool]
 Tiny = Callable[[str], Path]
 
@@ -139,6 +137,7 @@ class Both:
             self.next[key] = (self.next[key] * 7 + key) % 180 + 3
 
 
+@needs_compiler
 def test_slots_that_have_moved_need_no_new_recording(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")))
     for runner in (both.eager, both.graphs):
@@ -192,6 +191,7 @@ def story(comm: Communicator, case: Case) -> tuple[list[float], bool, int, int, 
     return both.errors, both.agree, both.tape.recorded, both.tape.replayed, both.sent
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("world", "split"),
     [
@@ -216,6 +216,7 @@ def test_recorded_steps_are_the_eager_steps(
         assert graphs == eager * times
 
 
+@needs_compiler
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "glm"])
 def test_every_family_can_be_recorded(family: str, tiny: Tiny) -> None:
     path = tiny(family)
@@ -234,6 +235,7 @@ def split_for(family: str) -> tuple[tuple[bool, ...], ...]:
     return ((False,) * heads, (True,) + (False,) * (heads - 1), (True,) * heads)
 
 
+@needs_compiler
 @torch.inference_mode()
 def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     """With nothing but the inputs written, the recording of one step answers the next ones."""
@@ -259,6 +261,7 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     assert both.tape.recorded == 1
 
 
+@needs_compiler
 def test_keys_of_8_bits_are_read_and_written_alike(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama"), kv_dtype=torch.int8))
     for length, key in ((41, 0), (9, 1)):
@@ -270,6 +273,7 @@ def test_keys_of_8_bits_are_read_and_written_alike(tiny: Tiny) -> None:
     assert max(both.errors) < 1e-4
 
 
+@needs_compiler
 def test_a_key_is_of_lengths_alone(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")))
     for key, length in enumerate((41, 20, 20, 9)):
@@ -300,6 +304,7 @@ def test_batches_are_padded_to_few_sizes(sequences: int) -> None:
     assert bucket in (1, 2, 4) or bucket % 8 == 0
 
 
+@needs_compiler
 def test_one_recording_serves_any_sequences(tiny: Tiny) -> None:
     """Sequences come and go within a batch of four; pages and slots are others' every time."""
     both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
@@ -319,6 +324,7 @@ def test_one_recording_serves_any_sequences(tiny: Tiny) -> None:
     assert max(both.errors) <= 1e-5 and both.agree
 
 
+@needs_compiler
 def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
     assert both.graphs.graphs is not None
@@ -337,6 +343,7 @@ def test_the_least_recently_used_recording_goes(tiny: Tiny) -> None:
     assert max(both.errors) <= 1e-5
 
 
+@needs_compiler
 def test_what_is_closed_holds_no_recording(tiny: Tiny) -> None:
     """NCCL would wait for it without end as the process group is destroyed."""
     both = Both(Communicator(None), case_of(tiny("llama")), pad=256)
@@ -397,6 +404,7 @@ def broken(comm: Communicator, case: Case, how: tuple[str, ...]) -> tuple[float,
     return error, graphs.graphs.enabled, "\n".join(records), tape.recorded
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -435,6 +443,7 @@ def test_nothing_is_recorded_without_kernels_or_in_graphs_over_gloo(ranks: Ranks
     assert ranks(2).run(recorder_for, "cuda") == [(False, [words])] * 2
 
 
+@needs_compiler
 def test_the_tape_refuses_what_a_capture_refuses() -> None:
     x = torch.ones(3)
     for step in (
@@ -451,6 +460,7 @@ def test_the_tape_refuses_what_a_capture_refuses() -> None:
             Tape(Communicator(None)).record(step)
 
 
+@needs_compiler
 def test_the_tape_repeats_operations_of_every_kind() -> None:
     """Written to, copied to, of several results of which one is a view, in place; and no more."""
     x, index, state = torch.arange(6.0), torch.tensor([4, 1]), torch.zeros(2)
@@ -480,6 +490,7 @@ def test_the_tape_repeats_operations_of_every_kind() -> None:
     assert len(run) == 1
 
 
+@needs_compiler
 def test_steps_of_many_sequences_are_not_recorded_on_cpu(tiny: Tiny) -> None:
     """And those of few are of as many as there are."""
     tape, case = Tape(Communicator(None)), case_of(tiny("llama"))
