@@ -25,6 +25,7 @@ _OTHER_ATTENTION = {
     "diffllama": "it subtracts two attention maps",
     "doge": "its attention mask is computed from the values",
     "emu3": "it serves images as well as text",
+    "jetmoe": "its experts' queries share keys that are repeated before attention",
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     "nemotron": "its layers do not hand the call's arguments on to attention",
 }

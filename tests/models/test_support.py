@@ -32,6 +32,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gpt_oss", {}, "learned sinks"),
     ("deepseek_v3", {}, "latent attention"),
+    ("jetmoe", {}, "keys that are repeated before attention"),
     ("falcon", {}, "FalconForCausalLM does not use"),
     ("falcon", {"alibi": True}, "biased by distance .* as is known for BLOOM, MPT, Baichuan"),
     ("bloom", {"slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact"),
