@@ -60,14 +60,14 @@ inline bool post(const Tensor& of_posted, const Tensor& of_complete, int64_t ran
   return true;
 }
 
-// How often a rank that waits lets others run before it sleeps. With more ranks than cores that is
-// cheaper than sleeping, since what it waits for is then what runs next.
+// How often a rank lets others run before it sleeps for the first time. With more ranks than cores
+// that is cheaper than sleeping, since what it waits for is then what runs next.
 constexpr int YIELDS = 50;
 
 // Wait until all ranks' parts of a number are on their boards, so many seconds at most.
-inline bool wait_for(const Counters& posted, const Counters& complete, int64_t number,
+inline bool wait_for(const Counters& posted, const Counters& complete, int64_t number, int yields,
                      double seconds) {
-  for (int times = 0; times < YIELDS && complete.get(0) <= number; ++times) sched_yield();
+  for (; yields && complete.get(0) <= number; --yields) sched_yield();
   const int64_t seen = complete.get(0);
   if (seen <= number) {
     const timespec time{static_cast<time_t>(seconds),
@@ -100,7 +100,7 @@ inline int64_t meet(const Tensor& mine, const Tensor& out, const Tensor& boards,
     std::memcpy(part(rank), mine.const_data_ptr(), bytes);
     all = post(of_posted, of_complete, rank, number);
   }
-  if (!all && !wait_for(posted, complete, number, seconds)) return WAITING;
+  if (!all && !wait_for(posted, complete, number, begin ? YIELDS : 0, seconds)) return WAITING;
   if (add) {
     float* const to = out.data_ptr<float>();
     std::memcpy(to, part(0), bytes);
