@@ -338,6 +338,7 @@ def ratios(
 
 
 def of_floor(single: Mapping[str, Timing], floors: Mapping[str, Floor]) -> Ratio:
+    """Compare razor's prefill with the least that it can take."""
     value, _ = floors[OWN["razor"]].under(single[OWN["razor"]])
     return Ratio("prefill, razor / its floor", value, 1.1, value <= 1.1)
 

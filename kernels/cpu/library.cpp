@@ -59,9 +59,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
       on_cpu(rotate));
   library.def(
-      "rotate.out(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, *, Tensor(a!) "
-      "out0, "
-      "Tensor(b!) out1) -> (Tensor(a!), Tensor(b!))",
+      "rotate.out(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, *, "
+      "Tensor(a!) out0, Tensor(b!) out1) -> (Tensor(a!), Tensor(b!))",
       on_cpu(rotate_to));
 #ifdef __linux__
   library.def("post(Tensor(a!) posted, Tensor(b!) complete, int rank, int number) -> bool",

@@ -144,7 +144,7 @@ class _Log(TorchDispatchMode):
 
 
 class _Operation(NamedTuple):
-    """What computes the same again; ``results`` are copied to these tensors, but for None."""
+    """An operation with its arguments, and the tensors to which its results are copied, or None."""
 
     function: Any
     args: Any

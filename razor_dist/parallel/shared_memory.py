@@ -239,8 +239,7 @@ class SharedMemory(Communicator):
 
     Made by `connect`. ``processes`` are the ranks', in order; ``inbox`` is the reading end of this
     rank's pipe; ``compiled`` are the `operations` of all ranks, if all have them. Nothing that is
-    passed is closed. `OSError` if something of another process cannot
-    be opened.
+    passed is closed. `OSError` if something of another process cannot be opened.
     """
 
     def __init__(

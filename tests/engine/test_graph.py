@@ -462,14 +462,14 @@ def test_the_tape_refuses_what_a_capture_refuses() -> None:
 
 @needs_compiler
 def test_the_tape_repeats_operations_of_every_kind() -> None:
-    """Written to, copied to, of several results of which one is a view, in place; and no more."""
+    """Operations that write to given memory, that must be copied there, in place; and views."""
     x, index, state = torch.arange(6.0), torch.tensor([4, 1]), torch.zeros(2)
     run = []
 
     def step() -> Tensor:
         run.append(1)
         values, places = x.view(2, 3).max(1)  # no form of it writes to both
-        picked = x[index]  # nor of this
+        picked = x[index]
         state.add_(picked)
         return torch.cat([values * 2, places.float(), picked.reshape(-1), state, x[:1]])
 
@@ -479,7 +479,6 @@ def test_the_tape_repeats_operations_of_every_kind() -> None:
 
     tape = Tape(Communicator(None))
     with torch.inference_mode():
-        want = wanted()
         replay = tape.record(step)
         torch.testing.assert_close(state, x[index])  # recorded once, and not run again
         for number in range(3):
