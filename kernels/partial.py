@@ -11,11 +11,13 @@ their lse (flash-decoding): `attend_folded`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from razor_dist.kernels.compiled import operations
 
 # A bias that hides a key. Finite, for the fused ops report lse = 0 for a row whose keys are all at
 # -inf: so a segment that is hidden altogether has an lse that counts for nothing in a merge.
@@ -45,30 +47,51 @@ def over_keys(attend: Callable[[slice], Partial], keys: int, block: int) -> Part
     The result is as ``attend`` gives it for a slice of the keys where one block is all, else in
     float32.
     """
-    partials = [attend(slice(begin, begin + block)) for begin in range(0, keys, block)]
-    return partials[0] if len(partials) == 1 else merge(partials)
+    begins = range(0, keys, block)
+    partials = (attend(slice(begin, begin + block)) for begin in begins)
+    return next(partials) if len(begins) == 1 else merge(partials)
 
 
-def merge(partials: Sequence[Partial]) -> Partial:
+def merge(partials: Iterable[Partial]) -> Partial:
     """Combine attention over disjoint segments into attention over their union.
 
     ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``, in float32 with
     the running maximum subtracted. Rows that see no key in any segment give ``out = 0`` and
-    ``lse = -inf``, never NaN. ``partials`` are one or more of the same shapes.
+    ``lse = -inf``, never NaN. ``partials`` are one or more of the same shapes; those of an iterator
+    are made one after the other, so that a result of many segments takes the memory of few.
     """
-    if len(partials) == 1:
-        return Partial(partials[0].out.float(), partials[0].lse)
-    out, lse = partials[0].out.float(), partials[0].lse
-    for other in partials[1:]:
-        top = torch.maximum(lse, other.lse)
-        # Where both are -inf the differences would be NaN; any finite reference gives weight 0.
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        w_a, w_b = torch.exp(lse - top), torch.exp(other.lse - top)
-        total = w_a + w_b
-        inverse = torch.where(total > 0, 1.0 / total, 0.0)
-        out = out * (w_a * inverse).unsqueeze(-1) + other.out * (w_b * inverse).unsqueeze(-1)
-        lse = top + torch.log(total)
-    return Partial(out, lse)
+    each = iter(partials)
+    first = next(each)
+    found = Partial(first.out.float(), first.lse)
+    del first
+    for other in each:
+        found = _merge(found, other)
+        del other  # before the next one is made
+    return found
+
+
+def _merge(one: Partial, other: Partial) -> Partial:
+    if _merged_at_once(*one, *other):
+        return Partial(*operations().merge(*one, *other))
+    top = torch.maximum(one.lse, other.lse)
+    # Where both are -inf the differences would be NaN; any finite reference gives weight 0.
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    w_a, w_b = torch.exp(one.lse - top), torch.exp(other.lse - top)
+    total = w_a + w_b
+    inverse = torch.where(total > 0, 1.0 / total, 0.0)
+    out = one.out * (w_a * inverse).unsqueeze(-1) + other.out * (w_b * inverse).unsqueeze(-1)
+    return Partial(out, top + torch.log(total))
+
+
+def _merged_at_once(*tensors: Tensor) -> bool:
+    """Tell if the compiled operation merges these; it has no gradients."""
+    return operations() is not None and all(
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and (x.dim() == 3 or x.stride(-1) == 1)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        for x in tensors
+    )
 
 
 def empty_partial(q: Tensor) -> Partial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,9 @@ class Query(NamedTuple):
         assert bias is None, "a bias goes with a distance only"
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
+    def _attend_keys(self, keys: Keys) -> Partial:
+        return self.attend(keys.k, keys.v, bias=keys.bias, where=keys.where)
+
     def takes_windows(self, k: KeysOrValues) -> bool:
         return self.slopes is None and takes_windows(self.q, k)
 
@@ -108,8 +112,9 @@ class Query(NamedTuple):
         found = []
         for at, segments in sequences:
             query = self.tokens(at)
-            parts = [query.attend(s.k, s.v, bias=s.bias, where=s.where) for s in segments]
-            found.append(merge(parts) if parts else empty_partial(query.q))
+            parts = map(query._attend_keys, segments)
+            first = next(parts, None)
+            found.append(empty_partial(query.q) if first is None else merge(chain([first], parts)))
         if len(found) == 1:
             return found[0]
         return Partial(*(torch.cat(x, dim=2) for x in zip(*found, strict=True)))

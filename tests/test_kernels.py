@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +27,9 @@ from razor_dist.kernels import (
     flash_attn,
     merge,
     merge_stacked,
+    partial,
 )
-from razor_dist.kernels.partial import attend_folded
+from razor_dist.kernels.partial import attend_folded, over_keys
 from razor_dist.kernels.quantized import quantize, row_bytes, unpacked
 
 
@@ -90,6 +93,10 @@ def test_no_keys_means_minus_infinity_not_zero() -> None:
     assert (partial.out == 0).all()
 
 
+def without_compiled() -> AbstractContextManager[object]:
+    return mock.patch.object(partial, "operations", lambda: None)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 40), min_size=0, max_size=5), seed=st.integers(0, 1000),
@@ -103,19 +110,47 @@ def test_merge_of_any_cut_is_the_whole(cuts: list[int], seed: int, queries: int)
     stacked = merge_stacked(
         torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts])
     )
-    for got in (merge(parts), merge(parts[::-1]), stacked):
+    # Views of other memory, as the ring's and the compensation token's are.
+    packed = [torch.cat([p.out, p.lse.unsqueeze(-1)], -1).transpose(1, 2) for p in parts]
+    views = [Partial(x[..., :-1].transpose(1, 2), x[..., -1].mT) for x in packed]
+    found = [stacked]
+    for without in (nullcontext(), without_compiled()):
+        with without:
+            found += [merge(parts), merge(parts[::-1]), merge(views)]
+    for got in found:
         torch.testing.assert_close(got.out, want.out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=1e-5)
 
 
-def test_merge_of_nothing_is_nothing_and_huge_scores_do_not_overflow() -> None:
+def test_results_of_many_segments_take_the_memory_of_few() -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def segment(alive: int) -> Partial:
+        assert sum(ref() is not None for ref in made) <= alive
+        out = torch.ones(1, 2, 3, 16)
+        made.append(weakref.ref(out))
+        return Partial(out, torch.zeros(1, 2, 3))
+
+    merge(segment(1) for _ in range(9))
+    over_keys(lambda _: segment(1), 90, 10)
+    assert len(made) == 18
+
+
+@pytest.mark.parametrize("without", [nullcontext, without_compiled])
+def test_merge_of_nothing_is_nothing_and_huge_scores_do_not_overflow(
+    without: Callable[[], AbstractContextManager[object]],
+) -> None:
     q = torch.zeros(1, 1, 2, 4)
-    nothing = merge([empty_partial(q), empty_partial(q)])
-    assert (nothing.lse == -math.inf).all()
-    assert not nothing.out.isnan().any()
-    huge = Partial(torch.ones(1, 1, 2, 4), torch.full((1, 1, 2), 1e4))
-    assert torch.equal(merge([huge, empty_partial(q)]).out, huge.out)
-    assert merge([huge, huge]).lse[0, 0, 0].item() == pytest.approx(1e4 + math.log(2))
+    with without():
+        nothing = merge([empty_partial(q), empty_partial(q)])
+        assert (nothing.lse == -math.inf).all()
+        assert not nothing.out.any()
+        huge = Partial(torch.ones(1, 1, 2, 4), torch.full((1, 1, 2), 1e4))
+        assert torch.equal(merge([huge, empty_partial(q)]).out, huge.out)
+        assert merge([huge, huge]).lse[0, 0, 0].item() == pytest.approx(1e4 + math.log(2))
+        wrong = Partial(huge.out, torch.full((1, 1, 2), math.nan))
+        for parts in ([huge, wrong], [wrong, empty_partial(q)]):
+            assert merge(parts).out.isnan().all() and merge(parts).lse.isnan().all()
 
 
 def test_compensation_token_is_that_many_equal_keys() -> None:

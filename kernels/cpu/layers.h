@@ -161,9 +161,6 @@ inline Tensor linear(const Tensor& x, const Tensor& w, const optional<Tensor>& b
   return linear_to(x, w, bias, empty_outputs(x, w.size(0)));
 }
 
-// So many numbers are worth a thread of their own.
-constexpr int64_t GRAIN = 1 << 14;
-
 // to = from / step, rounded to whole numbers, of which the largest is `most`, and `zero` added;
 // return step, NaN if a number is NaN or infinite.
 template <class T>

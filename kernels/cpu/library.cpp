@@ -41,6 +41,8 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
       "attend_many(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? first, "
       "bool causal, float scale) -> (Tensor, Tensor)",
       on_cpu(attend_many));
+  library.def("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+              on_cpu(merge));
   library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", on_cpu(linear));
   library.def("linear.out(Tensor x, Tensor w, Tensor? bias, *, Tensor(a!) out) -> Tensor(a!)",
               on_cpu(linear_to));

@@ -348,4 +348,42 @@ inline std::tuple<Tensor, Tensor> attend_many(const Tensor& q, const Tensor& k, 
   return of(int8_t());
 }
 
+// razor_dist.kernels.partial.merge of two: float32 outs [K, G, T, D] and lses [K, G, T].
+inline std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a,
+                                        const Tensor& out_b, const Tensor& lse_b) {
+  for (const Tensor* x : {&out_a, &out_b})
+    TORCH_CHECK(x->scalar_type() == at::kFloat && x->sizes() == out_a.sizes() && x->stride(3) == 1,
+                "results of ", x->sizes(), " beside ", out_a.sizes());
+  for (const Tensor* x : {&lse_a, &lse_b})
+    TORCH_CHECK(x->scalar_type() == at::kFloat && x->sizes() == out_a.sizes().slice(0, 3),
+                "lse of ", x->sizes(), " for results of ", out_a.sizes());
+  const int64_t group = out_a.size(1), tokens = out_a.size(2), dim = out_a.size(3),
+                rows = out_a.size(0) * group * tokens;
+  const Tensor out = at::empty(out_a.sizes(), out_a.options());
+  const Tensor lse = at::empty(lse_a.sizes(), lse_a.options());
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at[] = {row / tokens / group, row / tokens % group, row % tokens};
+      auto place = [&](const Tensor& x) {
+        const float* data = x.const_data_ptr<float>();
+        for (int i = 0; i < 3; ++i) data += at[i] * x.stride(i);
+        return data;
+      };
+      const float a = *place(lse_a), b = *place(lse_b);
+      const float top = a > b || a != a ? a : b;  // NaN stays
+      // Where both are -inf the differences would be NaN; any finite reference gives weight 0.
+      const float from = top == NONE ? 0 : top;
+      float by_a = std::exp(a - from), by_b = std::exp(b - from);
+      const float total = by_a + by_b;
+      if (total != 0) by_a /= total, by_b /= total;
+      const float *of_a = place(out_a), *of_b = place(out_b);
+      float* to = out.data_ptr<float>() + row * dim;
+      for (int64_t d = 0; d < dim; ++d) to[d] = by_a * of_a[d] + by_b * of_b[d];
+      lse.data_ptr<float>()[row] = from + std::log(total);  // log 0 is -inf
+    }
+  });
+  return {out, lse};
+}
+
 }  // namespace razor_dist

@@ -21,6 +21,9 @@ constexpr int WIDTH = 16;
 #else
 constexpr int WIDTH = 8;
 #endif
+// So many numbers are worth a thread of their own.
+constexpr int64_t GRAIN = 1 << 14;
+
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));

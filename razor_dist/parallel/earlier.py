@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,24 +35,24 @@ class Earlier:
         old = [(packed(x), packed(y)) for x, y in self.segments]
         return torch.stack([torch.cat(x, 1) for x in zip(*old, (k, v), strict=True)])
 
-    def partials(self, query: Query, runs: Sequence[range], rank: int) -> list[Partial]:
-        """Attention to each segment of the shard of ``rank``, this one.
+    def partials(self, query: Query, runs: Sequence[range], rank: int) -> Iterator[Partial]:
+        """Yield attention to each segment of the shard of ``rank``, this one.
 
         ``runs`` are where the queries stand.
         """
         keys = self.positions[rank] if query.by_distance and self.segments else None
-        partials, done = [], 0
+        done = 0
         for k, v in self.segments:
             at = slice(done, done + k.shape[1])
             where = None if keys is None else Places(runs, keys[at])
-            partials.append(query.attend(k, v, where=where))
+            yield query.attend(k, v, where=where)
             done = at.stop
-        return partials
 
     def seen_by(self, query: Query, runs: Sequence[range], rank: int) -> Partial:
         """The same, merged."""
-        partials = self.partials(query, runs, rank)
-        return merge(partials) if partials else empty_partial(query.q)
+        if not self.segments:
+            return empty_partial(query.q)
+        return merge(self.partials(query, runs, rank))
 
 
 def queries_travel(

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def ring_attention(
     if comm.size == 1:
         where = _Positions(chunk, earlier, query.by_distance, k.device)
         own = query.attend(k, v, causal=True, where=where.of(0, where.new(0)))
-        return merge([own, *earlier.partials(query, chunk.ranges(0), 0)]).out
+        return merge(chain([own], earlier.partials(query, chunk.ranges(0), 0))).out
     pass_q = earlier.total > 0 and queries_travel(
         chunk, earlier.total, group, dim, query.q.element_size(), 2 * k.shape[2] * k.element_size()
     )
@@ -135,7 +136,7 @@ def _pass_kv(
             at = where.of(rank, places, slice(before, None))
             own = query.attend(*block[:, :, before:], causal=True, where=at)
             old = earlier.partials(query, chunk.ranges(rank), rank)
-            early, late = _split(merge([own, *old]), split)
+            early, late = _split(merge(chain([own], old)), split)
         elif owner < rank:
             seen = before + len(chunk.owned(owner)[0])  # all but its late shard
             at = where.of(rank, places, slice(0, seen))

@@ -163,9 +163,10 @@ def test_the_end_of_a_rank_is_told_at_once(operation: str) -> None:
 @pytest.mark.parametrize("operation", ["broadcast", "gather", "sum", "exchange"])
 def test_a_rank_that_is_stopped_is_given_up_after_the_timeout(operation: str) -> None:
     with own_pool(2) as pool:
+        pool.run(sums)  # processes take seconds to start
         with pytest.raises(TimeoutError):  # rank 1 answers nothing
-            pool.run(lose_rank_1, signal.SIGSTOP, operation, 1, timeout=4)
-        assert re.fullmatch(r"no rank has answered for 1 s \(.*\)", pool.answers[0])
+            pool.run(lose_rank_1, signal.SIGSTOP, operation, 2, timeout=6)
+        assert re.fullmatch(r"no rank has answered for 2 s \(.*\)", pool.answers[0])
 
 
 def wait_idly(comm: Communicator) -> float:
