@@ -244,7 +244,9 @@ class ServerConfig(EngineConfig):
         60.0, "Seconds that a body may take to arrive, and one more for each 64 KiB of it.", gt=0
     )
     max_connections: int = _server(
-        1024, "Open connections; one more closes that which has longest sent no request.", ge=2
+        1024,
+        "Open connections; one more closes what has been sending its request for the longest.",
+        ge=2,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "How much the server logs."

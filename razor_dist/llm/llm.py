@@ -105,7 +105,7 @@ class LLM:
             ``{"prompt": "..."}`` is a text, ``{"prompt_token_ids": [...]}`` token ids, which are
             taken as they are.
         sampling_params : SamplingParams or a list with one for each prompt, optional
-            The defaults of `SamplingParams` if not given.
+            Those that the model recommends if not given.
         use_tqdm : bool or callable
             Show a progress bar of prompt tokens, which moves with every chunk that is read. A
             callable is called in tqdm's place, as vLLM does: see `PromptBar`.
