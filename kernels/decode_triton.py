@@ -34,7 +34,8 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Added and taken off again, it rounds a float32 to the nearest whole number, a half to even.
 _TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
-# Keys of a tile by the bytes of a query's number: products of float32 take more registers.
+# Keys of a tile by the bytes of a number, a query's or a key's: those of float32 take more
+# registers and more shared memory.
 TILES = {2: 64, 4: 16}
 # Rows that a tile has at least: tensor cores take no fewer.
 ROWS = 16
@@ -46,6 +47,7 @@ _SPLITS = (256, 4096)
 # A program of the merge reads so many dimensions of so many splits at a time.
 MERGED, MERGED_WIDTH = 64, 32
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
+# And those of any alignment that are rows of a step's inputs (`razor_dist.attention.short_inputs`).
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
 
 
@@ -57,7 +59,10 @@ def _quantized(new):
     return ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8), scale
 
 
-@triton.jit(do_not_specialize=["retrieval"])
+@triton.jit(
+    do_not_specialize=["retrieval"],
+    do_not_specialize_on_alignment=["at", "position", "offset", "capacity"],
+)
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
@@ -91,7 +96,10 @@ def store_kernel(
         tl.store(ring_v + place, new_v.to(ring_v.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(
+    do_not_specialize=_VARYING,
+    do_not_specialize_on_alignment=["stored", "position", "start", "offset", "capacity"],
+)
 def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row,
@@ -350,7 +358,7 @@ def attend(
         PAGES_SCALED=pages is not None and pages.k_scale is not None,
         RING_SCALED=windows is not None and windows.k_scale is not None,
         UPCAST=INTERPRETED,
-        **tile(group, dim, q.dtype),
+        **tile(group, dim, q.dtype, page.k.dtype),
     )  # fmt: skip
     packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
     to = out.stride()[:3]
@@ -374,13 +382,14 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def tile(group: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+def tile(group: int, dim: int, queries: torch.dtype, keys: torch.dtype) -> dict[str, int]:
     """Return the attending kernel's constants for a shape."""
-    width = triton.next_power_of_2(dim)
+    width = max(ROWS, triton.next_power_of_2(dim))
+    itemsize = max(queries.itemsize, keys.itemsize)
     return {
         "G": group, "D": dim, "WIDTH": width,
         "M": max(ROWS, triton.next_power_of_2(group)),
-        "TILE": max(16, TILES[dtype.itemsize] * 128 // max(128, width)),
+        "TILE": max(16, TILES[itemsize] * 128 // max(128, width)),
         "num_warps": WARPS, "num_stages": STAGES,
     }  # fmt: skip
 

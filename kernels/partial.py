@@ -79,7 +79,8 @@ def _merge(one: Partial, other: Partial) -> Partial:
     w_a, w_b = torch.exp(one.lse - top), torch.exp(other.lse - top)
     total = w_a + w_b
     inverse = torch.where(total > 0, 1.0 / total, 0.0)
-    out = one.out * (w_a * inverse).unsqueeze(-1) + other.out * (w_b * inverse).unsqueeze(-1)
+    out = one.out * (w_a * inverse).unsqueeze(-1)
+    out.addcmul_(other.out.float(), (w_b * inverse).unsqueeze(-1))
     return Partial(out, top + torch.log(total))
 
 

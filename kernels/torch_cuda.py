@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
+from razor_dist.kernels.partial import (
+    Partial,
+    attend_folded,
+    foldable,
+    over_keys,
+    per_head,
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -14,19 +21,34 @@ _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 # The memory-efficient op wants rows of its mask, and so parts of the keys, aligned to 16 bytes:
 # 8 numbers are, in 16 and in 32 bits.
 _ALIGN = 8
-# From so many queries on, cuDNN is the faster one (by others' measurements on Hopper).
-_LONG = 512
+# Numbers of a head dimension that the ops want a multiple of.
+_DIM = 8
+# cuDNN makes a plan for every shape, which takes as long as attention to tens of thousands of keys.
+# So it gets queries padded to a multiple of the first number, if there are at least four times as
+# many, and keys in blocks of the second; the rest and a chunk's own keys are flash attention's.
+_QUERIES, _KEYS = 512, 32768
+# By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
+# (pytorch/pytorch#193893).
+_CUDNN_ON = (9, 0)
 
 
 def supports(q: Tensor, causal: bool, bias: Tensor | None) -> bool:
-    """CUDA tensors; flash or cuDNN for 16-bit without a bias, else memory-efficient attention."""
-    return q.device.type == "cuda" and q.shape[-1] % 8 == 0
+    """CUDA tensors: flash or cuDNN for 16-bit without a bias, else memory-efficient attention."""
+    return q.device.type == "cuda"
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Partial:
-    flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    heads, group, queries, dim = q.shape
+    if dim % _DIM:
+        q, k, v = (functional.pad(x, (0, -dim % _DIM)) for x in (q, k, v))
+        out, lse = attend(q, k, v, scale, causal, bias)
+        return Partial(out[..., :dim], lse)
+    flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and dim <= 256
+    long = queries >= 4 * _QUERIES and k.shape[1] >= _KEYS
+    if flash and long and not causal and _takes_cudnn(q, k):
+        return _by_cudnn(q, k, v, scale)
 
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if flash:
@@ -35,13 +57,6 @@ def attend(
             out, lse, *_ = _efficient(q, k, v, _mask(q, k, mask), True, 0.0, causal, scale=scale)
         return out, lse[..., : q.shape[2]]
 
-    heads, group, queries, dim = q.shape
-    if flash and queries >= _LONG:
-        # Fewer key heads than of queries: nothing is expanded.
-        long = q.reshape(1, heads * group, queries, dim), k.unsqueeze(0), v.unsqueeze(0)
-        if _cudnn_takes(*long, causal):
-            out, lse, *_ = _cudnn(*long, None, True, 0.0, causal, False, scale=scale)
-            return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))  # lse [1, H, T, 1]
     if foldable(q, causal, bias):
         # Flash cuts the keys by itself; the other op has one block per head for so few rows.
         # Two blocks for every multiprocessor, so that one computes while the other waits to read.
@@ -52,10 +67,31 @@ def attend(
     return Partial(*op(q, k4, v4, None if bias is None else per_head(bias)))
 
 
-def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     """Tell if cuDNN is there and computes this on this GPU."""
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, True)
+    if torch.cuda.get_device_capability(q.device) != _CUDNN_ON:
+        return False
+    keys = k[None, :, :_KEYS]
+    params = torch.backends.cuda.SDPAParams(q.flatten(0, 1)[None], keys, keys, None, 0, False, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+    """Attention of many queries to all of `_KEYS` keys and more, in shapes that come again."""
+    heads, group, queries, dim = q.shape
+    rows = -(-queries // _QUERIES) * _QUERIES
+    padded = functional.pad(q, (0, 0, 0, rows - queries)).view(1, heads * group, rows, dim)
+
+    def attend_block(keys: slice) -> Partial:
+        if keys.stop > k.shape[1]:
+            return attend(q, k[:, keys], v[:, keys], scale, False, None)
+        # Fewer key heads than of queries: nothing is expanded.
+        block = k[:, keys].unsqueeze(0), v[:, keys].unsqueeze(0)
+        out, lse, *_ = _cudnn(padded, *block, None, True, 0.0, False, False, scale=scale)
+        out, lse = (x.view(heads, group, rows, -1)[:, :, :queries] for x in (out, lse))
+        return Partial(out, lse.squeeze(-1))  # lse [1, H, T, 1]
+
+    return over_keys(attend_block, k.shape[1], _KEYS)
 
 
 def _multiprocessors(device: torch.device) -> int:

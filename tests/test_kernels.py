@@ -260,42 +260,65 @@ def test_cuda_ops_get_what_they_ask_for(
 
 
 @pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("keys", [600, 700])
-def test_long_queries_are_cudnns_where_it_is(
-    there: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 700), (260, 512), (64, 700)])
+def test_long_queries_are_cudnns_in_few_shapes(
+    there: bool, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from razor_dist.kernels import torch_cuda
 
     calls = []
 
-    def op(q, k, v, mask, scale):
+    def op(q, k, v, causal, scale):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        mask = torch.full((q.shape[2], k.shape[2]), -math.inf).triu(1) if causal else None
         out, lse = _plain_op(q, k, v, mask, scale)
         return out.to(q.dtype), lse
 
     def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
         calls.append("cuDNN")
-        assert q.shape == (1, 6, 600, 16) and k.shape == v.shape == (1, 2, keys, 16)
-        assert mask is None and with_lse and not dropout and not debug
-        hidden = torch.full((600, keys), -math.inf).triu(1) if causal else None
-        out, lse = op(q, k, v, hidden, scale)
+        assert q.shape == (1, 6, 320, 16) and k.shape == v.shape == (1, 2, 256, 16)
+        assert mask is None and with_lse and not dropout and not causal and not debug
+        out, lse = op(q, k, v, False, scale)
         return out, lse.unsqueeze(-1), None, None
 
     def flash(q, k, v, dropout, causal, debug, *, scale):
         calls.append("flash")
-        hidden = torch.full((600, keys), -math.inf).triu(1) if causal else None
-        return *op(q, k, v, hidden, scale), None
+        return *op(q, k, v, causal, scale), None
 
     monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
     monkeypatch.setattr(torch_cuda, "_flash", flash)
-    monkeypatch.setattr(torch_cuda, "_cudnn_takes", lambda *given: there)
-    q, k, v = (x.bfloat16() for x in draw(2, 3, 600, keys))
-    causal = keys == 600
+    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: there)
+    monkeypatch.setattr(torch_cuda, "_QUERIES", 64)
+    monkeypatch.setattr(torch_cuda, "_KEYS", 256)
+    q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
+    causal = keys == queries
     got = torch_cuda.attend(q, k, v, 0.3, causal, None)
     want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
-    assert calls == ["cuDNN" if there else "flash"]
+    blocks = ["cuDNN"] * (keys // 256) + ["flash"] * (keys % 256 > 0)
+    assert calls == (blocks if there and queries >= 256 and not causal else ["flash"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_head_dimensions_that_the_ops_do_not_take_are_filled_up(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from razor_dist.kernels import torch_cuda
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 104
+        mask = torch.full((q.shape[2], k.shape[2]), -math.inf).triu(1) if causal else None
+        out, lse = _plain_op(q, k, v, mask, scale)
+        return out.to(q.dtype), lse, None
+
+    monkeypatch.setattr(torch_cuda, "_flash", flash)
+    q, k, v = (x.bfloat16() for x in draw(2, 3, 40, 40, dim=100))
+    got = torch_cuda.attend(q, k, v, 0.1, causal, None)
+    want = attend(q, k, v, scale=0.1, causal=causal, backend="reference")
+    assert got.out.shape == q.shape
+    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
 
 
 def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -309,7 +332,10 @@ def cuda_tensors(*tensors: Tensor, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape",
-    [(2, 4, 1, 3000), (1, 8, 1, 70001), (2, 4, 200, 200), (1, 8, 130, 700), (2, 4, 600, 600)],
+    [
+        *[(2, 4, 1, 3000), (1, 8, 1, 70001), (2, 4, 200, 200), (1, 8, 130, 700), (2, 4, 600, 600)],
+        (1, 2, 2100, 33000),
+    ],
 )
 @pytest.mark.parametrize("seen", ["all", "half", "few"])
 def test_cuda_backends_are_the_reference(

@@ -360,6 +360,11 @@ def test_compiled_kernels_put_new_keys_where_they_belong(name: str) -> None:
     assert stored(BATCHES[name], "decode_cpu")
 
 
+def unaligned(function: Any, argument: str) -> bool:
+    [param] = [param for param in function.params if param.name == argument]
+    return bool(param.do_not_specialize_on_alignment)
+
+
 def resources(
     kernel: str, capability: int, types: dict[str, str], constants: dict[str, int]
 ) -> Any:
@@ -384,7 +389,8 @@ def resources(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(function.arg_names)
-        if signature[name].startswith("*") or name.endswith(("_row", "_slot", "_head", "_token"))
+        if (signature[name].startswith("*") and not unaligned(function, name))
+        or name.endswith(("_row", "_slot", "_head", "_token"))
     }
     target = GPUTarget("cuda", capability, 32)
     made = compile(
@@ -455,9 +461,9 @@ def attending(
 ) -> tuple[int, int, int]:
     from razor_dist.kernels import decode_triton
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[queries]
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8}
     constants = {
-        **decode_triton.tile(group, dim, dtype),
+        **decode_triton.tile(group, dim, dtypes[queries], dtypes[keys]),
         **{"SINKS": 4, "ENTRIES": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
         **dict.fromkeys(["PAGES_SCALED", "RING_SCALED"], keys == "i8"),
         "SLOPES": slopes,
@@ -475,6 +481,8 @@ def attending(
         (80, "bf16", "i8", 8, 128, False),
         (90, "bf16", "i8", 8, 128, False),
         (80, "fp32", "fp32", 3, 64, False),
+        (80, "bf16", "fp32", 8, 128, False),
+        (80, "bf16", "bf16", 2, 8, False),
     ],
 )
 def test_attending_compiles_without_spills(

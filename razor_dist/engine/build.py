@@ -239,6 +239,8 @@ def make_engine(
             f"the KV caches do not fit into memory with max_model_len {max_model_len} and "
             f"kv_tokens {config.kv_tokens}; lower these, or use more ranks ({error})"
         ) from error
+    if comm.size > 1 and recorder is not None:
+        runner.patience = config.collective_timeout
     core = EngineCore(
         runner,
         chunked_prefill_size=chunked_prefill_size,

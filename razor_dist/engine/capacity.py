@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -223,14 +224,15 @@ def new_caches(
 
 def free_memory(comm: Communicator, device: torch.device) -> float:
     """Bytes that are free for each rank now, the least of all ranks, which call this together."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this host
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        ranks = -(-ranks // torch.cuda.device_count())
+        # A rank may see its own GPU alone, so what tells GPUs apart is their identity.
+        own = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
+        ranks = int((comm.host.all_gather(torch.tensor([own]), "control") == own).sum())
     else:
         free = psutil.virtual_memory().available
-    mine = torch.tensor([free // ranks], device=device)
-    return comm.all_gather(mine, "control").min().item()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this host
+    return comm.host.all_gather(torch.tensor([free // ranks]), "control").min().item()
 
 
 def cache_room(

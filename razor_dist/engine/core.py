@@ -229,7 +229,7 @@ class EngineCore:
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
-        plan.send(self.runner.comm, self.runner.device)
+        plan.send(self.runner.comm)
         return self.runner.execute(plan)
 
     def step(self) -> list[Message]:

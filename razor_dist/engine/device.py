@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -88,3 +89,19 @@ def ring_of(
         )
     load_zigzag()
     return ring_flash_attention
+
+
+def wait_for_device(device: torch.device, seconds: float) -> None:
+    """Wait until a device has done all that it was told.
+
+    `RuntimeError` if that takes so long: collectives in a recorded step have no time-out of their
+    own, and never end where another rank has stopped.
+    """
+    if device.type != "cuda":
+        return
+    done, deadline = torch.cuda.Event(), time.monotonic() + seconds
+    done.record()
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the device has not answered for {seconds:g} s")
+        time.sleep(0)  # for the threads beside this one

@@ -102,16 +102,21 @@ class CudaRecorder:
         capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
+        reason: BaseException | None = None
         try:
             with capture:
-                logits = step()
-        except BaseException:
+                try:
+                    logits = step()
+                except BaseException as error:
+                    reason = error  # instead of which the end of the capture raises its own
+                    raise
+        except BaseException as error:
             # A capture that fails as it ends leaves its stream the current one, and memory going
             # to its pool.
             torch.cuda.set_stream(stream)
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
-            raise
+            raise reason or error from None
 
         def replay() -> Tensor:
             graph.replay()

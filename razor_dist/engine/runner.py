@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence as Seq
 
@@ -35,6 +36,7 @@ from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
+from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.engine.transfer import Transfers, of_payload
@@ -93,6 +95,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(comm, self.caches, self.step_logits, recorder, model.dtype)
         self.sequences: dict[int, Sequence] = {}
         self.peak_kv_bytes = 0
+        self.patience = math.inf  # seconds, for the device
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
         # Of the last step's tokens that asked, by sequence; on rank 0.
         self.sources: dict[int, Sources] = {}
@@ -132,8 +135,7 @@ class ModelRunner:
         return None
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device, self.patience)
 
     def position_mark(self, max_read: int) -> int:
         """The mark of a sequence's positions (`razor_dist.models.longrope`)."""

@@ -122,7 +122,8 @@ class StepPlan:
             for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
         ]
 
-    def send(self, comm: Communicator, device: torch.device) -> None:
+    def send(self, comm: Communicator) -> None:
+        """Tell the other ranks, who `receive` it."""
         if comm.size == 1:
             return
         frame = torch.zeros(FRAME, dtype=torch.int64)
@@ -131,23 +132,21 @@ class StepPlan:
         inline = len(self.payload) <= FRAME - HEADER
         if inline:
             frame[HEADER : HEADER + len(self.payload)] = self.payload
-        comm.broadcast(frame.to(device), "control")
+        comm.host.broadcast(frame, "control")
         if not inline:
-            comm.broadcast(self.payload.to(device), "control")
+            comm.host.broadcast(self.payload, "control")
 
     @classmethod
-    def receive(cls, comm: Communicator, device: torch.device) -> StepPlan:
+    def receive(cls, comm: Communicator) -> StepPlan:
         """Take part in rank 0's broadcast; blocks until it comes."""
-        frame = torch.zeros(FRAME, dtype=torch.int64, device=device)
-        comm.broadcast(frame, "control")
-        frame = frame.cpu()
+        frame = torch.zeros(FRAME, dtype=torch.int64)
+        comm.host.broadcast(frame, "control")
         *header, n = frame[: len(_NUMBERS) + 1].tolist()
         if n <= FRAME - HEADER:
             payload = frame[HEADER : HEADER + n]
         else:
-            sent = torch.empty(n, dtype=torch.int64, device=device)
-            comm.broadcast(sent, "control")
-            payload = sent.cpu()
+            payload = torch.empty(n, dtype=torch.int64)
+            comm.host.broadcast(payload, "control")
         numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
         numbers |= {"op": Op(numbers["op"]), "instead": bool(numbers["instead"])}
         return cls(**numbers, payload=payload)

@@ -189,7 +189,7 @@ def follow(engine: RankEngine) -> None:
     """The other ranks' loop: carry out rank 0's plans until it says stop."""
     runner = engine.runner
     while True:
-        plan = StepPlan.receive(runner.comm, runner.device)
+        plan = StepPlan.receive(runner.comm)
         if plan.op is Op.STOP:
             return
         runner.execute(plan)
@@ -235,7 +235,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     torch.set_num_threads(config.threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if socket_path is None:
         engine = _engine(config, local_rank)
-        follow(engine)
+        with contextlib.closing(engine.runner):
+            follow(engine)
     else:
         link, started = Link(socket_path), False
 
@@ -249,8 +250,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
                 link.send_failure(error)
                 raise
             started = True
-            serve_frontend(engine, link, idle_seconds=config.collective_timeout / 4)
-    engine.runner.close()
+            with contextlib.closing(engine.runner):
+                serve_frontend(engine, link, idle_seconds=config.collective_timeout / 4)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -76,14 +76,22 @@ class Communicator:
     counts what this rank has sent, by purpose. A collective is counted as what its data must cross
     the links for: all-gather ``(P-1) * n``, all-reduce ``2 * (P-1)/P * n``, broadcast ``(P-1) * n``
     at its source.
+
+    ``host`` is the one for tensors in the host's memory, where this one is for those on devices: a
+    rank that waits there keeps no device busy.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, host: Communicator | None = None) -> None:
         self.group = group
+        self._host = host
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.size: int = 1 if group is None else dist.get_world_size(group)
-        self.bytes_sent: Counter[Purpose] = Counter()
+        self.bytes_sent: Counter[Purpose] = Counter() if host is None else host.bytes_sent
         self._run: Run = _at_once
+
+    @property
+    def host(self) -> Communicator:
+        return self if self._host is None else self._host
 
     @contextmanager
     def handing_to(self, run: Run) -> Iterator[None]:
@@ -224,7 +232,7 @@ class HostLinks(Communicator):
     """
 
     def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner.group)
+        super().__init__(inner.group, inner)
         self._inner = inner
 
     def _exchange(

@@ -44,14 +44,15 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     devices = ["cpu"] * size
     name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
     dist.all_gather_object(devices, name)
-    if backend_of(devices) == "nccl":
-        return Communicator(dist.new_group(backend="nccl", timeout=timeout))
+    backend = backend_of(devices)
     links = Communicator(dist.group.WORLD)
     if config.shared_memory:
         assert links.group is not None
         links = shared_memory.connect(links.group, timeout) or links
     if device.type == "cpu":
         return links
+    if backend == "nccl":
+        return Communicator(dist.new_group(backend="nccl", timeout=timeout), links)
     if config.ring == "ring_flash_attn":
         raise ConfigError(
             "ring is ring_flash_attn, which needs a GPU for each rank; here ranks share one: "

@@ -225,12 +225,13 @@ class TensorParallel:
     def _share_experts(self, experts: nn.Module, routed: int) -> None:
         """Compute the experts of this rank; a token's other experts are those of other ranks."""
         whole, count = experts.forward, int(experts.num_experts)  # type: ignore[arg-type]
-        owner = torch.arange(count) * self._part.size // count
+        device = next(experts.parameters()).device  # a copy to it could not be recorded
+        owner = torch.arange(count, device=device) * self._part.size // count
         others = owner != self._part.rank
         each = sum(parameter.numel() for parameter in experts.parameters()) // count
 
         def shared(states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            left = others.to(index.device)[index]
+            left = others[index]
             # An index beyond the last expert is transformers' own word for none, if it is told so.
             index, weights = index.masked_fill(left, count), weights.masked_fill(left, 0.0)
             experts._is_expert_parallel = True  # type: ignore[assignment]

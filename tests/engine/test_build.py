@@ -31,6 +31,7 @@ from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 
@@ -125,6 +126,25 @@ def test_free_memory_is_shared_by_the_ranks_of_a_host(monkeypatch: pytest.Monkey
     assert free_memory(Communicator(None), CPU) == 9000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert free_memory(Communicator(None), CPU) == 3000
+
+
+def free_on_gpus(comm: Communicator, uuids: tuple[str, ...]) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(comm.size))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (6000 + comm.rank, 9000))
+        found = SimpleNamespace(uuid=uuids[comm.rank])
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        return free_memory(comm, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "want"), [("abcd", 6000), ("aaaa", 1500), ("aabb", 3000), ("aaab", 2000)]
+)
+def test_free_memory_of_a_gpu_is_shared_by_the_ranks_on_it(
+    uuids: str, want: int, ranks: Callable[[int], RankPool]
+) -> None:
+    # Each may see one GPU alone, as under Ray.
+    assert ranks(4).run(free_on_gpus, tuple(uuids)) == [want] * 4
 
 
 def test_the_package_ring_computes_on_cuda_only(tiny: Callable[[str], Path]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.device import torch_dtype
+from razor_dist.engine.device import torch_dtype, wait_for_device
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,13 @@ def test_old_gpus_compute_in_fp32(
 def test_a_gpu_that_is_planned_for_is_not_asked() -> None:
     assert torch_dtype(EngineConfig(), torch.device("cuda")) == torch.bfloat16
     assert torch_dtype(EngineConfig(), torch.device("cpu")) == torch.float32
+
+
+def test_a_device_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = iter([False, False, True])
+    event = SimpleNamespace(record=lambda: None, query=lambda: next(queries, False))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    wait_for_device(torch.device("cpu"), 0.0)
+    wait_for_device(torch.device("cuda", 0), 9.0)
+    with pytest.raises(RuntimeError, match=r"the device has not answered for 0\.1 s"):
+        wait_for_device(torch.device("cuda", 0), 0.1)

@@ -65,9 +65,9 @@ def measure(
 
     def step(plan: StepPlan) -> None:
         if comm.rank == 0:
-            plan.send(comm, runner.device)
+            plan.send(comm)
         else:
-            assert StepPlan.receive(comm, runner.device).op == plan.op
+            assert StepPlan.receive(comm).op == plan.op
         runner.execute(plan)
 
     comm.bytes_sent.clear()
@@ -168,17 +168,18 @@ def test_the_engine_does_what_was_planned(
         most = max(measured.peak - measured.used for measured in found)
         assert between / 2 <= most <= between
 
-    # Where rotary embeddings are one operation, for which the planner does not ask, a first chunk,
-    # which has no keys before it, needs less than is said; what needs most is another chunk.
-    more = 1.15 if operations() is not None else 1.05
+    # Where rotary embeddings and merges are one operation each, for which the planner does not ask,
+    # less is needed than is said, above all by a first chunk, which has no keys before it; what
+    # needs most is another chunk.
+    first, others = (1.15, 1.06) if operations() is not None else (1.05, 1.05)
     chunks = d.chunks(PROMPT)
     for rank in {0, size - 1}:
         for index, measured_bytes in enumerate(found[rank].activations):
             said = sum(dry_run.chunk(chunks, index, rank).values())
-            most = (1.05 if index else more) * measured_bytes
+            most = (others if index else first) * measured_bytes
             assert 0.95 * measured_bytes <= said <= most, (rank, index)
     highest = max(max(measured.activations) for measured in found)
-    assert sum(dry_run.activations(PROMPT).values()) == pytest.approx(highest, rel=0.05)
+    assert 0.95 * highest <= sum(dry_run.activations(PROMPT).values()) <= others * highest
 
 
 def test_parameters_are_those_of_the_loaded_model(tiny: Callable[[str], Path]) -> None:
