@@ -71,8 +71,8 @@ def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     """Tell if cuDNN is there and computes this on this GPU."""
     if torch.cuda.get_device_capability(q.device) != _CUDNN_ON:
         return False
-    keys = k[None, :, :_KEYS]
-    params = torch.backends.cuda.SDPAParams(q.flatten(0, 1)[None], keys, keys, None, 0, False, True)
+    rows, keys = q[None, :, 0], k[None, :, :_KEYS]
+    params = torch.backends.cuda.SDPAParams(rows, keys, keys, None, 0.0, False, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
@@ -80,7 +80,7 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Attention of many queries to all of `_KEYS` keys and more, in shapes that come again."""
     heads, group, queries, dim = q.shape
     rows = -(-queries // _QUERIES) * _QUERIES
-    padded = functional.pad(q, (0, 0, 0, rows - queries)).view(1, heads * group, rows, dim)
+    padded = functional.pad(q, (0, 0, 0, rows - queries)).reshape(1, heads * group, rows, dim)
 
     def attend_block(keys: slice) -> Partial:
         if keys.stop > k.shape[1]:
