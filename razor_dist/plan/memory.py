@@ -37,8 +37,8 @@ from razor_dist.plan.devices import Device
 
 # Contexts beyond so many times what the model was made for are not asked about: the plan of windows
 # that grow with millions of tokens alone takes a minute.
-_FAR = 64
-_ROUNDS = 4
+_FAR = 16
+_PARTS = 64  # the longest context is found to such a part of it, or exactly
 _MOST_RUNS = 16
 _LAST_CHUNKS = 8
 
@@ -323,20 +323,24 @@ class MemoryPlanner:
     def longest_context(self, guess: int) -> int:
         """The longest ``max_model_len`` for which everything fits, at most `limit`; 0 if none.
 
-        The caches are bisected with the activations of ``guess``, and these are looked up again at
-        what was found; they are bounded, so that they hardly change.
+        Activations take seconds to look up, but beyond some length they hardly change. So the
+        caches are bisected with those of ``guess``, then with those of what was found. Where that
+        leads nowhere, lengths between are halved, down to the last 64th.
         """
-        found = guess
-        for _ in range(_ROUNDS):
-            working = self._working(found)
-            found = self._bisect(working)
-            if found == 0 or self._working(found) <= working:
-                return found
-        while found and self.at(found, found).total > self.budget:
-            found = found * 63 // 64
-        return found
+        # `fits` does, or is 0. Longer ones have no smaller activations: beyond `most` none fits.
+        fits, most = 0, self._bisect(self._logits)
+        context = min(guess, most)
+        while most - fits > fits // _PARTS:
+            found = self._bisect(self._working(context))
+            if found < context:
+                most = context - 1
+            else:
+                fits, most = context, min(most, found)
+            context = found if fits < found <= most else (fits + most + 1) // 2
+        return fits
 
     def _bisect(self, working: int) -> int:
+        """Return the longest ``max_model_len`` if all lengths took ``working`` bytes to work."""
 
         def too_long(context: int) -> bool:
             reserved = sum(self._dry_run.reserved(context).values())

@@ -15,6 +15,7 @@ import pytest
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
 from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.plan.compute import decode_reads, visible
@@ -133,6 +134,44 @@ def test_the_longest_context_is_the_longest() -> None:
     assert planner.at(more, more).total > planner.budget
 
 
+@pytest.mark.parametrize("guess", [1, N, 64 * N])
+def test_activations_that_grow_with_the_context(
+    monkeypatch: pytest.MonkeyPatch, guess: int
+) -> None:
+    """What fits beside the activations of a short one is far too long, and the other way round."""
+    planner = MemoryPlanner(Deployment.of(settings(), "cuda", 0.3), load_device("h200"))
+    memory = planner.at(N, N)
+    monkeypatch.setattr(planner, "_activations", lambda context: {"ring": 4000 * context})
+    rest = memory.weights + memory.streaming_cache + memory.window_between_chunks
+    most = (planner.budget - rest) / (4000 + 0.3 * 80 * 1024 / 8)
+    assert 63 / 64 * most < planner.longest_context(guess) <= most
+
+
+def test_a_shorter_context_fits() -> None:
+    """A chunk's activations are 4.7 GB, but a prompt may be shorter than a chunk."""
+    small = load_device("h200").model_copy(update={"memory_gb": 23.0})
+    found = plan(settings(decode="tensor"), small, context=N, retrieval=0.3)
+    assert not found.fits and 64 * 1024 < found.longest < found.deployment.chunked_prefill_size
+    assert any(f"and {tokens(found.longest)} tokens fit" in said for said in found.warnings)
+    planner = MemoryPlanner(found.deployment, small)
+    assert planner.at(found.longest, found.longest).total <= planner.budget
+    more = found.longest + found.longest // 32
+    assert planner.at(more, more).total > planner.budget
+
+
+def test_eight_bits_save_what_the_pool_is_smaller() -> None:
+    """Keys that are converted a block at a time leave activations as they were."""
+    device = load_device("h200")
+    bf16, int8 = (
+        MemoryPlanner(Deployment.of(settings(kv_dtype=name), "cuda", 0.3), device).at(N, N)
+        for name in ("bf16", "int8")
+    )
+    assert int8.sequence_retrieval_kv == 48 * N // 8 * 2 * (128 + 4)
+    assert int8.activations == bf16.activations
+    assert sum(int8.activations.values()) == pytest.approx(4.68e9, rel=0.01)
+    assert bf16.total - int8.total == bf16.retrieval_kv - int8.retrieval_kv
+
+
 def test_what_never_fits() -> None:
     small = load_device("4090").model_copy(update={"memory_gb": 16.0})
     found = plan(settings(), small, context=N, retrieval=0.3)
@@ -184,7 +223,7 @@ def test_a_longest_context_beyond_the_models_own_is_said_to_be(million: Plan) ->
     short = dataclasses.replace(million, longest=N)
     assert short.longest_text == "1,048,576"
     far = dataclasses.replace(million, longest=million.asked)
-    assert far.longest_text.startswith("more than 67,108,864; ")
+    assert far.longest_text.startswith("more than 16,777,216; ")
 
 
 def test_a_head_map_that_is_yet_to_be_made_is_assumed(
