@@ -331,7 +331,11 @@ def test_a_closed_llm_says_so() -> None:
     prefix = Prefix(
         RequestStream("a", print), llm._engine.client, as_tokens([5], 9), llm.loop._loop
     )
+    endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
+    begun, left = llm.stream(*endless), llm.stream(*endless)
+    assert next(begun) and next(left)
     llm.close()
+    left.close()  # type: ignore[attr-defined]
     calls: list[Callable[[], object]] = [
         lambda: llm.generate([[5]]),
         lambda: llm.generate([[5]], prefix=prefix),
@@ -339,6 +343,7 @@ def test_a_closed_llm_says_so() -> None:
         lambda: llm.chat([{"role": "user", "content": "Hello"}]),
         lambda: llm.prefill([5]),
         llm.stats,
+        lambda: next(begun),
     ]
     for call in calls:
         with pytest.raises(EngineError, match="the LLM was closed"):
@@ -346,6 +351,43 @@ def test_a_closed_llm_says_so() -> None:
     prefix.release()
     assert llm.get_tokenizer() is not None
     gc.collect()
+
+
+def test_an_asynchronous_engine_that_was_closed_says_so() -> None:
+    async def main() -> None:
+        engine = FakeAsyncLLM()
+        endless = [fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400)
+        begun, left = engine.generate(*endless), engine.generate(*endless)
+        assert await anext(begun) and await anext(left)
+        engine.close()
+        await left.aclose()
+        with pytest.raises(EngineError, match="the LLM was closed"):
+            await anext(begun)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_the_engines_own_thread_collects_as_garbage_is_aborted() -> None:
+    code = """
+import gc
+from tests.test_llm import FakeLLM, SamplingParams, fake_engine
+
+async def collect():
+    gc.collect()
+
+with FakeLLM() as llm:
+    gc.disable()
+    cycle = [llm.stream([fake_engine.ENDLESS, 20], SamplingParams(max_tokens=400))]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    llm.loop.run(collect())
+    print(llm.stats()["aborted"], llm.stats()["running"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["1", "0"]
 
 
 def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:

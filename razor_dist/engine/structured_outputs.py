@@ -30,6 +30,10 @@ _LONGEST = 1 << 18
 _KEPT = 16
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
+# Where one text alone can follow, llguidance looks for its end, to have it tokenised as the model
+# would. Of /a+/ /a+/ there is none, since the first takes every a, and no limit of llguidance's
+# stops it. The last such line of a grammar counts.
+_UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,15 @@ class StructuredOutputsParams:
                 case "regex":
                     return matcher.grammar_from_regex(self.regex)
                 case "grammar":
-                    return grammar_from("grammar", self.grammar)
-            return matcher.grammar_from_json_schema(self._schema(), overrides=self._json_options())
+                    return grammar_from("grammar", self.grammar) + _UNFORCED
+            description = matcher.grammar_from_json_schema(self._schema(), overrides=self._blanks)
         except ValueError as error:
             raise _refusal(f"{self._kind} cannot be used: {_short(str(error))}") from None
+        schema = json.loads(description)["grammars"][0]["json_schema"]
+        if self.whitespace_pattern is None and schema["x-guidance"] == self._blanks:
+            return description
+        # Patterns of the user's stand between the parts, which may be as endless as a grammar's.
+        return f"start: %json {json.dumps(schema)}{_UNFORCED}"
 
     def _schema(self) -> str:
         if self.json_object:
@@ -125,7 +134,8 @@ class StructuredOutputsParams:
             return self.json
         return json.dumps(self.json)
 
-    def _json_options(self) -> dict[str, Any]:
+    @property
+    def _blanks(self) -> dict[str, Any]:
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
@@ -144,9 +154,10 @@ class Grammar:
 
     def fill(self, mask: Tensor) -> None:
         """Write a bit for each token into ``mask``, int32 ``[V / 32]``: 1 if it may come next."""
-        from llguidance.torch import fill_next_token_bitmask
+        # Not llguidance.torch, whose import takes seconds: it brings torch's compiler.
+        from llguidance.numpy import fill_next_token_bitmask
 
-        fill_next_token_bitmask(self._matcher, mask.unsqueeze(0))
+        fill_next_token_bitmask(self._matcher, mask.unsqueeze(0).numpy())
 
     def accept(self, token: int) -> None:
         self.ended = self.ended or token in self._ends

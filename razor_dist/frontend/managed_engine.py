@@ -168,7 +168,8 @@ def patience(timeout: float) -> float:
 
 def lock_folder(folder: Path) -> int:
     """Lock a folder until the returned descriptor is closed; `BlockingIOError` if it is locked."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    # Not a file in it, which what clears /tmp may remove; systemd passes over locked folders.
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,9 +180,10 @@ def lock_folder(folder: Path) -> int:
 
 def remove_abandoned_folders() -> None:
     """Remove this user's folders whose frontends were killed: nobody holds their locks any more."""
-    for lock in Path(tempfile.gettempdir()).glob("razor-*/lock"):
+    for socket in Path(tempfile.gettempdir()).glob("razor-*/engine"):
         with contextlib.suppress(OSError):
-            found = lock.stat()
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _ABANDONED:
-                os.close(lock_folder(lock.parent))
-                shutil.rmtree(lock.parent, ignore_errors=True)
+            found = socket.lstat()
+            own = socket.is_socket() and found.st_uid == os.getuid()
+            if own and time.time() - found.st_mtime > _ABANDONED:
+                os.close(lock_folder(socket.parent))
+                shutil.rmtree(socket.parent, ignore_errors=True)

@@ -71,7 +71,8 @@ class AsyncLLM:
             while (output := await self._run(anext(outputs, None))) is not None:
                 yield output
         finally:
-            await self._run(closed(outputs))
+            if not self.llm.loop.finished:
+                await self._run(closed(outputs))
 
     async def stats(self) -> Message:
         """Return the engine's counters, as `LLM.stats`."""

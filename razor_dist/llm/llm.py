@@ -31,7 +31,7 @@ from razor_dist.llm.generation import (
     params_for,
     prompts_of,
 )
-from razor_dist.llm.loop_thread import LoopThread
+from razor_dist.llm.loop_thread import CLOSED, LoopThread
 from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import UseTqdm
 from razor_dist.models.registry import resolve_model
@@ -156,7 +156,7 @@ class LLM:
             while (output := self.loop.run(_next(outputs))) is not None:
                 yield output
         finally:
-            self.loop.run(closed(outputs))
+            self.loop.tidy(closed(outputs))
 
     def outputs_of(
         self, prompt: Prompt, sampling_params: SamplingParams | None, prefix: Prefix | None = None
@@ -300,7 +300,7 @@ class LLM:
     def _client(self) -> EngineClient:
         """The engine's client, for calls from outside; refused once `close` was called."""
         if not self._close.alive:
-            raise EngineError("the LLM was closed; make a new one")
+            raise EngineError(CLOSED)
         return self._engine.client
 
     def _keep(

@@ -8,13 +8,18 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from razor_dist.config.errors import EngineError
+
 T = TypeVar("T")
+
+CLOSED = "the LLM was closed; make a new one"
 
 
 class LoopThread:
-    """Runs coroutines, for any thread, until it is finished."""
+    """Runs coroutines, for any thread, until it is finished; `EngineError` from then on."""
 
     def __init__(self) -> None:
+        self.finished = False
         self._loop = asyncio.new_event_loop()
         # A daemon: else the interpreter would wait for it before it runs the exit handlers.
         self._thread = threading.Thread(
@@ -23,6 +28,9 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.finished:
+            coroutine.close()
+            raise EngineError(CLOSED)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -33,6 +41,19 @@ class LoopThread:
             future.cancel()
             raise
 
+    def tidy(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run what ends a piece of work, as `run` does; nothing once the loop is finished.
+
+        In the loop's own thread, which cannot wait for itself, it is done after this returns:
+        garbage collection may end the work there.
+        """
+        if self.finished:
+            coroutine.close()
+        elif threading.current_thread() is self._thread:
+            self.submit(coroutine)
+        else:
+            self.run(coroutine)
+
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def last() -> None:
             try:
@@ -40,6 +61,7 @@ class LoopThread:
             finally:
                 self._loop.call_soon(self._loop.stop)
 
+        self.finished = True
         future = asyncio.run_coroutine_threadsafe(last(), self._loop)
         # Garbage collection may end an LLM in this very thread, which cannot wait for itself.
         if threading.current_thread() is not self._thread:

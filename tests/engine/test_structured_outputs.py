@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import re
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
@@ -20,7 +24,7 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
-from tests.tokenizer import write_letters
+from tests.tokenizer import smollm2_tokenizer, write_letters
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
@@ -148,6 +152,70 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
     core.add("again", [50], params)
     run(core)
     assert len(asked) == 1
+
+
+def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
+    """What SmolLM2's tokens may spell next, by each structured output after ``given``."""
+    tokenizer = smollm2_tokenizer()
+    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [2])
+    found = []
+    for value in asked:
+        params = StructuredOutputsParams.of(value)
+        params.check()
+        grammar = compiler.compile(params).result().fresh()
+        for token in tokenizer.encode(given):
+            grammar.accept(token)
+        mask = torch.zeros(-(-len(tokenizer) // 32), dtype=torch.int32)
+        grammar.fill(mask)
+        assert grammar.error is None
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+        found.append(tokenizer.batch_decode([[token] for token in bits.nonzero()[0].tolist()]))
+    return found
+
+
+def test_a_text_that_can_only_go_on_for_ever_holds_nobody_up() -> None:
+    repeated = {"a": "a", " ": " ", "0": "0", "(ab)": "ab"}
+    grammars = [f"start: /{unit}+/ /{unit}+/" for unit in repeated]
+    grammars += ["start: b b\nb: /a{3,}/", 'root ::= "a" b b\nb ::= [a]+']
+    forced = '%llguidance {"no_forcing": false}'
+    grammars += [f"{forced}\n{grammars[0]}", f"{grammars[0]}\n{forced}"]
+    schema = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
+    closed: dict[str, Any] = schema | {"additionalProperties": False}
+    jsons: list[dict[str, Any]] = [
+        {"json": closed, "whitespace_pattern": '"+'},
+        {"json": closed | {"x-guidance": {"key_separator": '"+'}}, "disable_any_whitespace": True},
+    ]
+    # A process that hangs can be ended.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        begun = pool.apply_async(after, ("", [{"grammar": text} for text in grammars]))
+        later = pool.apply_async(after, ("b", [{"grammar": "start: /[bc]/ /a+/ /a+/"}]))
+        quoted = pool.apply_async(after, ('{"a"', jsons))
+        masks = begun.get(120)
+        units = [*repeated.values(), "a", "a", "a", "a"]
+        for unit, texts in zip(units, masks, strict=True):
+            assert unit[0] in texts
+            assert all((unit * len(text)).startswith(text) for text in texts)
+        assert set(masks[0]) == {"a", "aa", "aaaa"}
+        assert set(later.get(120)[0]) == {"a", "aa", "aaaa"}
+        for texts in quoted.get(120):
+            assert '"' in texts and "a" not in texts
+
+
+def test_a_mask_imports_nothing_large() -> None:
+    """It is computed between two steps, where the import of torch's compiler took seconds."""
+    code = """
+import sys, torch
+from llguidance import LLMatcher, LLTokenizer
+from razor_dist.engine.structured_outputs import Grammar
+matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("a"))
+mask, before = torch.zeros(9, dtype=torch.int32), set(sys.modules)
+Grammar(matcher, []).fill(mask)
+print(mask[97 // 32].item() == 1 << 97 % 32)
+print(*{name.partition(".")[0] for name in set(sys.modules) - before})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    allowed, *imported = done.stdout.split()
+    assert allowed == "True" and set(imported) <= {"llguidance", "numpy"}
 
 
 def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> None:

@@ -203,12 +203,12 @@ def test_a_killed_frontend_takes_its_ranks_along_and_the_next_start_its_folder(
         server.process.kill()
         assert wait_until(lambda: not alive(family), 20)
     long_ago = time.time() - 3600
-    os.utime(left / "lock", (long_ago, long_ago))
+    os.utime(left / "engine", (long_ago, long_ago))
     with fake_server() as server:
         server.url()
         [own] = tmp_path.glob("razor-*")
         assert own != left
-        os.utime(own / "lock", (long_ago, long_ago))
+        os.utime(own / "engine", (long_ago, long_ago))
         with fake_server() as other:
             other.url()
             assert own.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import threading
@@ -15,6 +14,7 @@ import pytest
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.engine.messages import FrontendUnreachableError
+from razor_dist.frontend.managed_engine import lock_folder
 from razor_dist.server import torchrun
 from razor_dist.server.torchrun import Torchrun, ensure_frontend, serve_as_rank
 
@@ -54,22 +54,20 @@ def test_the_first_rank_0_starts_the_frontend(folder: Path, started: list[Path])
 def test_a_new_rank_0_waits_until_its_predecessors_frontend_listens(
     folder: Path, started: list[Path]
 ) -> None:
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        timer = threading.Timer(0.3, (folder / "engine").touch)
-        timer.start()
-        assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
-        assert (folder / "engine").exists()
-        timer.join()
+    lock = lock_folder(folder)
+    timer = threading.Timer(0.3, (folder / "engine").touch)
+    timer.start()
+    assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
+    assert (folder / "engine").exists()
+    timer.join()
+    os.close(lock)
     assert started == []
 
 
 def test_a_new_rank_0_starts_a_frontend_when_its_predecessors_ends_instead(
     folder: Path, started: list[Path]
 ) -> None:
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    timer = threading.Timer(0.3, lock.close)
+    timer = threading.Timer(0.3, os.close, [lock_folder(folder)])
     timer.start()
     assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
     timer.join()
@@ -80,10 +78,22 @@ def test_a_frontend_that_never_listens_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torchrun, "_PATIENCE", 0.1)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(FrontendUnreachableError, match="did not listen within"):
-            ensure_frontend(CONFIG, os.getpid())
+    lock = lock_folder(folder)
+    with pytest.raises(FrontendUnreachableError, match="did not listen within"):
+        ensure_frontend(CONFIG, os.getpid())
+    os.close(lock)
+
+
+def test_a_frontend_keeps_its_folder_when_the_files_in_it_are_cleared_away(
+    folder: Path, started: list[Path]
+) -> None:
+    lock = lock_folder(folder)
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "engine").touch()
+    assert ensure_frontend(CONFIG, os.getpid()) == folder / "engine"
+    os.close(lock)
+    assert started == []
 
 
 def fail_with(error: Exception) -> Callable[[EngineConfig, str | None], None]:
