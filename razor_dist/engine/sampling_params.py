@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,15 @@ class SamplingParams:
         if self.seed is None:
             return replace(self, n=1)
         return replace(self, n=1, seed=(self.seed + index + _INT64) % (2 * _INT64) - _INT64)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the fields by name, for a message; ``SamplingParams(**fields)`` is as good."""
+        fields = asdict(self)
+        structured = fields["structured_outputs"]
+        if structured is not None and isinstance(structured["json"], Mapping):
+            # As text: msgpack has no integers beyond 64 bits, and a schema may.
+            structured["json"] = json.dumps(structured["json"])
+        return fields
 
     def _check_types(self) -> None:
         """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""

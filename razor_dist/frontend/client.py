@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -238,7 +238,7 @@ class EngineClient:
         streams = {id_: RequestStream(id_, self.abort) for id_ in answer_ids(request_id, params.n)}
         assert self._streams.keys().isdisjoint(streams)
         message: Message = {"t": "add", "id": request_id, "prompt": pack(prompt_ids)}
-        message["params"] = asdict(params)
+        message["params"] = params.to_wire()
         if pin:
             message["pin"] = True
         if prefix is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from razor_dist.jobs.results import Record
 from razor_dist.jobs.task import Item
 from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
+from razor_dist.llm.progress import ReadingLog
 from razor_dist.server.errors import Failure
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
 from razor_dist.server.service import make_format
@@ -120,6 +122,11 @@ class BatchTask:
     def settings(self) -> Mapping[str, Any]:
         return {"task": "batch", "model": self.model}
 
+    @property
+    def at_once(self) -> int:
+        """Requests that an engine gets at a time."""
+        return min(config.max_num_seqs for config in self.engines.values())
+
     def items(self) -> Sequence[Item]:
         return [
             Item(entry.item_id, max(1, entry.line.length // 4), data={"line": entry.line})
@@ -157,7 +164,8 @@ def _answer(
         Encoded(None, tokens.tolist(), parsed.cache_salt, text)
         for tokens, _, text in parsed.prompts
     ]
-    outputs = llm.generate(prompts, params)
+    # A log of its own: other requests are read at the same time.
+    outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))
     choices = [
         _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
     ]
@@ -168,18 +176,18 @@ def _answer(
 def _served(
     output: RequestOutput, answer: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None
 ) -> Choice:
-    """Turn an answer into the pieces of the server's formats, all of its text in the last."""
+    """Turn an answer into the pieces of the server's formats."""
     ids = answer.token_ids
     logprobs: Sequence[TokenLogprobs | None] = answer.logprobs or [None] * len(ids)
     offsets = [0] * len(ids) if tokenizer is None else text_offsets(tokenizer, ids)
+    texts = [answer.text[begin:end] for begin, end in zip_longest(offsets, offsets[1:])]
     pieces = [
-        TextPiece(token, "", entry, offset=offset)
-        for token, entry, offset in zip(ids, logprobs, offsets, strict=True)
+        TextPiece(token, text, entry, offset=offset)
+        for token, text, entry, offset in zip(ids, texts, logprobs, offsets, strict=True)
     ]
     cached = 0 if answer.index else output.num_cached_tokens  # told once for a prompt
     pieces[-1] = replace(
         pieces[-1],
-        text=answer.text,
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
         sentences=answer.sentences or (),

@@ -16,7 +16,7 @@ from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
-from razor_dist.jobs.task import Item, PartResult, Task, job_settings
+from razor_dist.jobs.task import Item, PartResult, Task, at_once, job_settings
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,10 @@ def run_task(
         try:
             if missing:
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
-                    for event in run_items(missing, open_engine, engines, config.attempts):
+                    events = run_items(
+                        missing, open_engine, engines, config.attempts, at_once(task)
+                    )
+                    for event in events:
                         if isinstance(event, Outcome):
                             store.append(_record(event))
                             progress.finished(event)

@@ -1,15 +1,18 @@
 """Hands items to engines that are free, and tells how each item gets on and ends.
 
-A thread for each engine; nothing here knows what an engine is made of.
+Threads for each engine, as many as it is given items at once; nothing here knows what an engine is
+made of.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +29,8 @@ class EngineLostError(EngineError):
 class JobEngine(Protocol):
     def run(self, item: Item) -> Mapping[str, Any] | Work:
         """Work on an item: return its result, or a stream of updates that returns it.
+
+        Threads call it at once, if it is given several items.
 
         Raises `EngineLostError` if another engine is to be opened and the item tried again,
         `EngineError` if it is to be tried again with this one, and anything else if the item is at
@@ -69,25 +74,33 @@ class _ThreadEnd(NamedTuple):
 
 
 def run_items(
-    items: Iterable[Item], open_engine: OpenEngine, engines: int, attempts: int = 3
+    items: Iterable[Item],
+    open_engine: OpenEngine,
+    engines: int,
+    attempts: int = 3,
+    at_once: int = 1,
 ) -> Generator[Outcome | ItemUpdate, None, None]:
     """Run items on at most ``engines`` engines at once, the longest first.
+
+    An engine gets ``at_once`` items at a time, or fewer, so that there are some for every engine.
 
     Items of one engine name run before those of the next, in the order in which the names first
     occur; within a name the largest `Item.size` comes first, so that no long item is left for the
     end, when the other engines have nothing to do. An item is tried ``attempts`` times while
-    engines fail under it, and so is the opening of an engine that is lost meanwhile.
+    engines fail under it, and so is the opening of an engine that is lost meanwhile. From the
+    second attempt on it has an engine for itself, so that one that makes engines fail does not take
+    the others with it.
 
     Yields an item's updates, and its outcome as soon as it is known. Raises the `RazorError` of the
     last engine tried if there are items left and none can be opened for them; a mistake of the
     user's (`ConfigError`, ...) ends the others at once.
     """
-    pool = _Pool(items, open_engine, attempts)
-    left = len(pool.waiting)
-    threads = [
-        threading.Thread(target=pool.work, args=(number,), name=f"engine-{number}", daemon=True)
-        for number in range(min(engines, left))
-    ]
+    items = list(items)
+    left = len(items)
+    engines = min(engines, left)
+    at_once = min(at_once, math.ceil(left / max(1, engines)))
+    pool = _Pool(items, open_engine, attempts, at_once)
+    threads = [_thread(number, pool.work, number) for number in range(engines)]
     for thread in threads:
         thread.start()
     working = len(threads)
@@ -108,19 +121,26 @@ def run_items(
             thread.join()
 
 
+def _thread(engine: int, target: Callable[..., None], *arguments: object) -> threading.Thread:
+    name = f"engine-{engine}"
+    return threading.Thread(target=target, args=arguments, name=name, daemon=True)
+
+
 class _Pool:
-    def __init__(self, items: Iterable[Item], open_engine: OpenEngine, attempts: int) -> None:
-        items = list(items)
+    def __init__(
+        self, items: Sequence[Item], open_engine: OpenEngine, attempts: int, at_once: int
+    ) -> None:
         order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
         self.events: queue.Queue[Outcome | ItemUpdate | _ThreadEnd] = queue.Queue()
         self.waiting = sorted(items, key=lambda item: (order[item.engine], -item.size))
         self._open = open_engine
-        self._attempts = attempts
+        self._attempts, self._at_once = attempts, at_once
         self._running = 0  # items that a thread has taken and not yet given back or done
         self._tried: dict[str, int] = {}
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._engines: dict[int, JobEngine] = {}
+        self._taken: Counter[int] = Counter()  # of an engine's ``at_once`` places
 
     def stop(self) -> None:
         """Have all threads end; an item that is being worked on is abandoned."""
@@ -132,20 +152,22 @@ class _Pool:
             engine.close()
 
     def work(self, number: int) -> None:
-        """See to the engine that the next item wants, and run it there, until none is left.
+        """See to the engine that the next item wants, and run items there, until none is left.
 
         No item is held while an engine is being opened, which may take long: another that is free
         gets it.
         """
-        name = ""
         try:
-            while (wanted := self._next(name if number in self._engines else None)) is not None:
-                if isinstance(wanted, Item):
-                    self._run(wanted, number)
-                else:
-                    self._close(number)
-                    name = wanted
-                    self._open_patiently(name, number)
+            while (name := self._wanted()) is not None:
+                engine = self._open_patiently(name, number)
+                crew = range(self._at_once - 1)
+                others = [_thread(number, self._serve, name, number, engine) for _ in crew]
+                for thread in others:
+                    thread.start()
+                self._serve(name, number, engine)
+                for thread in others:
+                    thread.join()
+                self._close(number)
         except Exception as error:
             if not self._over.is_set():
                 if not isinstance(error, RazorError):
@@ -154,14 +176,20 @@ class _Pool:
         finally:
             self._close(number)
 
-    def _run(self, item: Item, number: int) -> None:
+    def _serve(self, name: str, number: int, engine: JobEngine) -> None:
+        """Run items on an engine, one by one, until it is lost or the next is for another."""
+        while (item := self._take(name, number, engine)) is not None:
+            self._run(item, number, engine)
+
+    def _run(self, item: Item, number: int, engine: JobEngine) -> None:
+        places = self._places(item)
         attempt = self._tried[item.id] = self._tried.get(item.id, 0) + 1
         result: Mapping[str, Any] | None = None
         failure: Exception | None = None
         parts = dict(item.parts)
         begin = time.monotonic()
         try:
-            work = work_of(self._engines[number].run(item))
+            work = work_of(engine.run(item))
             while not self._over.is_set():
                 update = next(work)
                 if isinstance(update, PartResult):
@@ -175,20 +203,28 @@ class _Pool:
         seconds = time.monotonic() - begin
         if self._over.is_set():
             return  # whatever failed did so because it was ended
-        if isinstance(failure, EngineLostError):
-            self._close(number)
-        again = isinstance(failure, EngineError) and attempt < self._attempts
-        if again:
-            log.warning("%s, attempt %d of %d: %s", item.id, attempt, self._attempts, failure)
-        else:
-            self.events.put(Outcome(item, result, failure, attempt, seconds, number))
         with self._changed:
+            gone = self._engines.get(number) is not engine
+            lost = isinstance(failure, EngineLostError) and not gone
+            if lost:
+                del self._engines[number]
+            elif gone and failure is not None and not isinstance(failure, EngineError):
+                # Closed under it, since another item lost it.
+                failure = EngineLostError(f"the engine was lost: {failure!r}")
+            again = isinstance(failure, EngineError) and attempt < self._attempts
             if again:
                 self.waiting.insert(0, replace(item, parts=parts))
+            else:
+                self.events.put(Outcome(item, result, failure, attempt, seconds, number))
             self._running -= 1
+            self._taken[number] -= places
             self._changed.notify_all()
+        if again:
+            log.warning("%s, attempt %d of %d: %s", item.id, attempt, self._attempts, failure)
+        if lost:
+            engine.close()
 
-    def _open_patiently(self, name: str, number: int) -> None:
+    def _open_patiently(self, name: str, number: int) -> JobEngine:
         for attempt in range(1, self._attempts + 1):
             try:
                 engine = self._open(name, number, self._over)
@@ -201,6 +237,7 @@ class _Pool:
             self._engines[number] = engine
         if self._over.is_set():  # `stop` may not have seen it
             raise EngineError("the job is over")
+        return engine
 
     def _close(self, number: int) -> None:
         with self._changed:
@@ -208,17 +245,39 @@ class _Pool:
         if engine is not None:
             engine.close()
 
-    def _next(self, name: str | None) -> Item | str | None:
-        """Take the next item if it is for an engine of this name; otherwise return its engine's.
+    def _wanted(self) -> str | None:
+        """Return the next item's engine, None if nothing is left to do.
 
-        Waits while others are at work, whose items may come back; None: nothing is left to do.
+        Waits while others are at work, whose items may come back.
         """
         with self._changed:
             while not self.waiting and self._running and not self._over.is_set():
                 self._changed.wait()
-            if not self.waiting or self._over.is_set():
-                return None
-            if self.waiting[0].engine != name:
-                return self.waiting[0].engine
-            self._running += 1
-            return self.waiting.pop(0)
+            return None if self._over.is_set() or not self.waiting else self.waiting[0].engine
+
+    def _take(self, name: str, number: int, engine: JobEngine) -> Item | None:
+        """Take the next item once its engine has room; None if it is for none of this name.
+
+        Waits as `_wanted` does; None also when the engine is lost, or nothing is left to do.
+        """
+        with self._changed:
+            while (
+                not self._over.is_set()
+                and self._engines.get(number) is engine
+                and (self.waiting or self._running)
+            ):
+                if self.waiting:
+                    item = self.waiting[0]
+                    places = self._places(item)
+                    if item.engine != name:
+                        break
+                    if self._taken[number] + places <= self._at_once:
+                        self._running += 1
+                        self._taken[number] += places
+                        return self.waiting.pop(0)
+                self._changed.wait()
+            return None
+
+    def _places(self, item: Item) -> int:
+        """Return how many of an engine's places an item takes: one, or all if it was tried."""
+        return self._at_once if item.id in self._tried else 1

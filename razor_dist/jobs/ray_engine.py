@@ -33,7 +33,7 @@ from razor_dist.jobs.cluster import Demand, connected, reserve
 from razor_dist.jobs.host_engine import HostEngine, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
-from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work
+from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, at_once
 from razor_dist.llm.llm import LLM
 
 log = logging.getLogger(__name__)
@@ -92,26 +92,27 @@ class RayEngine:
         over: threading.Event,
     ) -> None:
         self._group, self._over = group, over
-        self._closing = threading.Lock()
-        self._closed, self._busy = False, True
+        self._lock = threading.Lock()
+        self._closed, self._busy = False, 1  # calls that have not come back
         # The bundle's resources are the rank's, where there is one.
         own = bundle if isinstance(config, ExternalEngineConfig) else {"CPU": 0}
-        self._actor = make_actor(EngineActor, group, 0, own)
+        self._actor = make_actor(EngineActor, group, 0, own, at_once(task))
         try:
             self.pids: list[int] = self._get(self._actor.open.remote(task, config, group, bundle))
         except BaseException:
             self.close()
             raise
-        self._busy = False
+        self._came_back()
 
     def run(self, item: Item) -> Work:
-        self._busy = True
+        with self._lock:
+            self._busy += 1
         stream = self._actor.run.options(num_returns="streaming").remote(item)
         while True:
             self._wait(stream)
             news = self._get(next(stream))
             if not isinstance(news, Update):
-                self._busy = False
+                self._came_back()
                 result: Mapping[str, Any] = news
                 return result
             yield news
@@ -126,13 +127,17 @@ class RayEngine:
         try:
             return ray.get(ref)
         except RayTaskError as error:
-            self._busy = False
+            self._came_back()
             raise error.cause from None  # as it was raised there
         except RayError as error:
             raise EngineLostError(brief(error)) from None
 
+    def _came_back(self) -> None:
+        with self._lock:
+            self._busy -= 1
+
     def close(self) -> None:
-        with self._closing:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True

@@ -57,12 +57,13 @@ class RankActor:
 
 
 def make_actor(
-    kind: type, group: PlacementGroup, index: int, resources: Mapping[str, float]
+    kind: type, group: PlacementGroup, index: int, resources: Mapping[str, float], threads: int = 1
 ) -> Any:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     cpus, gpus = resources["CPU"], resources.get("GPU", 0)
     make: Any = ray.remote(kind)
-    return make.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote()
+    needs = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": threads}
+    return make.options(**needs, scheduling_strategy=place).remote()
 
 
 class ActorRanks(Ranks):

@@ -25,6 +25,15 @@ _INDIFFERENT = """
     world_size max_num_seqs kv_tokens page_size chunked_prefill_size max_step_ms scheduling_policy
     cuda_graphs shared_memory threads collective_timeout heartbeat_timeout
 """
+# Others, with the values by which folders that were begun when they counted can still go on.
+_ONCE = {
+    "decode": "replicated",
+    "prefix_cache": True,
+    "prefix_tail_tokens": 1024,
+    "prefix_host_gb": 0.0,
+    "prefix_store": None,
+    "prefix_store_gb": None,
+}
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -113,7 +122,7 @@ class Task(Protocol):
         """Return all items, in the order in which the finished results list them."""
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any] | Work:
-        """Do one item's work on an engine that is there for this item alone meanwhile.
+        """Do one item's work on an engine that is there for this item alone meanwhile (`at_once`).
 
         Runs in a process on the node of the engine's rank 0. Whatever it leaves in ``llm`` (a
         prefix that is not released) takes room in the caches from the next item.
@@ -126,6 +135,14 @@ class Task(Protocol):
         Raises `EngineError` if the engine fails: the item is tried again, on this engine or
         another. Anything else is recorded as the item's failure, and it is not tried again.
         """
+
+
+def at_once(task: Task) -> int:
+    """Return how many items an engine gets at a time: a task's ``at_once``, 1 if it has none.
+
+    With more, threads call its `Task.run` at the same time.
+    """
+    return getattr(task, "at_once", 1)
 
 
 def job_settings(task: Task) -> dict[str, Any]:
@@ -159,7 +176,7 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     if config.weight_dtype == "auto":  # younger than folders of jobs that can still go on
         names.remove("weight_dtype")
     fields = config.model_dump(mode="json", include=names)
-    fields["decode"] = "replicated"  # as such folders have it, though no answer depends on it
+    fields |= _ONCE
     if config.attention == "razor":
         path = Path(config.head_map or default_head_map(config.model))
         try:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
@@ -150,20 +150,26 @@ async def _exchange(
     return decode(await process.stdout.readexactly(body_length(header)))
 
 
-def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> Message:
+def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> bytes:
+    """Return the frame that answers one body, whatever it holds."""
     try:
-        parsed = parse_request(message["endpoint"], raw, encoder, Limits(*message["limits"]))
+        limits = Limits(*message["limits"])
+        return encode(_message_of(parse_request(message["endpoint"], raw, encoder, limits)))
     except RequestError as error:
-        return {"error": error_message("", error)}
+        return encode({"error": error_message("", error)})
     except Exception:
         log.exception("a body cannot be read")
-        return {"error": error_message("", EngineError(_FAILED))}
+        return encode({"error": error_message("", EngineError(_FAILED))})
+
+
+def _message_of(parsed: ParsedRequest) -> Message:
     prompts = [
-        [pack(tokens), asdict(params), text and text.to_wire()]
+        [pack(tokens), params.to_wire(), text and text.to_wire()]
         for tokens, params, text in parsed.prompts
     ]
     flags = {k: v for k, v in vars(parsed).items() if k != "prompts"}
-    return {"prompts": prompts, "flags": flags}
+    # As text: it repeats the client's own objects, whose numbers msgpack may not hold.
+    return {"prompts": prompts, "flags": flags | {"described": json.dumps(parsed.described)}}
 
 
 def _parsed_of(answer: Message) -> ParsedRequest:
@@ -173,13 +179,14 @@ def _parsed_of(answer: Message) -> ParsedRequest:
     ]
     flags = answer["flags"]
     tools = flags["tools"] and ToolUse(*flags["tools"])
-    return ParsedRequest(prompts, **flags | {"tools": tools})
+    described = json.loads(flags["described"])
+    return ParsedRequest(prompts, **flags | {"tools": tools, "described": described})
 
 
 def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
     while header := source.read(HEADER_SIZE):
         message = decode(source.read(body_length(header)))
-        sink.write(encode(_answer(message, source.read(message["bytes"]), encoder)))
+        sink.write(_answer(message, source.read(message["bytes"]), encoder))
         sink.flush()
 
 

@@ -7,6 +7,7 @@ bodies and in another process for long ones (`razor_dist.server.parsing_process`
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -173,7 +174,7 @@ def check_model(name: str, served: str) -> None:
 
 
 def parse_json(body: bytes | bytearray) -> object:
-    """Parse JSON; `RequestError` if it has bad UTF-8, NaN, a lone surrogate or a key twice."""
+    """Parse JSON; `RequestError` for bad UTF-8, a lone surrogate, a key twice, NaN or infinity."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -181,7 +182,12 @@ def parse_json(body: bytes | bytearray) -> object:
             f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}"
         ) from None
     try:
-        value: object = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        value: object = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_object,
+        )
         if _SURROGATE.search(body):
             # JSON can spell half a character, which no tokenizer and no response can hold.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -196,6 +202,13 @@ def parse_json(body: bytes | bytearray) -> object:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # which no answer could repeat
+        raise ValueError(f"the number {text:.80} is out of range")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -183,7 +183,8 @@ def _required(text: str, names: Sequence[str]) -> Found:
 
 
 def _named(text: str, names: Sequence[str]) -> Found:
-    return [ToolCall(names[0], text)], ""
+    # One that was cut is no JSON.
+    return ([ToolCall(names[0], text)] if _values(text, " \n") else []), ""
 
 
 _FORMATS = {

@@ -1,6 +1,9 @@
-"""Token ids as arrays and as bytes."""
+"""What travels between the processes: token ids as bytes, and parameters."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import as_tokens, pack, unpack
+from razor_dist.engine.messages import HEADER_SIZE, as_tokens, decode, encode, pack, unpack
+from razor_dist.engine.sampling_params import SamplingParams
 
 VOCABULARY = 151_552
 
@@ -33,3 +37,13 @@ def test_the_first_id_outside_the_vocabulary_is_named(ids: list[int]) -> None:
         as_tokens(ids, VOCABULARY, "stop_token_ids")
     assert str(error.value) == f"token id {wrong} in stop_token_ids is not in [0, {VOCABULARY})"
     assert error.value.param == "stop_token_ids"
+
+
+def test_a_schema_reaches_the_ranks_whatever_numbers_it_holds() -> None:
+    schema = {"type": "integer", "maximum": 10**30, "default": 2**64, "minimum": -0.5}
+    params = SamplingParams(structured_outputs={"json": schema}, seed=3, logit_bias={7: 1.0})
+    frame = encode({"t": "add", "params": params.to_wire()})
+    found = SamplingParams(**decode(frame[HEADER_SIZE:])["params"])
+    assert found.structured_outputs is not None and isinstance(found.structured_outputs.json, str)
+    assert json.loads(found.structured_outputs.json) == schema
+    assert replace(found, structured_outputs=None) == replace(params, structured_outputs=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import yaml
-from razor_dist.server.logs import set_up_logging
 
 import razor_dist
 from razor_dist.config.errors import RazorError
+from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.job import run_job
 from tests.jobs.tasks import Completions

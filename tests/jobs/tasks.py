@@ -34,6 +34,10 @@ class Completions:
         What befalls an item, by its id: "error" and "nan" are the task's faults, "rank" and
         "frontend" kill a process of the engine. What is written as ``"rank:FILE"`` happens once:
         the first time leaves the file.
+    at_once : int
+        Items that an engine gets at a time; the first of them waits until all are there.
+    meeting : str
+        A folder, in which they see each other; needed if ``at_once`` is more than 1.
     """
 
     configs: dict[str, EngineConfig]
@@ -42,6 +46,8 @@ class Completions:
     max_tokens: int = 4
     slow: float = 0.0
     harm: dict[str, str] = field(default_factory=dict)
+    at_once: int = 1
+    meeting: str = ""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -65,6 +71,8 @@ class Completions:
 
     def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
         time.sleep(self.slow)
+        if self.at_once > 1:
+            self._meet(item)
         harm, _, once = self.harm.get(item.id, "").partition(":")
         if once and Path(once).exists():
             harm = ""
@@ -87,6 +95,13 @@ class Completions:
             "tokens": answer.token_ids,
             "timing": {"seconds": output.metrics.total_seconds},
         }
+
+    def _meet(self, item: Item) -> None:
+        there, end = Path(self.meeting), time.monotonic() + 120
+        (there / item.id).touch()
+        while len(list(there.iterdir())) < self.at_once:
+            assert time.monotonic() < end, "no other item came"
+            time.sleep(0.01)
 
 
 def kill_rank(llm: LLM) -> NoReturn:

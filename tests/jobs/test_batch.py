@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,14 @@ from openai.types.responses import Response
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
-from razor_dist.jobs.batch import read_batch
+from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.frontend.assembler import Assembler
+from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
+from razor_dist.jobs.batch import _served, read_batch
+from razor_dist.server.formats import ChatFormat
+from razor_dist.server.tools import ToolUse
 from tests.test_llm import FakeLLM
+from tests.tokenizer import smollm2_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -158,6 +166,62 @@ def test_the_fields_of_the_server_are_known(
     assert echo["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
     response = Response.model_validate(bodies[2])
     assert response.status == "incomplete" and response.output_text
+
+
+def test_calls_are_read_as_the_server_reads_them() -> None:
+    """With markers that are special tokens, which the text of an answer leaves out."""
+    tokenizer = copy.deepcopy(smollm2_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    arguments = '{"city": "Zürich 🌧"}'
+    written = f"I look. [TOOL_CALLS]a[ARGS]{arguments}[TOOL_CALLS]b[ARGS]{{}}"
+    ids = [*tokenizer.encode(written, add_special_tokens=False), 2]
+    assembler = Assembler(tokenizer, SamplingParams())
+    finishes = [None] * (len(ids) - 1) + ["stop"]
+    pieces = [
+        assembler.push({"token": token, "finish": finish})
+        for token, finish in zip(ids, finishes, strict=True)
+    ]
+    text = "".join(piece.text for piece in pieces)
+    answer = CompletionOutput(text=text, token_ids=ids, finish_reason="stop")
+    choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
+    assert choice.pieces == pieces
+    form = ChatFormat("m", [choice], tokenizer, tools=ToolUse("mistral", ["a", "b"]))
+    message = form.whole()["choices"][0]["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
+    assert calls == [("a", json.dumps(json.loads(arguments))), ("b", "{}")]
+    assert message["content"] == "I look. "
+
+
+def test_a_stop_string_cuts_the_pieces() -> None:
+    tokenizer = smollm2_tokenizer()
+    ids = tokenizer.encode(" one two three")
+    answer = CompletionOutput(text=" one t", token_ids=ids, finish_reason="stop", stop_reason="wo")
+    choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
+    assert [piece.text for piece in choice.pieces] == [" one", " t", ""]
+    assert choice.pieces[-1].stop_reason == "wo"
+
+
+def test_an_engine_gets_several_requests_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until as many others are under way."""
+    together = threading.Barrier(3)
+
+    class Together(FakeLLM):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            together.wait(60)
+            return super().generate(*args, **kwargs)
+
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", Together)
+    words = "abcdef"
+    write(tmp_path / "in.jsonl", [request(w, prompt=f" {w} x", max_tokens=50) for w in words])
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
+    assert cli.main([*command, "--attention", "full", "--max-num-seqs", "3"]) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(a["custom_id"], a["response"]["body"]["choices"][0]["text"]) for a in answers] == [
+        (word, f" x {word}") for word in words
+    ]
 
 
 def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

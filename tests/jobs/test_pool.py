@@ -25,13 +25,15 @@ class FakeEngine:
 
     def __init__(self, pool: FakeEngines, name: str) -> None:
         self._pool, self._name = pool, name
-        self._busy = threading.Lock()
+        self._room = threading.BoundedSemaphore(pool.at_once)
         self._lost = False
         self.closed = False
 
     def run(self, item: Item) -> Mapping[str, Any]:
-        assert self._busy.acquire(blocking=False), "one item at a time"
+        assert self._room.acquire(blocking=False), "no more items than were asked for"
         try:
+            if self._pool.at_once > 1 and (self.closed or self._lost):
+                raise RuntimeError("another of its items lost it")
             assert not self.closed and not self._lost and self._name == item.engine
             script = item.data.get("script", [OK])
             attempt = self._pool.attempts[item.id]
@@ -47,7 +49,7 @@ class FakeEngine:
                     raise EngineLostError("the node died")
             return {"of": item.id}
         finally:
-            self._busy.release()
+            self._room.release()
 
     def close(self) -> None:
         self.closed = True
@@ -56,7 +58,8 @@ class FakeEngine:
 class FakeEngines:
     """Opens them; ``errors`` are raised first, one by each call."""
 
-    def __init__(self, *errors: Exception) -> None:
+    def __init__(self, *errors: Exception, at_once: int = 1) -> None:
+        self.at_once = at_once
         self.attempts: Counter[str] = Counter()
         self.order: list[str] = []
         self.opened: list[FakeEngine] = []
@@ -70,7 +73,7 @@ class FakeEngines:
         return engine
 
     def run(self, items: list[Item], engines: int = 1, attempts: int = 3) -> dict[str, Outcome]:
-        events = run_items(items, self.open, engines=engines, attempts=attempts)
+        events = run_items(items, self.open, engines, attempts, self.at_once)
         outcomes = [event for event in events if isinstance(event, Outcome)]
         assert all(engine.closed for engine in self.opened)
         found = {outcome.item.id: outcome for outcome in outcomes}
@@ -107,6 +110,27 @@ def test_every_item_has_one_outcome(scripts: list[list[str]], engines: int, atte
         kind = {OK: type(None), FAIL: KeyError, ENGINE: EngineError, LOST: EngineLostError}
         assert type(outcome.error) is kind[tries[expected - 1]]
         assert outcome.result == ({"of": id} if outcome.error is None else None)
+    assert no_threads_left()
+
+
+@given(
+    scripts=st.lists(
+        st.lists(st.sampled_from([OK, FAIL, ENGINE, LOST]), min_size=1, max_size=3), max_size=12
+    ),
+    engines=st.integers(1, 3),
+    at_once=st.integers(2, 5),
+)
+@settings(deadline=None, max_examples=100)
+def test_of_several_at_once_too(scripts: list[list[str]], engines: int, at_once: int) -> None:
+    pool = FakeEngines(at_once=at_once)
+    found = pool.run(items_of(scripts), engines)
+    assert len(found) == len(scripts)
+    for id, outcome in found.items():
+        assert pool.attempts[id] <= outcome.attempts <= pool.attempts[id] + 1
+        if outcome.error is None:
+            assert outcome.result == {"of": id}
+        if scripts[int(id)][0] in (OK, FAIL):  # whatever its neighbours did
+            assert isinstance(outcome.error, KeyError) == (scripts[int(id)][0] == FAIL)
     assert no_threads_left()
 
 
@@ -168,6 +192,94 @@ def test_more_engines_than_items_are_not_opened() -> None:
     pool.run(items_of([[OK]]), engines=8)
     assert len(pool.opened) == 1
     assert FakeEngines().run([], engines=8) == {}
+
+
+class Crowded:
+    """An engine of several items at once; "lost" is lost when all of them are under way."""
+
+    def __init__(self, pool: CrowdedEngines) -> None:
+        self._pool = pool
+        self._end = threading.Event()
+        self._all = threading.Barrier(pool.at_once)
+        self._under_way: list[str] = []
+
+    def run(self, item: Item) -> Mapping[str, Any]:
+        if self._end.is_set():
+            raise RuntimeError("it is closed")
+        self._under_way.append(item.id)
+        self._pool.together.append(list(self._under_way))
+        self._pool.attempts[item.id] += 1
+        try:
+            if self._pool.attempts[item.id] == 1:
+                self._all.wait(30)
+            match item.data["script"], self._pool.attempts[item.id]:
+                case ("lost", _):
+                    raise EngineLostError("the node died")
+                case ("stays", 1):  # until the engine is closed under it
+                    assert self._end.wait(30)
+                    raise RuntimeError("the event loop is closed")
+            return {"of": item.id}
+        finally:
+            self._under_way.remove(item.id)
+
+    def close(self) -> None:
+        self._end.set()
+
+
+class CrowdedEngines:
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self.attempts: Counter[str] = Counter()
+        self.together: list[list[str]] = []  # what was under way as an item began
+        self.opened: list[Crowded] = []
+
+    def run(self, items: list[Item], engines: int = 1) -> list[Outcome]:
+        def open_engine(name: str, number: int, over: threading.Event) -> Crowded:
+            self.opened.append(Crowded(self))
+            return self.opened[-1]
+
+        events = run_items(items, open_engine, engines, at_once=self.at_once)
+        return [event for event in events if isinstance(event, Outcome)]
+
+
+def test_an_engine_has_several_items_at_once() -> None:
+    pool = CrowdedEngines(3)
+    items = [Item(str(n), data={"script": OK}) for n in range(6)]
+    found = pool.run(items)  # each waits for two others
+    assert sorted(o.item.id for o in found) == ["0", "1", "2", "3", "4", "5"]
+    assert all(o.attempts == 1 and o.result == {"of": o.item.id} for o in found)
+    assert max(map(len, pool.together)) == 3 and len(pool.opened) == 1
+    assert no_threads_left()
+
+
+def test_engines_share_the_items_though_one_could_take_them_all() -> None:
+    both = threading.Barrier(2)
+
+    class Waits(FakeEngine):
+        def run(self, item: Item) -> Mapping[str, Any]:
+            both.wait(30)
+            return super().run(item)
+
+    pool = FakeEngines()
+    events = run_items(
+        items_of([[OK]] * 2), lambda name, *_: Waits(pool, name), engines=2, at_once=64
+    )
+    assert {event.item.id for event in events} == {"0", "1"}
+
+
+def test_what_was_under_way_on_a_lost_engine_goes_to_another_alone() -> None:
+    pool = CrowdedEngines(3)
+    scripts = {"guilty": LOST, "stays": "stays", "too": "stays"}
+    found = {
+        o.item.id: o for o in pool.run([Item(i, data={"script": s}) for i, s in scripts.items()])
+    }
+    assert found.keys() == scripts.keys() and len(pool.together) == 3 + 4
+    for id in ("stays", "too"):
+        assert (found[id].result, found[id].attempts) == ({"of": id}, 2)
+    assert isinstance(found["guilty"].error, EngineLostError) and found["guilty"].attempts == 3
+    assert all(len(there) == 1 for there in pool.together[3:]), "nobody suffers from it again"
+    assert len(pool.opened) >= 3 and all(engine._end.is_set() for engine in pool.opened)
+    assert no_threads_left()
 
 
 class Stubborn:

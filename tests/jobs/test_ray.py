@@ -96,6 +96,19 @@ def test_a_killed_rank_and_a_killed_frontend(
     assert without_times(folder) == without_times(undisturbed)
 
 
+def test_several_items_of_an_engine_at_once(
+    cluster: Cluster, engine: EngineConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    meeting, folder = tmp_path / "meeting", tmp_path / "out"
+    meeting.mkdir()
+    harm = {"full-1": f"rank:{tmp_path / 'rank'}", "full-3": f"frontend:{tmp_path / 'frontend'}"}
+    task = Completions({"full": engine}, harm=harm, at_once=3, meeting=str(meeting))
+    assert run_job(task, job(cluster, engines=1), folder) == JobSummary(folder, 6, 0, 0)
+    assert attempts(folder)["full-1"] >= 2
+    assert without_times(folder) == without_times(undisturbed)
+    assert no_actors_left()
+
+
 def test_what_the_cluster_cannot_hold_is_told(
     cluster: Cluster,
     engine: EngineConfig,

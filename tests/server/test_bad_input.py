@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -200,6 +201,7 @@ def test_fields_that_ask_for_nothing_are_accepted(url: str) -> None:
         (b"", "the body is not valid JSON"),
         (b"[]", "the body must be a JSON object"),
         (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"tools": [1, -1e999]}', "the number -1e999 is out of range"),
         (b'{"model": "\\ud800"}', "lone surrogate"),
         (b'{"model": "a", "model": "b"}', "the key 'model' is given twice"),
         (b"[" * 100_000, "nested too deeply"),
@@ -225,6 +227,31 @@ def test_whole_numbers_may_be_written_with_a_point(url: str) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 2
     refusal = refused(url, "/v1/completions", json=TEXT | {"max_tokens": 2.5})
     assert refusal[:2] == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("blanks", [0, 2**18], ids=["short", "long"])
+def test_a_schema_may_hold_integers_of_any_size(url: str, blanks: int) -> None:
+    """In a body that this process reads, and in one that another does."""
+    amount = {"type": "integer", "maximum": 10**30, "default": -(2**63) - 1, "title": 10**40}
+    schema = {"type": "object", "properties": {"amount": amount, "id": {"const": 2**64}}}
+
+    def ask(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        content = json.dumps(fields) + " " * blanks
+        answer = httpx.post(f"{url}{path}", content=content, headers=JSON)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    structured = {"structured_outputs": {"json": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in (structured, {"response_format": form}):
+        assert ask("/v1/chat/completions", CHAT | fields)["choices"]
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    tool = {"type": "function", "name": "x", "parameters": schema}
+    asked = {"model": "smollm2", "input": "Hello", "text": text}
+    response = ask("/v1/responses", asked | {"tools": [tool], "tool_choice": "none"})
+    assert response["text"] == text
+    assert response["tools"][0]["parameters"] == schema
 
 
 def test_another_method_is_refused_with_those_allowed(url: str) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.messages import HEADER_SIZE, decode
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
@@ -178,6 +179,15 @@ def test_another_process_reads_bodies_as_this_one_does(
         assert not caplog.records
 
     asyncio.run(main())
+
+
+def test_a_request_that_no_message_holds_leaves_the_process_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], answer={"n": 2**64}))
+    frame = parsing._answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
+    error = decode(frame[HEADER_SIZE:])["error"]
+    assert (error["code"], error["message"]) == ("engine_error", parsing._FAILED)
 
 
 # --------------------------------------------------------------- the frontend's loop

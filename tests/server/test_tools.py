@@ -299,6 +299,30 @@ def test_a_schema_that_holds_itself_can_be_forced(choice: str) -> None:
         assert structured.json["$defs"]["a"]["default"] == {"$ref": "#"}
 
 
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("named", '{"city": "Par'),
+        ("required", '[{"name": "get_time", "parameters": {"city": "Par'),
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": {"city": "Par'),
+    ],
+)
+def test_a_call_that_is_cut_is_no_call(form: str, answer: str) -> None:
+    use = ToolUse(form, NAMES)
+    choice = Choice(np.array([1]), 0, [TextPiece(5, answer, None, "length")])
+    chat = ChatFormat("m", [choice], smollm2_tokenizer(), tools=use)
+    [whole] = ChatCompletion.model_validate(chat.whole(), strict=True).choices
+    assert (whole.finish_reason, whole.message.content) == ("length", answer)
+    assert whole.message.tool_calls is None
+    news = [chunk["choices"][0] for chunk in chat.piece(0, choice.pieces[0])]
+    assert "".join(new["delta"].get("content", "") for new in news) == answer
+    assert news[-1]["finish_reason"] == "length"
+    response = ResponsesFormat("m", [choice], smollm2_tokenizer(), described={}, tools=use).whole()
+    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["content"][0]["text"] == answer
+
+
 def test_one_call_at_most_unless_parallel() -> None:
     answer = next(a for name, a, _, calls in ANSWERS if name == "hermes" and len(calls) == 2)
     for parallel, names in ((True, NAMES), (False, NAMES[:1])):
