@@ -71,7 +71,8 @@ class PagesOnly:
         self.shape = SimpleNamespace(vocab_size=VOCABULARY)
         self.device = torch.device("cpu")
         self.decode, self.sources = decode, {}
-        self.comm = SimpleNamespace(size=ranks, broadcast=lambda *_: None)
+        host = SimpleNamespace(broadcast=lambda *_: None)
+        self.comm = SimpleNamespace(size=ranks, host=host)
         self.prompt_logprobs: dict = {}
         self.pools = [_pool(pages) for _ in range(ranks)]
         self.scratch = [_pool(scratch) for _ in range(ranks if scratch else 0)]

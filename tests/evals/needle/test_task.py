@@ -217,6 +217,7 @@ def test_the_needle_model_finds_all_and_streaming_what_its_window_holds(tmp_path
         "threads": "1",
         "kv-tokens": "1600",
         "chunked-prefill-size": "256",
+        "max-step-ms": "1e6",  # all chunks are as long, however slow the machine is
         "no-ray": None,
     }
     flags = [
