@@ -27,6 +27,7 @@ _POINTWISE = _COMPARISONS | {
     _aten.where.self,
     _aten.where.ScalarOther,
 }
+_IN_PLACE = _aten.addcmul_.default
 
 
 def _like_pointwise(func: Any, inputs: Sequence[Tensor]) -> Tensor:
@@ -65,7 +66,9 @@ class Allocations(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self._known.setdefault(tensor.untyped_storage(), -1)
-        if func in _POINTWISE and inputs[0].is_meta:
+        if func is _IN_PLACE and args[0].is_meta:
+            result = args[0]
+        elif func in _POINTWISE and inputs[0].is_meta:
             result = _like_pointwise(func, inputs)
         else:
             result = func(*args, **(kwargs or {}))

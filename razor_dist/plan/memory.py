@@ -38,7 +38,7 @@ from razor_dist.plan.devices import Device
 # Contexts beyond so many times what the model was made for are not asked about: the plan of windows
 # that grow with millions of tokens alone takes a minute.
 _FAR = 16
-_PARTS = 64  # the longest context is found to such a part of it, or exactly
+_PARTS = 32  # the longest context is found to such a part of it, or exactly
 _MOST_RUNS = 16
 _LAST_CHUNKS = 8
 
@@ -325,7 +325,7 @@ class MemoryPlanner:
 
         Activations take seconds to look up, but beyond some length they hardly change. So the
         caches are bisected with those of ``guess``, then with those of what was found. Where that
-        leads nowhere, lengths between are halved, down to the last 64th.
+        leads nowhere, lengths between are halved, down to the last 32nd.
         """
         # `fits` does, or is 0. Longer ones have no smaller activations: beyond `most` none fits.
         fits, most = 0, self._bisect(self._logits)

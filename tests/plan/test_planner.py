@@ -144,7 +144,7 @@ def test_activations_that_grow_with_the_context(
     monkeypatch.setattr(planner, "_activations", lambda context: {"ring": 4000 * context})
     rest = memory.weights + memory.streaming_cache + memory.window_between_chunks
     most = (planner.budget - rest) / (4000 + 0.3 * 80 * 1024 / 8)
-    assert 63 / 64 * most < planner.longest_context(guess) <= most
+    assert 31 / 32 * most < planner.longest_context(guess) <= most
 
 
 def test_a_shorter_context_fits() -> None:
