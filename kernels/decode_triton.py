@@ -47,8 +47,10 @@ _SPLITS = (256, 4096)
 # A program of the merge reads so many dimensions of so many splits at a time.
 MERGED, MERGED_WIDTH = 64, 32
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
-# And those of any alignment that are rows of a step's inputs (`razor_dist.attention.short_inputs`).
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
+# Rows of one tensor (`razor_dist.attention.short_inputs`): of an odd number of sequences every
+# other row is not aligned, and one compiled kernel takes all as well.
+_UNALIGNED = ["at", "stored", "position", "start", "offset", "capacity"]
 
 
 @triton.jit
@@ -59,10 +61,7 @@ def _quantized(new):
     return ((new / tl.maximum(scale, _TINY) + _TO_WHOLE) - _TO_WHOLE).to(tl.int8), scale
 
 
-@triton.jit(
-    do_not_specialize=["retrieval"],
-    do_not_specialize_on_alignment=["at", "position", "offset", "capacity"],
-)
+@triton.jit(do_not_specialize=["retrieval"], do_not_specialize_on_alignment=_UNALIGNED)
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
@@ -96,10 +95,7 @@ def store_kernel(
         tl.store(ring_v + place, new_v.to(ring_v.dtype.element_ty), mask=kept)
 
 
-@triton.jit(
-    do_not_specialize=_VARYING,
-    do_not_specialize_on_alignment=["stored", "position", "start", "offset", "capacity"],
-)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row,

@@ -335,7 +335,7 @@ def test_a_closed_llm_says_so() -> None:
     begun, left = llm.stream(*endless), llm.stream(*endless)
     assert next(begun) and next(left)
     llm.close()
-    left.close()  # type: ignore[attr-defined]
+    left.close()
     calls: list[Callable[[], object]] = [
         lambda: llm.generate([[5]]),
         lambda: llm.generate([[5]], prefix=prefix),

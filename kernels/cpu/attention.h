@@ -32,7 +32,6 @@ constexpr int64_t UNIT = 512;
 constexpr int BLOCK = 64;
 constexpr int QUERIES = WIDTH == 16 ? 4 : 2;  // that share a load, and so many keys:
 constexpr int SCORED = 4;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // scores[r, j] = q[r] . k[j] for SCORED keys; their values are fetched meanwhile
 template <int R, class T>

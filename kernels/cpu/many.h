@@ -207,18 +207,17 @@ inline Matrix<int32_t> take_values(const Workspace<int32_t>& w, Rows<int8_t> fro
 // largest so far: exp2, since log2 e is in the queries. Earlier sums are multiplied accordingly.
 template <class N>
 void weigh(const Workspace<N>& w, int64_t r, int64_t begin, int64_t end, int64_t padded) {
-  constexpr float NONE = -std::numeric_limits<float>::infinity();
   float *row = w.scores + r * KEY_BLOCK, *sums = w.sums + r * w.dim;
   begin = std::clamp<int64_t>(begin, 0, padded), end = std::clamp<int64_t>(end, begin, padded);
-  std::fill(row, row + begin, NONE);
-  std::fill(row + end, row + padded, NONE);
+  std::fill(row, row + begin, NOTHING);
+  std::fill(row + end, row + padded, NOTHING);
   Floats largest = load(row);
   for (int64_t j = WIDTH; j < padded; j += WIDTH) {
     const Floats next = load(row + j);
     largest = next > largest ? next : largest;
   }
   const float top = begin == end ? w.most[r] : std::max(w.most[r], largest_of(largest));
-  if (top == NONE && begin == end) {  // it has seen nothing yet
+  if (top == NOTHING && begin == end) {  // it has seen nothing yet
     std::fill(row, row + padded, 0.0f);
   } else {
     Floats total = {};
@@ -361,7 +360,6 @@ inline std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a
                 rows = out_a.size(0) * group * tokens;
   const Tensor out = at::empty(out_a.sizes(), out_a.options());
   const Tensor lse = at::empty(lse_a.sizes(), lse_a.options());
-  constexpr float NONE = -std::numeric_limits<float>::infinity();
   at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t at[] = {row / tokens / group, row / tokens % group, row % tokens};
@@ -373,7 +371,7 @@ inline std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a
       const float a = *place(lse_a), b = *place(lse_b);
       const float top = a > b || a != a ? a : b;  // NaN stays
       // Where both are -inf the differences would be NaN; any finite reference gives weight 0.
-      const float from = top == NONE ? 0 : top;
+      const float from = top == NOTHING ? 0 : top;
       float by_a = std::exp(a - from), by_b = std::exp(b - from);
       const float total = by_a + by_b;
       if (total != 0) by_a /= total, by_b /= total;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -23,6 +24,8 @@ constexpr int WIDTH = 8;
 #endif
 // So many numbers are worth a thread of their own.
 constexpr int64_t GRAIN = 1 << 14;
+// A score of what is not seen, and the lse of seeing nothing.
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -140,7 +140,7 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         prefix: Prefix | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt with every token; it grows until it is ``finished``.
 
         Arguments and errors are as in `generate`. Leaving the iteration aborts the request. It is

@@ -233,25 +233,24 @@ class HostLinks(Communicator):
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.group, inner)
-        self._inner = inner
 
     def _exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Sequence[Work]:
         arriving = [(peer, torch.empty_like(buffer, device="cpu")) for peer, buffer in receives]
-        works = self._inner._exchange([(peer, sent.cpu()) for peer, sent in sends], arriving)
+        works = self.host._exchange([(peer, sent.cpu()) for peer, sent in sends], arriving)
         return [_Landing(works, [host for _, host in arriving], [buffer for _, buffer in receives])]
 
     def _broadcast(self, tensor: Tensor) -> None:
         host = tensor.cpu()
-        self._inner._broadcast(host)
+        self.host._broadcast(host)
         tensor.copy_(host)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         host = torch.empty_like(out, device="cpu")
-        self._inner._all_gather(tensor.cpu(), host)
+        self.host._all_gather(tensor.cpu(), host)
         out.copy_(host)
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         host = tensor.cpu()
-        return _Landing([self._inner._all_reduce(host)], [host], [tensor])
+        return _Landing([self.host._all_reduce(host)], [host], [tensor])

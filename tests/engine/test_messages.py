@@ -1,4 +1,4 @@
-"""What travels between the processes: token ids as bytes, and parameters."""
+"""Messages between the processes: token ids as bytes, and parameters."""
 
 from __future__ import annotations
 

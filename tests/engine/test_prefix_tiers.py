@@ -152,10 +152,10 @@ def test_another_number_of_ranks_reads_the_same_store(
 def held(
     comm: Communicator, path: str, given: dict[str, Any], ask: Ask, end: int
 ) -> tuple[int, dict[int, tuple[bytes, bytes]], list[dict[str, Tensor]]]:
-    """What a rank holds of a prompt's first ``end`` tokens once it is answered.
+    """Answer a prompt; return what a rank then holds of its first ``end`` tokens.
 
-    How many were found in a cache; the bytes of the retrieval heads' keys and of their values at
-    each position; and of each window what the streaming heads need to go on.
+    That is how many were found in a cache; the bytes of the retrieval heads' keys and of their
+    values at each position; and of each window the streaming heads' state.
     """
     engine = engine_of(comm, path, given)
     found = 0

@@ -155,7 +155,7 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
 
 
 def after(given: str, asked: list[dict[str, Any]]) -> list[list[str]]:
-    """What SmolLM2's tokens may spell next, by each structured output after ``given``."""
+    """Return, for each structured output, the texts of the tokens that may follow ``given``."""
     tokenizer = smollm2_tokenizer()
     compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [2])
     found = []

@@ -85,14 +85,18 @@ def items_of(scripts: list[list[str]]) -> list[Item]:
     return [Item(str(n), data={"script": script}) for n, script in enumerate(scripts)]
 
 
+def scripts_of(attempts: int) -> st.SearchStrategy[list[list[str]]]:
+    """Draw, for each of some items, how up to so many attempts at it end."""
+    script = st.lists(st.sampled_from([OK, FAIL, ENGINE, LOST]), min_size=1, max_size=attempts)
+    return st.lists(script, max_size=12)
+
+
 def no_threads_left() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name.startswith("engine-")]
 
 
 @given(
-    scripts=st.lists(
-        st.lists(st.sampled_from([OK, FAIL, ENGINE, LOST]), min_size=1, max_size=4), max_size=12
-    ),
+    scripts=scripts_of(4),
     engines=st.integers(1, 4),
     attempts=st.integers(1, 3),
 )
@@ -114,9 +118,7 @@ def test_every_item_has_one_outcome(scripts: list[list[str]], engines: int, atte
 
 
 @given(
-    scripts=st.lists(
-        st.lists(st.sampled_from([OK, FAIL, ENGINE, LOST]), min_size=1, max_size=3), max_size=12
-    ),
+    scripts=scripts_of(3),
     engines=st.integers(1, 3),
     at_once=st.integers(2, 5),
 )

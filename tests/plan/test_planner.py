@@ -138,7 +138,7 @@ def test_the_longest_context_is_the_longest() -> None:
 def test_activations_that_grow_with_the_context(
     monkeypatch: pytest.MonkeyPatch, guess: int
 ) -> None:
-    """What fits beside the activations of a short one is far too long, and the other way round."""
+    """A length that fits beside a short context's activations does not fit beside its own."""
     planner = MemoryPlanner(Deployment.of(settings(), "cuda", 0.3), load_device("h200"))
     memory = planner.at(N, N)
     monkeypatch.setattr(planner, "_activations", lambda context: {"ring": 4000 * context})
