@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import reference_paragraphs
@@ -73,7 +73,7 @@ class DemoAnswer:
 
 def main() -> int:
     """Entry point; returns 0 only if the answer holds the hidden number."""
-    ranks = min(max(2, len(os.sched_getaffinity(0))), _MOST_RANKS)
+    ranks = min(max(2, usable_cores()), _MOST_RANKS)
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="Other flags go to razor-dist serve, such as --window-ratio 5.",
@@ -138,7 +138,7 @@ def run(world_size: int, serve_flags: Sequence[str], console: Console) -> int:
         f"{answer.first_token_seconds:.1f} s to the first token of the answer, then "
         f"{answer.tokens_per_second:.1f} tokens/s ({answer.completion_tokens} tokens after a "
         f"prompt of {answer.prompt_tokens:,}); {world_size} ranks on "
-        f"{len(os.sched_getaffinity(0))} cores"
+        f"{usable_cores()} cores"
     )
     right = NUMBER in re.findall(r"\d+", answer.text)
     verdict = "[green]right[/]" if right else f"[red]wrong[/]: it does not say {NUMBER}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 import torch
 
+from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
@@ -27,7 +27,7 @@ Align: TypeAlias = Literal["left", "numbers"]  # numbers: all columns but the fi
 def machine() -> dict[str, Any]:
     info = {
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "system": platform.platform(),

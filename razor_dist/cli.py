@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 import razor_dist
+from razor_dist.config.cores import bound_spinning
 from razor_dist.config.errors import ConfigError, RazorError
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 2 after a mistake of the user's, which is one line on standard error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    bound_spinning(os.environ)  # before a command loads torch
     try:
         _refuse_foreign(arguments)
         _app(arguments or _being_completed())(arguments, prog_name="razor-dist")

@@ -233,14 +233,14 @@ def ranks(settings: EngineBenchSettings, prompt: list[int]) -> dict[str, Timing]
             for size in settings.ranks
             for decode in (_MODES if size > 1 else _MODES[:1])
         }
-        engines = {name: _generate_with(llm) for name, llm in llms.items()}
+        engines = {name: timed_generate(llm) for name, llm in llms.items()}
         timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats)
         for name, llm in llms.items():
             timings[name].stats = _measure(llm, prompt)
     for size in settings.ranks:
         name = rank_name("full", size)
         with _llm(settings, "full", size) as llm:
-            run = _generate_with(llm)(prompt, settings.new_tokens)
+            run = timed_generate(llm)(prompt, settings.new_tokens)
             log.info("%s, once: %s", name, run)
             timings[name] = Timing(name, [run], _measure(llm, prompt))
     return timings
@@ -261,7 +261,9 @@ def _llm(
     return LLM(**config.model_dump(exclude_unset=True))
 
 
-def _generate_with(llm: LLM) -> Generate:
+def timed_generate(llm: LLM) -> Generate:
+    """Return an engine of the ranks of ``llm``, timed by its own metrics."""
+
     def generate(prompt: list[int], new_tokens: int) -> TimedRun:
         [output] = llm.generate(prompt, greedy(new_tokens))
         first, total = output.metrics.time_to_first_token, output.metrics.total_seconds

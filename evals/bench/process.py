@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ def call(
     *arguments: Any,
     seconds: float | None = None,
     log: Path = Path(os.devnull),
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Call a function in a new process, which ends after ``seconds`` with its children.
 
-    Arguments and result pass as JSON. Returns the result, or ``{"failed": reason}``.
+    Arguments and result pass as JSON. ``env`` is the process's environment, by default this one's.
+    Returns the result, or ``{"failed": reason}``.
     """
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         result = Path(folder) / "result.json"
@@ -34,6 +37,7 @@ def call(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=env,
         )
         try:
             code = process.wait(seconds)

@@ -154,6 +154,34 @@ class EngineBenchSettings(FileBenchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BusyBenchSettings(FileBenchSettings):
+    model: Annotated[str, Option(help="smollm2 (embedded), a local folder or hub id.")] = "smollm2"
+    tokens: Annotated[str, Option(help="Tokens of the prompts, such as 3000,7000.")] = "3000"
+    new_tokens: NewTokens = 32
+    repeats: Repeats = 1
+    busy: Annotated[str, Option(help="Numbers of processes that compute beside it.")] = "1,2,4"
+    world_sizes: Annotated[str, Option(help="Numbers of our ranks.")] = "1,2,8"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.lengths, self.busy_processes, self.ranks
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return _sizes("tokens", self.tokens)
+
+    @property
+    def busy_processes(self) -> tuple[int, ...]:
+        """Numbers of busy processes: none first, which the others are compared with."""
+        return (0, *_sizes("busy", self.busy))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return _sizes("world_sizes", self.world_sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeBenchSettings(FileBenchSettings):
     argument: ClassVar[str | None] = "shape"
     shape: Annotated[str, Argument(metavar="FOLDER", help="With a config.json.")]

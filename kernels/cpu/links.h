@@ -63,11 +63,38 @@ inline bool post(const Tensor& of_posted, const Tensor& of_complete, int64_t ran
 // How often a rank lets others run before it sleeps for the first time. With more ranks than cores
 // that is cheaper than sleeping, since what it waits for is then what runs next.
 constexpr int YIELDS = 50;
+// Nanoseconds of a yield after which another program must have run, which computes without end: it
+// keeps the core for a scheduler's whole slice, where a rank that sleeps gets it back when it is
+// woken. Ranks then sleep at once in this many collectives, some dozen tokens.
+constexpr int64_t SLICE = 1'000'000;
+constexpr int SLEEPS = 1000;
+
+inline int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
+// Yield until a number is complete, at most so often; return early if a yield takes a slice.
+inline void yield_until(const Counters& complete, int64_t number, int yields) {
+  thread_local int sleeps = 0;
+  if (yields && sleeps) {
+    --sleeps;
+    return;
+  }
+  for (; yields && complete.get(0) <= number; --yields) {
+    const int64_t began = nanoseconds();
+    sched_yield();
+    if (nanoseconds() - began < SLICE) continue;
+    sleeps = SLEEPS;
+    return;
+  }
+}
 
 // Wait until all ranks' parts of a number are on their boards, so many seconds at most.
 inline bool wait_for(const Counters& posted, const Counters& complete, int64_t number, int yields,
                      double seconds) {
-  for (; yields && complete.get(0) <= number; --yields) sched_yield();
+  yield_until(complete, number, yields);
   const int64_t seen = complete.get(0);
   if (seen <= number) {
     const timespec time{static_cast<time_t>(seconds),

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from razor_dist.commands.options import with_options
 from razor_dist.evals.bench.settings import (
     BenchSettings,
+    BusyBenchSettings,
     EngineBenchSettings,
     GpuBenchSettings,
     ProbeBenchSettings,
@@ -53,6 +54,7 @@ def _add(name: str, kind: type[BenchSettings], summary: str) -> None:
 
 
 _add("engine", EngineBenchSettings, "transformers' generate, our engine, and our ranks.")
+_add("busy", BusyBenchSettings, "The same beside processes that compute without end.")
 _add(
     "shape",
     ShapeBenchSettings,

@@ -7,7 +7,6 @@ mistake is one `ConfigError` that names the setting, the value and where it was 
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -20,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 
+from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
 from razor_dist.config.validation import SettingError, explain
@@ -197,7 +197,7 @@ class EngineConfig(BaseModel):
 
     def threads_per_rank(self, local_ranks: int) -> int:
         """Threads of each of the ``local_ranks`` ranks on this host, at least 1."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        return self.threads or max(1, usable_cores() // local_ranks)
 
     @property
     def caches_prefixes(self) -> bool:

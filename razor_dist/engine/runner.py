@@ -36,6 +36,7 @@ from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
+from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.step import Op, Piece, StepPlan
@@ -89,6 +90,8 @@ class ModelRunner:
             choose_ways()
             at_once = bool(comm.all_gather(self._integers([at_once]), "control").all())
             recorder = recorder if at_once else None
+        every = torch.get_num_threads() if self.device.type == "cpu" else 1
+        self._threads = DecodeThreads(every)
         self._batched = recorder is not None or at_once
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
@@ -122,7 +125,9 @@ class ModelRunner:
             case Op.KEEP:
                 self._keep(plan.sequence)
             case Op.STEP:
-                return self._step(plan.pieces)
+                decoded = all(piece.single for piece in plan.pieces)
+                with self._threads.step(len(plan.pieces) * decoded):
+                    return self._step(plan.pieces)
             case Op.STATS:
                 return self._stats()
             case Op.SAVE:

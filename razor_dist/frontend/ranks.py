@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from razor_dist.config.cores import bound_spinning
 from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.guard import guarded, send_signal
 
@@ -116,6 +117,7 @@ class RankGroup(Ranks):
             "NCCL_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": str(config.threads_per_rank(config.world_size)),
         }
+        bound_spinning(shared)
         processes: list[asyncio.subprocess.Process] = []
         try:
             for rank in range(config.world_size):

@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from razor_dist.config.cores import bound_spinning
 from razor_dist.config.errors import RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig
@@ -41,6 +42,7 @@ class RankActor:
         """Be a rank until the frontend says shutdown; return a rank's exit code."""
         set_up_logging("info")
         os.environ.update(env)
+        bound_spinning(os.environ)
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = _interface(ray.util.get_node_ip_address())
         # Only now: gloo and OpenMP read the environment when they are loaded.

@@ -1,0 +1,163 @@
+"""The cores that a process may use, and how its threads wait."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from razor_dist.config.cores import bound_spinning, usable_cores
+from razor_dist.engine.decode_threads import DecodeThreads
+
+SEEN = len(os.sched_getaffinity(0))
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("50000 100000", 1), ("100000 100000", 1), ("150000 100000", 2)]
+)
+def test_a_quota_bounds_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/user/app\n")
+    write(tmp_path / "two" / "user" / "app", cpu__max="max 100000\n")
+    write(tmp_path / "two" / "user", cpu__max=f"{quota}\n")  # the parent's counts too
+    assert usable_cores(tmp_path / "two", membership) == cores
+
+    # Version 1, in a container that sees its own cgroup as the root.
+    membership.write_text("3:cpuset:/x\n2:cpu,cpuacct:/docker/abc\n0::/\n")
+    quota_us, period_us = quota.split()
+    root = tmp_path / "one" / "cpu,cpuacct"
+    write(root, **{"cpu.cfs_quota_us": quota_us, "cpu.cfs_period_us": period_us})
+    assert usable_cores(tmp_path / "one", membership) == cores
+
+
+def test_without_a_quota_the_processors_count(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    assert usable_cores(tmp_path, membership) == SEEN  # no such file
+    membership.write_text("1:cpu:/app\n0::/app\n")
+    write(tmp_path / "cpu" / "app", **{"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"})
+    write(tmp_path / "app", cpu__max="unreadable")
+    assert usable_cores(tmp_path, membership) == SEEN
+
+
+def test_the_users_own_way_of_waiting_is_kept() -> None:
+    for own in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}):
+        env = {**own}
+        bound_spinning(env)
+        assert env == own
+    bound_spinning(env := {})
+    assert env == {"GOMP_SPINCOUNT": "5000"}
+
+
+def test_threads_of_ranks_wait_briefly() -> None:
+    """OpenMP has read the setting by the time torch is loaded by the command line."""
+    code = (
+        "import sys; from razor_dist.cli import main; main(['--version']); import torch; "
+        "print([m for m in open('/proc/self/maps') if 'gomp' in m][0].split()[-1])"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    env["OMP_DISPLAY_ENV"] = "verbose"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "GOMP_SPINCOUNT = '5000'" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
+def test_threads_that_share_a_core_wait_for_it() -> None:
+    code = (
+        "import os, sys\n"
+        "from razor_dist.engine.decode_threads import seconds_waited\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "child = os.fork()\n"
+        "while not child: pass\n"
+        "before = seconds_waited()\n"
+        "while seconds_waited() < before + 0.05: pass\n"
+        "os.kill(child, 9)\n"
+        "print('waited')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "waited\n", done.stderr
+
+
+class Machine:
+    """A simulated machine: seconds of a decode step by number of threads, and waiting."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self.now = self.waited = 0.0
+        self.used: list[int] = []
+        self.in_use = threads
+        self.quiet()
+        self.threads = DecodeThreads(
+            threads, clock=lambda: self.now, waited=lambda: self.waited, use=self.use
+        )
+
+    def use(self, count: int) -> None:
+        self.in_use = count
+
+    def quiet(self) -> None:
+        self.seconds, self.waits = (lambda n: 0.04 / n**0.5), (lambda n: 0.0)
+
+    def busy(self, seconds: dict[int, float]) -> None:
+        self.seconds, self.waits = seconds.__getitem__, (lambda n: 0.25 * n)
+
+    def run(self, steps: int, decoded: int = 1) -> list[int]:
+        """Return the number of threads of each step."""
+        counts = []
+        for _ in range(steps):
+            with self.threads.step(decoded):
+                seconds = self.seconds(self.in_use)
+                self.now += seconds
+                self.waited += self.waits(self.in_use) * seconds
+            counts.append(self.in_use)
+        return counts
+
+
+def test_on_a_quiet_machine_all_threads_compute() -> None:
+    assert set(Machine().run(2000)) == {2}
+
+
+def test_beside_others_the_fastest_number_of_threads_computes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine()
+    machine.busy({2: 0.10, 1: 0.03})
+    machine.run(100)
+    counts = machine.run(1000)
+    assert set(counts[:100]) == {1}
+    assert counts.count(2) <= 7 * 2  # compared again now and then
+    assert len(caplog.records) == 1
+    assert "1 of 2 threads (30 ms a step instead of 100)" in caplog.text
+    assert machine.run(1, decoded=0) == [2]  # a chunk of a prompt has all threads
+    assert machine.run(1) == [1]
+    machine.quiet()
+    machine.run(600)  # 24 s with one thread
+    assert set(machine.run(2000)) == {2}
+    assert len(caplog.records) == 1  # it is said once
+
+
+def test_where_fewer_threads_are_no_faster_all_compute() -> None:
+    machine = Machine(16)
+    machine.busy({16: 0.05, 15: 0.049, 8: 0.06, 1: 0.3})
+    machine.run(100)
+    counts = machine.run(2000)
+    assert counts[:100] == [16] * 100
+    assert len(counts) - counts.count(16) <= 3 * 7 * 7  # comparisons, each 15 s after the last
+
+
+def test_steps_of_different_batches_are_not_compared() -> None:
+    machine = Machine()
+    machine.busy({2: 0.05, 1: 0.06})
+    machine.run(11)  # half a second of waiting, and a comparison begins
+    for decoded in (1, 2) * 20:
+        assert machine.run(1, decoded) == [2]  # begun anew each time
+    assert machine.run(14, decoded=3) == [2, 1] * 7
+    assert set(machine.run(100, decoded=3)) == {2}
