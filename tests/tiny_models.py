@@ -68,7 +68,8 @@ def _llama2() -> PretrainedConfig:
 
 def _llama3() -> PretrainedConfig:
     # Rotary frequencies scaled by wavelength: tests of more than 64 tokens are beyond the original
-    # context. Input and output embeddings are one, as in Llama 3.2.
+    # context. Input and output embeddings are one, as in Llama 3.2. All linear layers but the head
+    # have biases.
     return LlamaConfig(
         **{**_COMMON, "tie_word_embeddings": True},
         num_hidden_layers=3,
@@ -83,6 +84,8 @@ def _llama3() -> PretrainedConfig:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
+        attention_bias=True,
+        mlp_bias=True,
         eos_token_id=[2, 3],
     )
 

@@ -49,7 +49,8 @@ class SamplingParams:
 
     ``n``                   answers to generate; the prompt is read once for all of them
     ``max_tokens``          tokens to generate at most; None means as many as the context holds
-    ``min_tokens``          no stop string, stop token or end of sequence ends the answer before
+    ``min_tokens``          no stop string, stop token or end of sequence ends the answer before;
+                            a stop string may begin before and end after
     ``temperature``         0 is greedy, and so is what lies below 1e-5
     ``top_p``               nucleus mass in (0, 1]
     ``top_k``               keep the ``top_k`` likeliest tokens; 0 or -1 keeps all

@@ -53,10 +53,9 @@ class Assembler:
         token: int = message["token"]
         finish: str | None = message["finish"]
         offset = 0 if self._detokenizer is None else self._detokenizer.length
-        text, stop = self._text(token, finish), None
         self._count += 1
-        if self._count > self._params.min_tokens:
-            text, stop = self._stops.push(text)
+        may_end = self._count > self._params.min_tokens
+        text, stop = self._stops.push(self._text(token, finish), may_end=may_end)
         stop_reason: str | int | None = stop
         if stop is not None:
             finish = "stop"

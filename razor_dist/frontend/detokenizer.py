@@ -129,13 +129,19 @@ class StopMatcher:
         self._held = ""
         self.rest = ""  # what followed the stop string in its piece
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """Add a piece; return the text that is safe to show and the stop string, if one came."""
+    def push(self, piece: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """Add a piece; return the text that is safe to show and the stop string, if one came.
+
+        A stop string that ends in a piece without ``may_end`` is text; one that only begins there
+        is matched with what follows, so its beginning is held back all the same.
+        """
         if not self._stops:
             return piece, None
-        text = self._held + piece
-        matches = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
-        if matches:
+        text, old = self._held + piece, len(self._held)
+        # A stop string that ends in what was held came without ``may_end``.
+        found = ((text.find(s, max(0, old + 1 - len(s))), s) for s in self._stops)
+        matches = [(begin + len(s), -len(s), s) for begin, s in found if begin >= 0]
+        if matches and may_end:
             end, _, stop = min(matches)
             self._held, self.rest = "", text[end:]
             return text[: end - len(stop)], stop

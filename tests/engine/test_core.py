@@ -329,8 +329,12 @@ def test_the_context_limit_names_both_numbers(tiny: Callable[[str], Path]) -> No
     with pytest.raises(RequestError, match=r"holds 400 tokens; the prompt has 395 and 8") as error:
         core.add("a", prompt(395), GREEDY)
     assert error.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match=r"holds 400 tokens; the prompt has 393 and 8"):
+        core.add("a", prompt(393), GREEDY)
     core.add("b", prompt(392), GREEDY)
     assert len(tokens(run(core)["b"])) == 8
+    core.add("c", prompt(392), dataclasses.replace(GREEDY, max_tokens=None))
+    assert len(tokens(run(core)["c"])) == 8
 
 
 @pytest.mark.parametrize(("ids", "words"), [([], "at least one token"), ([192], "token id 192")])

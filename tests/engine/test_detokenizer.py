@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend import detokenizer
-from razor_dist.frontend.assembler import Assembler, decode_one
+from razor_dist.frontend.assembler import Assembler, TextPiece, decode_one
 from razor_dist.frontend.detokenizer import (
     REPLACEMENT,
     Detokenizer,
@@ -146,9 +146,12 @@ def test_a_stop_string_of_bytes_ends_the_text() -> None:
 # -------------------------------------------------------------- stop strings
 
 
-def literal_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Read letter by letter; stop at the first end of a stop string, the longest there."""
-    for end in range(1, len(text) + 1):
+def literal_stop(text: str, stops: list[str], least: int = 0) -> tuple[str, str | None]:
+    """Read letter by letter; stop at the first end of a stop string, the longest there.
+
+    Stop strings that end within the first ``least`` letters are text.
+    """
+    for end in range(least + 1, len(text) + 1):
         found = [s for s in stops if text[:end].endswith(s)]
         if found:
             stop = max(found, key=len)
@@ -160,18 +163,54 @@ def literal_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 @given(
     st.lists(st.text("abc", max_size=4), max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 12),
 )
-def test_stops_are_found_however_the_text_is_cut(chunks: list[str], stops: list[str]) -> None:
+@example(["x", "y", "a", "b", "c"], ["abc"], 3)
+@example(["a", "a", "a"], ["aa"], 2)
+@example(["ab", "x"], ["ab", "abcd"], 1)
+def test_stops_are_found_however_the_text_is_cut(
+    chunks: list[str], stops: list[str], least: int
+) -> None:
     matcher = StopMatcher(stops)
     shown, found = "", None
-    for chunk in chunks:
-        safe, found = matcher.push(chunk)
+    for number, chunk in enumerate(chunks):
+        safe, found = matcher.push(chunk, may_end=number >= least)
         shown += safe
         if found is not None:
             break
     else:
         shown += matcher.flush()
-    assert (shown, found) == literal_stop("".join(chunks), stops)
+    text, ignored = "".join(chunks), len("".join(chunks[:least]))
+    assert (shown, found) == literal_stop(text, stops, ignored)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab 世", max_size=12),
+    st.lists(st.text("ab 世", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 12),
+    st.sampled_from([TOKENIZER, SENTENCES]),
+)
+@example("xyabc", ["abc"], 3, SENTENCES)
+def test_a_stop_string_may_begin_within_min_tokens(
+    text: str, stops: list[str], least: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    certain = pieces(ids, tokenizer)
+    assembler = Assembler(tokenizer, SamplingParams(stop=tuple(stops), min_tokens=least))
+    got: list[TextPiece] = []
+    for number, token in enumerate(ids, 1):
+        finish = "length" if number == len(ids) else None
+        got.append(assembler.push({"token": token, "finish": finish, "logprob": -1.0, "top": []}))
+        if got[-1].finish_reason is not None:
+            break
+    # What is certain only as the answer ends comes with its last token.
+    whole = "".join(certain)
+    ignored = len("".join(certain[:least])) if least < len(ids) else len(whole)
+    shown, stop = literal_stop(whole, stops, ignored)
+    assert "".join(piece.text for piece in got) == shown
+    assert not got or got[-1].stop_reason == stop
+    assert stop is None or len(got) > least
 
 
 def test_only_a_possible_start_is_held_back() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +17,11 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.step import StepPlan
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
 from tests.cases import model_and_shape
-from tests.engine.test_core import prompt
+from tests.engine.test_core import make_core, prompt, run
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
 
@@ -273,6 +275,23 @@ def test_an_aborted_prompt_leaves_what_was_read(world: int, ranks: Ranks, tiny: 
     assert (
         cached["gone"] == 0 and 64 <= cached["again"] < 300 and cached["again"] % (2 * world) == 0
     )
+
+
+def test_a_request_that_failed_leaves_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(tiny("llama"), prefix_cache=True)
+    execute = core.runner.execute
+
+    def spoil(plan: StepPlan) -> torch.Tensor | None:
+        logits = execute(plan)
+        return None if logits is None else torch.full_like(logits, torch.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "execute", spoil)
+        core.add("a", prompt(100), GREEDY)
+        assert run(core)["a"][-1]["t"] == "error"
+    assert core.stats()["prefix_cache"]["entries"] == 0
+    core.add("b", prompt(100), GREEDY)
+    assert {m["cached"] for m in run(core)["b"] if m["t"] == "progress"} == {0}
 
 
 def test_a_hit_above_a_thousand_tokens_is_logged(
