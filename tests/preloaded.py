@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from razor_dist.frontend import guard
+
 ROOT = Path(__file__).parents[1]
 MODULES = (
     "razor_dist",
@@ -114,9 +116,11 @@ def _program(given: dict[str, Any]) -> tuple[Program, list[int]] | None:
     if command[0] != sys.executable or len(rest) < 2:
         return None
     cwd = os.fspath(given["cwd"] or os.getcwd())
+    if rest[:2] == ["-P", guard.__file__]:
+        rest = ["-m", guard.__name__, *rest[2:]]
     if is_module := rest[0] == "-m":
         rest = rest[1:]
-        guarded = rest[0] == "razor_dist.frontend.guard"
+        guarded = rest[0] == guard.__name__
         names = (rest[0], *rest[2:3][: int(guarded)])
         if not all(name.startswith(MODULES) and not name.startswith(EXECUTED) for name in names):
             return None

@@ -40,6 +40,7 @@ _ENDPOINTS: dict[str, Endpoint] = {
 def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
     """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # a path with one more slash is an unknown path
     bodies = BodyReader(service.config)
     documents = DocumentReader(int(service.config.max_body_mb * 2**20))
     page = PageFiles()

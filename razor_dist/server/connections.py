@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import ssl
 from asyncio.sslproto import SSLProtocol
@@ -27,6 +28,31 @@ _BUSY = (
 )
 
 
+# Bytes of a request line and headers.
+_LARGEST_HEAD = 64 * 1024
+_HEAD_END = re.compile(rb"\n\r?\n")
+_FOLDED = re.compile(rb"\n[ \t]")
+_FRAMING = re.compile(rb"\n(content-length|transfer-encoding):", re.IGNORECASE)
+
+
+class StrictConnection(h11.Connection):
+    """h11's connection without the request heads that a proxy may read differently.
+
+    Such a head has both ``Content-Length`` and ``Transfer-Encoding``, or a folded line: a proxy
+    before this server might end the request elsewhere, and take the rest for another client's.
+    """
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            head, _ = self.trailing_data
+            if end := _HEAD_END.search(head):
+                head = head[: end.start() + 1]
+            framing = {name.lower() for name in _FRAMING.findall(head)}
+            if len(framing) > 1 or _FOLDED.search(head):
+                raise h11.RemoteProtocolError("the head is ambiguous")
+        return super().next_event()
+
+
 class BoundedProtocol(H11Protocol):
     """uvicorn's protocol with a header time-out and a bound on connections.
 
@@ -41,6 +67,10 @@ class BoundedProtocol(H11Protocol):
     _sending: dict[BoundedProtocol, None] = {}  # noqa: RUF012 - shared on purpose
     _header_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.conn = StrictConnection(h11.SERVER, _LARGEST_HEAD)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -7,7 +7,12 @@ import signal
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-from razor_dist.config.errors import DocumentError, RequestError
+from razor_dist.config.errors import (
+    DocumentError,
+    ProcessKilledError,
+    ReaderKilledError,
+    RequestError,
+)
 from razor_dist.documents.read import (
     ReadLimits,
     kind_of,
@@ -36,6 +41,8 @@ class DocumentReader:
         try:
             async with self._room:
                 return await self._read(data, kind_of(Path(name)))
+        except ReaderKilledError as error:
+            raise ProcessKilledError(f"the file {error}") from None
         except DocumentError as error:
             raise RequestError(f"the file {error}", code="unreadable_document") from None
 
