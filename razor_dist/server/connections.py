@@ -14,12 +14,16 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from razor_dist.config.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 # Seconds in which a client must take some of what is sent to it.
 SEND_TIMEOUT = 60.0
 # File descriptors for everything but connections: libraries, the engine's socket, children.
 _OTHER_FILES = 128
+# With fewer there would be no room for connections beside those.
+_LEAST_FILES = 256
 _SECONDS_BETWEEN_WARNINGS = 10.0
 
 _BUSY = (
@@ -168,7 +172,8 @@ class TlsProtocol(SSLProtocol):
 def bounded_protocol(header_timeout: float, max_connections: int) -> type[BoundedProtocol]:
     """Return the protocol with these bounds; fewer connections if the process may not have as many.
 
-    The process is allowed the open files that they need, as far as the system lets it.
+    The process is allowed the open files that they need, as far as the system lets it. Raises
+    `ConfigError` if that is too few to serve at all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
@@ -176,7 +181,13 @@ def bounded_protocol(header_timeout: float, max_connections: int) -> type[Bounde
         soft = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    possible = max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < _LEAST_FILES:
+        raise ConfigError(
+            f"this process may open {files} files and needs {_LEAST_FILES} at least: raise the limit "
+            "(ulimit -n, LimitNOFILE= in a unit of systemd)"
+        )
+    possible = files - _OTHER_FILES
     if possible < max_connections:
         log.warning("max_connections is %d: the process may open few files", possible)
     limits: dict[str, Any] = {

@@ -73,10 +73,10 @@ class Failure(NamedTuple):
         }
 
     def response(self, retry_after: int = 1) -> JSONResponse:
-        """The failure as a response; a full queue is to be tried again after so many seconds."""
+        """Return the failure as a response, with the seconds after which to try again."""
         headers = {}
-        if self.status in (429, 503):
-            headers["Retry-After"] = str(retry_after if self.status == 429 else 1)
+        if self.status in (429, 503) and self.code != "engine_failed":
+            headers["Retry-After"] = str(retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 408:
