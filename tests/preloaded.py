@@ -172,7 +172,7 @@ def _ask_template(program: Program, descriptors: list[int]) -> int:
             _template, theirs = socket.socketpair()
             code = "from tests.preloaded import serve_forks; serve_forks()"
             padding = {"PADDING": "x" * _PADDING, "OPENBLAS_NUM_THREADS": "1"}
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), "x" * _PADDING],
                 env={**os.environ, **padding, "PYTHONPATH": path},

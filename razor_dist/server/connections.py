@@ -184,8 +184,8 @@ def bounded_protocol(header_timeout: float, max_connections: int) -> type[Bounde
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < _LEAST_FILES:
         raise ConfigError(
-            f"this process may open {files} files and needs {_LEAST_FILES} at least: raise the limit "
-            "(ulimit -n, LimitNOFILE= in a unit of systemd)"
+            f"this process may open {files} files and needs at least {_LEAST_FILES}: raise the "
+            "limit (ulimit -n, LimitNOFILE= in a unit of systemd)"
         )
     possible = files - _OTHER_FILES
     if possible < max_connections:

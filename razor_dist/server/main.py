@@ -52,8 +52,8 @@ P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
-# Connections that are accepted in one turn of the loop, and that wait for it. An accepted connection
-# that must make way is closed two turns later, so few at a time: `_OTHER_FILES` has room for them.
+# Connections that are accepted in one turn of the loop, and that wait for it. One that must make
+# way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
 _ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
 
 

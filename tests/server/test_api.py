@@ -120,6 +120,26 @@ def test_the_template_is_tokenised_once() -> None:
     assert not text.startswith("<|im_start|><|im_start|>")
 
 
+def test_what_a_response_repeats_is_bounded(url: str) -> None:
+    with fake_server("--max-model-len", "200000") as server:
+        long = "word " * 100_000
+        tool = {"type": "function", "name": "find", "description": long}
+        body = {"model": "smollm2", "input": "Hi", "instructions": long, "tools": [tool]}
+        answer = httpx.post(f"{server.url()}/v1/responses", json=body | {"tool_choice": "none"})
+    whole = answer.json()
+    assert answer.status_code == 200 and len(answer.content) < 100_000
+    assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    [named] = whole["tools"]
+    assert (named["name"], named["description"], named["parameters"]) == ("find", None, None)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_one_slash_more_is_an_unknown_path(url: str, method: str) -> None:
+    answer = httpx.request(method, f"{url}/v1/chat/completions/")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"{method} /v1/chat/completions/: ")
+
+
 def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
     text, count = answer_to(PromptEncoder(TOKENIZER).chat(HELLO))
     whole = client.responses.create(
