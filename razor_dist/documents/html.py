@@ -23,8 +23,8 @@ _ROLES = {"navigation", "banner", "contentinfo", "search"}
 _CLASSES = {"headerlink", "related", "sphinxsidebar", "navheader", "navfooter"}
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _HASH = re.compile("^#", re.MULTILINE)
-# Tags of a page: each takes about 12 microseconds and 700 bytes, so these take 20 s and 1 GiB. Pages
-# of text have one in 40 bytes or fewer.
+# Tags of a page. Each takes about 12 microseconds and 700 bytes: all of them 20 s and 1 GiB. Text
+# has one in 40 bytes or fewer.
 _MOST_TAGS = 1_500_000
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*\?>")
 

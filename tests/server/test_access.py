@@ -278,10 +278,12 @@ def test_keys_are_given_one_by_one_or_together() -> None:
 
 def test_no_other_process_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAZOR_API_KEY", ADA)
-    with fake_server("--max-model-len", "200000") as server:
-        long = {"model": "smollm2", "prompt": "a " * 150_000}
-        asked = httpx.post(f"{server.url()}/tokenize", json=long, headers=with_key(ADA), timeout=60)
-        assert asked.status_code == 200
+    with fake_server() as server:
+        # So long that another process reads it.
+        long = b'{"model": "smollm2", "prompt": "Hi"}' + b" " * 2**18
+        headers = with_key(ADA) | {"Content-Type": "application/json"}
+        url = f"{server.url()}/tokenize"
+        assert httpx.post(url, content=long, headers=headers, timeout=60).status_code == 200
         front, *others = server.family()
         assert front.environ()["RAZOR_API_KEY"] == ADA
         assert len(others) == 3  # two ranks and the process that reads long bodies

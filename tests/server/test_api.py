@@ -30,7 +30,7 @@ from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Limits, parse_value
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
-from tests.server.process import wait_until
+from tests.server.process import fake_server, wait_until
 from tests.tokenizer import smollm2_tokenizer
 
 HELLO = [{"role": "user", "content": "Say héllo 😀 to 世界"}]
@@ -120,12 +120,12 @@ def test_the_template_is_tokenised_once() -> None:
     assert not text.startswith("<|im_start|><|im_start|>")
 
 
-def test_what_a_response_repeats_is_bounded(url: str) -> None:
-    with fake_server("--max-model-len", "200000") as server:
-        long = "word " * 100_000
-        tool = {"type": "function", "name": "find", "description": long}
-        body = {"model": "smollm2", "input": "Hi", "instructions": long, "tools": [tool]}
-        answer = httpx.post(f"{server.url()}/v1/responses", json=body | {"tool_choice": "none"})
+def test_what_a_response_repeats_is_bounded() -> None:
+    long = "word " * 14_000
+    body = {"model": "smollm2", "input": "Hi", "instructions": long, "tool_choice": "none"}
+    body["tools"] = [{"type": "function", "name": "find", "description": long}]
+    with fake_server("--max-model-len", "20000") as server:
+        answer = httpx.post(f"{server.url()}/v1/responses", json=body, timeout=60)
     whole = answer.json()
     assert answer.status_code == 200 and len(answer.content) < 100_000
     assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
