@@ -138,7 +138,7 @@ def refused(url: str, path: str, **post: Any) -> tuple[int, str | None, str | No
         ({"store": 0}, "store", "store must be a valid boolean"),
         ({"metadata": {"a": 1}}, "metadata.a", "must be a valid string"),
         ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
-        ({"metadata": {"x" * 65: "a"}}, None, "at most 64 characters"),
+        ({"metadata": {"x" * 65: "a"}}, f"metadata.{'x' * 65}.[key]", "at most 64 characters"),
         ({"metadata": {f"{n}": "" for n in range(17)}}, "metadata", "at most 16 items"),
         ({"user": "x" * 513}, "user", "at most 512 characters"),
         ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "not hold 'tokenize'"),
