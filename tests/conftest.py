@@ -19,6 +19,9 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 
 preloaded.install()
+# Ranks of modules in this folder are started without the working directory on their path.
+_path = [str(preloaded.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_path))
 
 
 @pytest.fixture(autouse=True)

@@ -34,13 +34,15 @@ EOS = 2
 SLOW_PREFILL, HANG, DIE, REFUSE, ENDLESS = 49001, 49002, 49003, 49004, 49005
 # A file of the model's folder; no rank starts while it is there.
 WAIT = "wait"
+# A file of the model's folder; while it is there, starts fail by a mistake of the user's.
+BAD = "bad"
 
 
 def _fail_at_start(model: str, rank: int) -> str | None:
     """Return what is wrong with a model by its name, or crash."""
     if "crash-at-start" in model:
         sys.exit(1)
-    if "bad-head-map" in model:
+    if "bad-head-map" in model or Path(model, BAD).exists():
         return "the head map belongs to another model"
     if "slow-start" in model:
         time.sleep(1.0)
@@ -82,8 +84,12 @@ class FakeEngine:
 
     async def beat(self) -> None:
         while True:
-            self.send(t="alive", pid=os.getpid(), seconds_left=7.5 * len(self.tasks))
+            self.send(t="alive", pid=os.getpid(), seconds_left=self.seconds_left())
             await asyncio.sleep(0.2)
+
+    def seconds_left(self) -> dict[str, float]:
+        """The first request ends after 7.5 s, and each other one 7.5 s later."""
+        return {id_: 7.5 * n for n, id_ in enumerate(self.tasks, start=1)}
 
     def info(self) -> Message:
         return {

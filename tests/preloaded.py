@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from razor_dist.frontend import guard
+
 ROOT = Path(__file__).parents[1]
 MODULES = (
     "razor_dist",
@@ -114,9 +116,11 @@ def _program(given: dict[str, Any]) -> tuple[Program, list[int]] | None:
     if command[0] != sys.executable or len(rest) < 2:
         return None
     cwd = os.fspath(given["cwd"] or os.getcwd())
+    if rest[:2] == ["-P", guard.__file__]:
+        rest = ["-m", guard.__name__, *rest[2:]]
     if is_module := rest[0] == "-m":
         rest = rest[1:]
-        guarded = rest[0] == "razor_dist.frontend.guard"
+        guarded = rest[0] == guard.__name__
         names = (rest[0], *rest[2:3][: int(guarded)])
         if not all(name.startswith(MODULES) and not name.startswith(EXECUTED) for name in names):
             return None
@@ -168,7 +172,7 @@ def _ask_template(program: Program, descriptors: list[int]) -> int:
             _template, theirs = socket.socketpair()
             code = "from tests.preloaded import serve_forks; serve_forks()"
             padding = {"PADDING": "x" * _PADDING, "OPENBLAS_NUM_THREADS": "1"}
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), "x" * _PADDING],
                 env={**os.environ, **padding, "PYTHONPATH": path},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import threading
 import time
@@ -17,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import EngineError
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
-from razor_dist.frontend.guard import guarded
+from razor_dist.frontend.guard import child_environment, guarded
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from razor_dist.frontend.ranks import without_torchrun
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
@@ -51,7 +49,7 @@ class PressLLM:
             guarded(_WORKER, str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=without_torchrun(os.environ) | threads,
+            env=child_environment() | threads,
             start_new_session=True,
         )
         theirs.close()

@@ -45,6 +45,7 @@ from razor_dist.parallel.zigzag import Chunk
 FORMAT = 1
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
+_SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 
 
@@ -333,12 +334,18 @@ def _secret_of(directory: Path) -> bytes:
     with contextlib.suppress(FileExistsError):
         if not path.exists():
             draft = directory / f"{_SECRET}.{secrets.token_hex(8)}"
-            write_file(draft, secrets.token_bytes(32))
+            write_file(draft, secrets.token_bytes(_SECRET_BYTES))
             try:
                 os.link(draft, path)  # fails if another process was faster
             finally:
                 draft.unlink()
-    return path.read_bytes()
+    secret = path.read_bytes()
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} must hold {_SECRET_BYTES} bytes and holds {len(secret)}: put back a copy, or "
+            "remove the whole directory, whose prefixes are not found without it"
+        )
+    return secret
 
 
 def _digest(fields: dict[str, Any]) -> str:

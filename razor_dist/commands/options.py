@@ -41,7 +41,7 @@ def with_config_flags(
             del own[name]
 
         def run(config: str | None, **given: Any) -> None:
-            flags = {name: given.pop(name) for name in (*names, *old)}
+            flags = {name: _as_text(given.pop(name)) for name in (*names, *old)}
             if loads:
                 command(config=load_config(cls, flags, os.environ, config), **given)
             else:
@@ -110,6 +110,7 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
     default = "none" if field.default is None else str(field.default)
     if isinstance(field.default, tuple):
         default = ",".join(map(str, field.default)) or "none"
+        kind = list[str] | None
     elif field.annotation is bool:
         opposite = f"--no-{names.removeprefix('--')}"
         default = names if field.default else opposite
@@ -124,6 +125,11 @@ def _flag(cls: type[EngineConfig], name: str) -> inspect.Parameter:
         rich_help_panel=_group(cls, name),
     )
     return _parameter(name, kind, option)
+
+
+def _as_text(value: Any) -> Any:
+    """Join a flag that may be given several times: "a,b" is a list in every source."""
+    return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
 def _group(cls: type[EngineConfig], name: str) -> str:

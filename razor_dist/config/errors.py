@@ -34,9 +34,17 @@ class EngineError(RazorError, RuntimeError):
     """The engine failed while it held the request (a rank died, a time-out)."""
 
 
+class ProcessKilledError(EngineError):
+    """A process that worked on the request was killed; the request may be sent again."""
+
+
 class ClusterError(RazorError, RuntimeError):
     """The cluster cannot hold what is asked for, or cannot be reached."""
 
 
 class DocumentError(RazorError, ValueError):
     """A document cannot be read; the message says why, without its name."""
+
+
+class ReaderKilledError(DocumentError):
+    """A document was not read since its reader was killed, which says nothing of the document."""

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.config.errors import ConfigError, DocumentError, ReaderKilledError
 from razor_dist.config.memory import resident_bytes
 
 # Kinds by the names' ends; `read` of `razor_dist.documents.KIND` yields the pages' texts.
@@ -37,6 +38,10 @@ _KINDS = {
 KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
 _NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"], "docx": ["docx"]}
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Signals that come from outside: by the operating system when memory is short, or by a person.
+_KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+# Environment variables of a reader's process: it reads files of strangers, so no keys are there.
+_KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTHON.*")
 # A reader's exit code when standard output is what is wrong with the document.
 _REFUSED = 3
 
@@ -145,20 +150,23 @@ def reader_arguments(
 
 def reader_environment() -> dict[str, str]:
     """Return the environment of a reader's process, in which there are no settings and no keys."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAZOR_")}
+    kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def reader_output(code: int, output: bytes, limits: ReadLimits) -> tuple[bytes, list[int]]:
     """Return what a reader's process wrote before it ended with ``code``: a `Document` in UTF-8.
 
-    Raises `DocumentError` if it failed.
+    Raises `DocumentError` if it failed, and `ReaderKilledError` if it was ended from outside.
     """
     if code == -signal.SIGXCPU:
         seconds = limits.seconds
         raise DocumentError(f"takes more than {seconds} s of the processor to read; split it")
     if code == _REFUSED:
         raise DocumentError(output.decode())
+    if code in _KILLED:
+        name = signal.Signals(-code).name
+        raise ReaderKilledError(f"was not read, since its reader was ended by {name}; try again")
     if code:
         raise DocumentError(f"cannot be read: its reader crashed ({code})")
     pages, _, text = output.partition(b"\n")

@@ -295,9 +295,9 @@ class Admission:
         assert cache is not None
         if hit is not None and hit.entry is not None and hit.entry.tier != "device":
             assert tiers is not None
-            tiers.count_hit(hit.entry.tier, hit.tokens)
+            tiers.count_hit(hit.entry.tier, hit.tokens - request.base)
             hit.entry.tier = "device"
-        cache.use(hit, len(request.prompt))
+        cache.use(hit, len(request.prompt), request.base)
 
     def _offer(self, request: Request, tokens: Tokens, key: int, holding: Holding) -> None:
         if self.tiers is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -384,22 +385,31 @@ class EngineCore:
             return "stop"
         return "length" if len(request.generated) >= request.max_tokens else None
 
-    def seconds_left(self) -> float:
-        """Estimate how long the requests that are here will take; any thread may ask.
+    def seconds_left(self) -> dict[str, float]:
+        """Estimate for each request the seconds until it ends; any thread may ask.
 
-        Answers are taken to get as long as those so far, if they may.
+        It assumes that prompts are read one after the other, that answers are computed together,
+        one in each slot, and that they get as long as those so far, unless they may not. Pinned
+        prefixes that have been read are left out: only the frontend ends them.
         """
         requests = list(self._requests.values())  # at once: they come and go meanwhile
         usual = (_ANSWER_TOKENS + self._generated_tokens) / (1 + self._answers)
-        seconds, cost = 0.0, self.scheduler.turns.cost
+        read, cost = 0.0, self.scheduler.turns.cost
         at_once = min(len(requests), self.runner.config.max_sequences)
+        free_at = [0.0] * at_once  # when each slot is free
+        ends: dict[str, float] = {}
         for request in requests:
-            begin = max(request.begin, request.prefilled_to)
-            if begin < request.end:
-                seconds += cost.seconds(request.end - begin, begin)
-            tokens = min(request.max_tokens, usual) - len(request.generated)
-            seconds += max(tokens, 0.0) * cost.step(at_once, at_once * request.end) / at_once
-        return seconds
+            if request.pinned and request.prefilled:
+                continue
+            start = heapq.heappop(free_at)
+            if not request.prefilled:
+                begin = max(request.begin, request.prefilled_to)
+                seconds = cost.seconds(request.end - begin, begin) if begin < request.end else 0.0
+                start = read = max(read, start) + seconds
+            tokens = max(0.0, min(request.max_tokens, usual) - len(request.generated))
+            ends[request.id] = start + tokens * cost.step(at_once, at_once * request.end)
+            heapq.heappush(free_at, ends[request.id])
+        return ends
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""

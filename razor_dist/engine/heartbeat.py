@@ -27,7 +27,7 @@ def interval(timeout: float) -> float:
 
 @contextmanager
 def heartbeat(
-    send: Callable[[Message], None], seconds: float, seconds_left: Callable[[], float]
+    send: Callable[[Message], None], seconds: float, seconds_left: Callable[[], dict[str, float]]
 ) -> Iterator[None]:
     """Send ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
 

@@ -14,8 +14,8 @@ Frontend to engine
     ``shutdown``  the ranks end
 
 Engine to frontend
-    ``alive``     ``pid`` of rank 0, ``seconds_left`` (estimated, until all requests that it has are
-                  answered); every second or so, whatever rank 0 is doing
+    ``alive``     ``pid`` of rank 0, ``seconds_left`` ({id: seconds}, estimated, until each request
+                  ends); every second or so, whatever rank 0 is doing
     ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
                   prefill, decode ("replicated" or "tensor"), kv_dtype ("float32", "bfloat16" or
                   "int8"), retrieval_fraction (of KV heads),
@@ -35,7 +35,7 @@ Engine to frontend
                   while the token was computed; not for the first token
     ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
                   code "engine_error", failed by no fault of its own. With the ``id`` "" it is
-                  about no request: the ranks cannot start and are not to be started again
+                  about no request: the ranks cannot start. At the first start that is for good
     ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
                   (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
                   ``prefix_cache`` (``queries`` of prompts, ``hits``, their ``query_tokens`` and

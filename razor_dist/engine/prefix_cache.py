@@ -85,16 +85,21 @@ class PrefixCache:
         entry = None if match.key is None else self._entries[match.key]
         return Hit(entry, match.tokens, match.common)
 
-    def use(self, hit: Hit | None, prompt_tokens: int) -> None:
-        """Count a prompt that is about to be read, from what was found for it on."""
+    def use(self, hit: Hit | None, prompt_tokens: int, base: int) -> None:
+        """Count a prompt that is about to be read, from what was found for it on.
+
+        Its own ``prompt_tokens`` begin at ``base``. Those of a pinned prefix come before them and
+        are not counted: they are in the caches in any case.
+        """
         self.counts["queries"] += 1
         self.counts["query_tokens"] += prompt_tokens
         if hit is not None and hit.entry is not None:
             hit.entry.used_at = self._clock
             self.counts["hits"] += 1
-            self.counts["hit_tokens"] += hit.tokens
-            if hit.tokens > 1024:
-                log.info("%d of %d prompt tokens are cached", hit.tokens, prompt_tokens)
+            cached = hit.tokens - base
+            self.counts["hit_tokens"] += cached
+            if cached > 1024:
+                log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
     def evict(self, short: Bools, *but: Holding) -> Entry | None:
         """Forget the entry that is worth least and holds any of what is ``short``; not ``but``."""

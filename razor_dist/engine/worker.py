@@ -240,8 +240,8 @@ def run_rank(config: EngineConfig, socket_path: str | None) -> None:
     else:
         link, started = Link(socket_path), False
 
-        def seconds_left() -> float:
-            return engine.core.seconds_left() if started else 0.0
+        def seconds_left() -> dict[str, float]:
+            return engine.core.seconds_left() if started else {}
 
         with heartbeat(link.send, interval(config.heartbeat_timeout), seconds_left):
             try:

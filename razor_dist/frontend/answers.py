@@ -99,6 +99,11 @@ class LiveChoices:
                 self.choices.append(choice)
         self._unfinished = len(self.choices)
 
+    @property
+    def ids(self) -> list[str]:
+        """The engine's names for the answers."""
+        return [stream.request_id for stream in self._streams]
+
     async def events(self, heartbeat: float | None = None) -> AsyncIterator[ChoiceEvent | None]:
         """Stream events until one fails or all have ended, ``None`` when idle for ``heartbeat``."""
         while self._unfinished or not self._events.empty():

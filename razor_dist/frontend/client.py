@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -130,11 +130,12 @@ class EngineClient:
         self.observer = Observer()
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
+        self.served = False  # it was ready before, so what keeps it from starting may pass
         self.received = 0  # messages of all rank 0s so far
-        # The connected one's, and its estimate of the time that its requests will take; its
+        # The connected one's, and its estimate of the seconds until each request ends; its
         # heartbeat brings them.
         self.rank0_pid: int | None = None
-        self.seconds_left = 0.0
+        self._seconds_left: dict[str, float] = {}
         self.status = Status("loading", "the model is being loaded")
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -153,10 +154,16 @@ class EngineClient:
         """The number of requests being read or in the engine, pinned prefixes included."""
         return self._being_read + len(self._streams)
 
-    @property
-    def retry_after(self) -> int:
-        """Whole seconds, at least 1, until a place in the queue is likely to be free."""
-        return max(1, math.ceil(self.seconds_left / max(1, self.unfinished)))
+    def retry_after(self, groups: Iterable[Iterable[str]] | None = None) -> int:
+        """Whole seconds, at least 1, until the first answer is likely to end.
+
+        With ``groups`` of answers, until all of one group are.
+        """
+        if groups is None:
+            groups = [[id_] for id_ in self._streams]
+        left = self._seconds_left
+        known = [[left[id_] for id_ in group if id_ in left] for group in groups]
+        return max(1, math.ceil(min((max(ends) for ends in known if ends), default=0)))
 
     async def wait_change(self) -> Status:
         await self._changed.wait()
@@ -344,17 +351,18 @@ class EngineClient:
         kind = message["t"]
         self.received += 1
         if kind == "alive":
-            self.rank0_pid, self.seconds_left = message["pid"], message["seconds_left"]
+            self.rank0_pid, self._seconds_left = message["pid"], message["seconds_left"]
         elif kind == "ready":
             fields = message["info"]
             self.info = EngineInfo(fields["max_model_len"], fields["vocab_size"], fields)
+            self.served = True
             self._set(Status("ready"))
         elif kind == "stats":
             future = self._stats.get(message["tag"])
             if future is not None and not future.done():
                 future.set_result(message)
         elif kind == "error" and message["id"] == "":
-            self.failed(message["message"])
+            (self.lost if self.served else self.failed)(message["message"])
         else:
             self._deliver(message)
 

@@ -1,9 +1,13 @@
-"""Runs a module as ``python -m`` would, in a process that dies with the one that started it.
+"""Runs a module as ``python -m`` would, but with nothing of the working directory.
 
-``python -m razor_dist.frontend.guard PARENT_PID MODULE [ARGUMENTS...]``
+``python -P razor_dist/frontend/guard.py PARENT_PID MODULE [ARGUMENTS...]``
 
-Setting the parent-death signal here, and not between fork and exec, spares the parent a
-``preexec_fn``, which is unsafe in a process with threads.
+Python's ``-m`` puts the working directory first on the path, where any file that is called
+``numpy.py`` would be run. With ``-P`` it does not, so this file finds its own package by itself.
+
+The process dies with the one that started it, unless PARENT_PID is 0. Setting the parent-death
+signal here, and not between fork and exec, spares the parent a ``preexec_fn``, which is unsafe in a
+process with threads.
 """
 
 from __future__ import annotations
@@ -11,20 +15,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import runpy
 import signal
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each rank and reader runs this module
     from asyncio.subprocess import Process
 
 _PR_SET_PDEATHSIG = 1
+# What torchrun sets for its children and would mislead ours, and what only the frontend may know:
+# code that a model brings runs in the other processes.
+_WITHHELD = re.compile(
+    r"TORCHELASTIC_.*|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|OMP_NUM_THREADS|TORCH_NCCL_ASYNC_ERROR_HANDLING|RAZOR_API_KEY"
+)
 
 
 def guarded(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module in a process that dies with this one."""
-    return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+    return _command(os.getpid(), module, *arguments)
+
+
+def independent(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module in a process that outlives this one."""
+    return _command(0, module, *arguments)
+
+
+def _command(parent: int, module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-P", __file__, str(parent), module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for our own processes: without torchrun's variables and API keys."""
+    return {name: value for name, value in os.environ.items() if not _WITHHELD.fullmatch(name)}
 
 
 def send_signal(process: Process, number: signal.Signals) -> None:
@@ -48,10 +75,24 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def import_own_package() -> None:
+    """Import the package that this file belongs to, which need not be on the path."""
+    folder = Path(__file__).parents[1]
+    spec = spec_from_file_location(
+        folder.name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None
+    package = sys.modules[folder.name] = module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
 def main() -> None:
     parent_pid, module = int(sys.argv[1]), sys.argv[2]
-    die_with_parent(parent_pid)
+    if parent_pid:
+        die_with_parent(parent_pid)
     del sys.argv[1:3]
+    if "razor_dist" not in sys.modules:
+        import_own_package()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

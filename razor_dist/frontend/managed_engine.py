@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.heartbeat import interval
 from razor_dist.engine.messages import EXIT_USER_ERROR
@@ -22,8 +23,10 @@ log = logging.getLogger(__name__)
 
 # Seconds that processes which fail together are given to end, or to say why.
 _GRACE = 3.0
-# Consecutive starts that may fail, and the seconds before the next, doubled by each failure.
-_MAX_FAILED_STARTS, _BACKOFF = 3, 0.5
+# Consecutive starts that may fail before the engine has served for the first time, and after it.
+_MAX_FAILED_STARTS, _MAX_FAILED_RESTARTS = 3, 10
+# Seconds before the next start, doubled by each failure, and at most.
+_BACKOFF, _LONGEST_PAUSE = 0.5, 30.0
 # Seconds that rank 0 gets at least to import its libraries and connect: cold disks take minutes.
 _LEAST_PATIENCE = 120.0
 # Seconds after which a folder that nobody has locked belongs to a process that was killed.
@@ -92,22 +95,36 @@ class ManagedEngine:
         failed_starts = 0
         while True:
             self.client.loading()
+            reason = await self._serve_once()
+            if self.client.status.state in ("failed", "closed"):
+                return
+            failed_starts = 0 if self.client.info is not None else failed_starts + 1
+            most = _MAX_FAILED_RESTARTS if self.client.served else _MAX_FAILED_STARTS
+            if failed_starts >= most:
+                self.client.failed(f"{failed_starts} starts failed in a row; the last: {reason}")
+                return
+            await asyncio.sleep(min(_LONGEST_PAUSE, _BACKOFF * 2**failed_starts))
+
+    async def _serve_once(self) -> str:
+        """Start the ranks and return, in words, why they ended; none runs any more."""
+        try:
             # A rendezvous file is good for one start only.
             folder = Path(tempfile.mkdtemp(prefix="start-", dir=self._folder))
             ranks = await self._start_ranks(self._config, folder, self.client.socket_path)
-            self._ranks = ranks
-            reason = await self._watch(ranks)
-            if self.client.status.state in ("failed", "closed"):
-                await ranks.stop()
-                return
-            failed_starts = 0 if self.client.info is not None else failed_starts + 1
+        except (OSError, RazorError) as error:
+            if not self.client.served:
+                raise
+            reason = f"the ranks cannot be started: {error}"
+            self.client.lost(reason)
+            log.warning("%s", reason)
+            return reason
+        self._ranks = ranks
+        reason = await self._watch(ranks)
+        if self.client.status.state not in ("failed", "closed"):
             self.client.lost(reason)
             log.warning("%s; the other ranks are ended", reason)
-            await ranks.stop()
-            if failed_starts >= _MAX_FAILED_STARTS:
-                self.client.failed(f"{failed_starts} starts failed in a row; the last: {reason}")
-                return
-            await asyncio.sleep(_BACKOFF * 2**failed_starts)
+        await ranks.stop()
+        return reason
 
     async def _watch(self, ranks: Ranks) -> str:
         """Wait until a rank ends, hangs up or falls silent; returns what happened, in words."""
@@ -125,7 +142,7 @@ class ManagedEngine:
             if not death.done():
                 return self.client.status.reason
             if death.result().code == EXIT_USER_ERROR:
-                await self._user_error(death.result())
+                return await self._user_error(death.result())
             return str(death.result())
         finally:
             for task in (death, hangup, stuck):
@@ -135,14 +152,19 @@ class ManagedEngine:
         while self.client.status.state in ("loading", "ready"):
             await self.client.wait_change()
 
-    async def _user_error(self, exit: RankExit) -> None:
-        """Give up, with rank 0's message, for which another rank's exit may be too early."""
+    async def _user_error(self, exit: RankExit) -> str:
+        """Return rank 0's message, for which another rank's exit may be too early.
+
+        At the first start that is the end: a mistake in the settings does not pass.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE):
-                while self.client.status.state != "failed":
+                while self.client.status.state not in ("restarting", "failed"):
                     await self.client.wait_change()
-        if self.client.status.state != "failed":
-            self.client.failed(f"{exit} and rank 0 did not say why")
+        if self.client.status.state not in ("restarting", "failed"):
+            reason = f"{exit} and rank 0 did not say why"
+            (self.client.lost if self.client.served else self.client.failed)(reason)
+        return self.client.status.reason
 
 
 async def silence(client: EngineClient, timeout: float) -> str:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from razor_dist.config.cores import bound_spinning
 from razor_dist.config.schema import EngineConfig
-from razor_dist.frontend.guard import guarded, send_signal
-
-# What torchrun sets in its children; our own ranks must not read it as theirs.
-_TORCHRUN = re.compile(
-    r"TORCHELASTIC_.*|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|OMP_NUM_THREADS|TORCH_NCCL_ASYNC_ERROR_HANDLING"
-)
-
-
-def without_torchrun(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without torchrun's variables, which would mislead our own children."""
-    return {name: value for name, value in env.items() if not _TORCHRUN.fullmatch(name)}
+from razor_dist.frontend.guard import child_environment, guarded, send_signal
 
 
 class RankExit(NamedTuple):
@@ -109,7 +96,7 @@ class RankGroup(Ranks):
         options = ("--config-json", str(config_file), "--socket", str(socket_path))
         size = str(config.world_size)
         shared = {
-            **without_torchrun(os.environ),
+            **child_environment(),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "RAZOR_RENDEZVOUS": f"file://{folder / 'rendezvous'}",

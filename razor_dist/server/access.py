@@ -8,10 +8,10 @@ import ipaddress
 import logging
 import re
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -30,9 +30,26 @@ _OPEN_PATHS = frozenset({"/health", "/"})
 _OPEN_FOLDER = "/page/"
 
 
+@dataclass(eq=False)
+class _Account:
+    """One request of a key's holder: its tokens, and the engine's names for its answers."""
+
+    holder: KeyHolder
+    tokens: int = 0
+    answers: Sequence[str] = ()
+
+
+class RateLimitError(RequestError):
+    """A key's limit is reached; ``groups`` are the answers of each of its requests in flight."""
+
+    def __init__(self, message: str, groups: list[Sequence[str]]) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.groups = groups
+
+
 @dataclass
 class KeyHolder:
-    """One API key: its requests and tokens in flight, and the name that stands for it.
+    """One API key: its requests in flight, and the name that stands for it.
 
     ``id`` are 16 hexadecimal digits of the key's SHA-256; it may be logged, the key may not.
     """
@@ -40,22 +57,24 @@ class KeyHolder:
     id: str
     max_requests: int | None = None
     max_tokens: int | None = None
-    requests: int = 0
-    tokens: int = 0
+    accounts: set[_Account] = field(default_factory=set)
+
+    @property
+    def tokens(self) -> int:
+        return sum(account.tokens for account in self.accounts)
 
     def check_request(self) -> None:
-        """Raise `RequestError` (``rate_limit_exceeded``) unless one more request may begin."""
-        if self.max_requests is not None and self.requests >= self.max_requests:
-            raise RequestError(
-                f"this key has {self.requests} requests in flight, as many as one key may have; "
-                "try again later",
-                code="rate_limit_exceeded",
+        """Raise `RateLimitError` unless one more request may begin."""
+        if self.max_requests is not None and len(self.accounts) >= self.max_requests:
+            raise self._limited(
+                f"this key has {len(self.accounts)} requests in flight, as many as one key may "
+                "have; try again later"
             )
 
     def check_tokens(self, tokens: int) -> None:
-        """Raise `RequestError` unless so many more may be in flight.
+        """Raise `RequestError` unless this many more tokens may be in flight.
 
-        Its code is ``rate_limit_exceeded`` if they may be later.
+        It is a `RateLimitError` if they may be later.
         """
         if self.max_tokens is None:
             return
@@ -67,19 +86,13 @@ class KeyHolder:
                 param="max_tokens",
             )
         if self.tokens + tokens > self.max_tokens:
-            raise RequestError(
+            raise self._limited(
                 f"this key has {self.tokens} tokens in flight and asks for {tokens} more, prompt "
-                f"and max_tokens together; one key may have {self.max_tokens}",
-                code="rate_limit_exceeded",
+                f"and max_tokens together; one key may have {self.max_tokens}"
             )
 
-
-@dataclass
-class _Account:
-    """One request of a key's holder."""
-
-    holder: KeyHolder
-    tokens: int = 0
+    def _limited(self, message: str) -> RateLimitError:
+        return RateLimitError(message, [account.answers for account in self.accounts])
 
 
 _account: ContextVar[_Account | None] = ContextVar("account", default=None)
@@ -89,13 +102,19 @@ def charge(tokens: int) -> None:
     """Count tokens of the request at hand for its key until its response has ended.
 
     Raises `RequestError` if the key may not have as many, ever or beside those in flight
-    (``rate_limit_exceeded``).
+    (`RateLimitError`).
     """
     account = _account.get()
     if account is not None:
         account.holder.check_tokens(tokens)
         account.tokens += tokens
-        account.holder.tokens += tokens
+
+
+def note_answers(answers: Sequence[str]) -> None:
+    """Note the answers of the current request: a refused one waits for the end of another's."""
+    account = _account.get()
+    if account is not None:
+        account.answers = answers
 
 
 @contextmanager
@@ -105,14 +124,13 @@ def _on_account(holder: KeyHolder | None) -> Iterator[None]:
         yield
         return
     account = _Account(holder)
-    holder.requests += 1
+    holder.accounts.add(account)
     token = _account.set(account)
     try:
         yield
     finally:
         _account.reset(token)
-        holder.requests -= 1
-        holder.tokens -= account.tokens
+        holder.accounts.remove(account)
 
 
 class Access:
@@ -123,8 +141,15 @@ class Access:
     unknown key (401); more requests than a key may have in flight (429).
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, holders: dict[bytes, KeyHolder]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        holders: dict[bytes, KeyHolder],
+        retry_after: Callable[[Exception], int],
+    ) -> None:
         self.app = app
+        self._retry_after = retry_after
         self._holders = holders
         self._origins = {origin.lower() for origin in config.allowed_origins}
         hosts = {host.lower().removesuffix(".") for host in config.allowed_hosts}
@@ -141,7 +166,8 @@ class Access:
             if counted is not None:
                 counted.check_request()
         except RequestError as error:
-            await Failure.of(error).response()(scope, receive, send)
+            response = Failure.of(error).response(self._retry_after(error))
+            await response(scope, receive, send)
             return
         with _on_account(counted):
             await self.app(scope, receive, send)

@@ -21,7 +21,7 @@ from razor_dist.server.docs_page import docs_page
 from razor_dist.server.documents import DocumentReader
 from razor_dist.server.errors import Failure
 from razor_dist.server.page_files import PageFiles
-from razor_dist.server.request_log import RequestLog
+from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
 
@@ -40,6 +40,7 @@ _ENDPOINTS: dict[str, Endpoint] = {
 def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -> FastAPI:
     """Return the application; ``keys`` are the known ones (`load_keys`), none to ask for none."""
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # a path with one more slash is an unknown path
     bodies = BodyReader(service.config)
     documents = DocumentReader(int(service.config.max_body_mb * 2**20))
     page = PageFiles()
@@ -72,7 +73,7 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def document_text(request: Request, name: str = "") -> Response:
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
-        read = asyncio.create_task(_as_text(documents.read(body, name)))
+        read = asyncio.create_task(_as_text(documents.read(body, name, current_record().key)))
         return await _unless_gone(request, read)
 
     @app.get("/v1/models")
@@ -105,14 +106,15 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         return await page.get_response(name, request.scope)
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return Failure.of(error).response(service.client.retry_after)
+        return Failure.of(error).response(service.retry_after(error))
 
     app.add_exception_handler(RazorError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     service.metrics.gauge("request_body_bytes", "Bodies in memory.", lambda: bodies.used)
     # The last that is added hears first.
-    app.add_middleware(Access, config=service.config, holders=dict(keys or {}))
+    holders, retry_after = dict(keys or {}), service.retry_after
+    app.add_middleware(Access, config=service.config, holders=holders, retry_after=retry_after)
     count = service.metrics.http_requests
     app.add_middleware(RequestLog, count=count, is_draining=lambda: service.draining)
     if service.config.allowed_origins:  # the outermost, so that errors can be read as well

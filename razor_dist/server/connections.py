@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import ssl
 from asyncio.sslproto import SSLProtocol
@@ -13,18 +14,47 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from razor_dist.config.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 # Seconds in which a client must take some of what is sent to it.
 SEND_TIMEOUT = 60.0
 # File descriptors for everything but connections: libraries, the engine's socket, children.
 _OTHER_FILES = 128
+# With fewer there would be no room for connections beside those.
+_LEAST_FILES = 256
 _SECONDS_BETWEEN_WARNINGS = 10.0
 
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
 )
+
+
+# Bytes of a request line and headers.
+_LARGEST_HEAD = 64 * 1024
+_HEAD_END = re.compile(rb"\n\r?\n")
+_FOLDED = re.compile(rb"\n[ \t]")
+_FRAMING = re.compile(rb"\n(content-length|transfer-encoding):", re.IGNORECASE)
+
+
+class StrictConnection(h11.Connection):
+    """h11's connection without the request heads that a proxy may read differently.
+
+    Such a head has both ``Content-Length`` and ``Transfer-Encoding``, or a folded line: a proxy
+    before this server might end the request elsewhere, and take the rest for another client's.
+    """
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            head, _ = self.trailing_data
+            if end := _HEAD_END.search(head):
+                head = head[: end.start() + 1]
+            framing = {name.lower() for name in _FRAMING.findall(head)}
+            if len(framing) > 1 or _FOLDED.search(head):
+                raise h11.RemoteProtocolError("the head is ambiguous")
+        return super().next_event()
 
 
 class BoundedProtocol(H11Protocol):
@@ -41,6 +71,10 @@ class BoundedProtocol(H11Protocol):
     _sending: dict[BoundedProtocol, None] = {}  # noqa: RUF012 - shared on purpose
     _header_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.conn = StrictConnection(h11.SERVER, _LARGEST_HEAD)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,7 +172,8 @@ class TlsProtocol(SSLProtocol):
 def bounded_protocol(header_timeout: float, max_connections: int) -> type[BoundedProtocol]:
     """Return the protocol with these bounds; fewer connections if the process may not have as many.
 
-    The process is allowed the open files that they need, as far as the system lets it.
+    The process is allowed the open files that they need, as far as the system lets it. Raises
+    `ConfigError` if that is too few to serve at all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
@@ -146,7 +181,13 @@ def bounded_protocol(header_timeout: float, max_connections: int) -> type[Bounde
         soft = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    possible = max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < _LEAST_FILES:
+        raise ConfigError(
+            f"this process may open {files} files and needs at least {_LEAST_FILES}: raise the "
+            "limit (ulimit -n, LimitNOFILE= in a unit of systemd)"
+        )
+    possible = files - _OTHER_FILES
     if possible < max_connections:
         log.warning("max_connections is %d: the process may open few files", possible)
     limits: dict[str, Any] = {

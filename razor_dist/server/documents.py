@@ -5,9 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from asyncio.subprocess import PIPE
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from razor_dist.config.errors import DocumentError, RequestError
+from razor_dist.config.errors import (
+    DocumentError,
+    ProcessKilledError,
+    ReaderKilledError,
+    RequestError,
+)
 from razor_dist.documents.read import (
     ReadLimits,
     kind_of,
@@ -17,8 +24,10 @@ from razor_dist.documents.read import (
 )
 from razor_dist.frontend.guard import guarded, send_signal
 
-# Files that are read at a time; others wait.
-_AT_ONCE = 2
+# Files that are read at a time, and small ones that are read beside them; others wait.
+_AT_ONCE, _SMALL_AT_ONCE = 2, 1
+# Bytes of a small file.
+_SMALL = 2**20
 
 
 class DocumentReader:
@@ -26,18 +35,33 @@ class DocumentReader:
 
     def __init__(self, max_characters: int) -> None:
         self._limits = ReadLimits(characters=max_characters)
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._large = asyncio.Semaphore(_AT_ONCE)
+        self._small = asyncio.Semaphore(_SMALL_AT_ONCE)
+        # By API key, and for small files or others: those for which some file waits or is read.
+        self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
-    async def read(self, data: bytes | bytearray, name: str) -> bytes:
+    async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> bytes:
         """Return a file's text in UTF-8; if this is cancelled, the process is killed.
 
-        Raises `RequestError` (``unreadable_document``) that says what is wrong with the file.
+        Files of one API ``key`` are read one after the other, so that a second key's need not wait
+        for all of them; small files do not wait for large ones.
+
+        Raises `RequestError` (``unreadable_document``) that says what is wrong with the file, and
+        `ProcessKilledError` if its reader was ended from outside.
         """
+        small = len(data) <= _SMALL
         try:
-            async with self._room:
+            async with self._turn(key, small), self._small if small else self._large:
                 return await self._read(data, kind_of(Path(name)))
+        except ReaderKilledError as error:
+            raise ProcessKilledError(f"the file {error}") from None
         except DocumentError as error:
             raise RequestError(f"the file {error}", code="unreadable_document") from None
+
+    def _turn(self, key: str | None, small: bool) -> AbstractAsyncContextManager[None]:
+        if key is None:
+            return nullcontext()
+        return self._turns.setdefault((key, small), asyncio.Lock())
 
     async def _read(self, data: bytes | bytearray, named: str | None) -> bytes:
         arguments = reader_arguments(None, limits=self._limits, named=named)

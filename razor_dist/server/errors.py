@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.frontend.client import EngineBusyError, Status
 
 _STATUS_OF_CODE = {
@@ -54,6 +54,8 @@ class Failure(NamedTuple):
             return cls(503, str(error), code=f"engine_{error.state}")
         if isinstance(error, EngineBusyError):
             return cls(503, str(error), code="engine_busy")
+        if isinstance(error, ProcessKilledError):
+            return cls(503, str(error), code="process_killed")
         if isinstance(error, EngineError):
             return cls(500, str(error), code="engine_error")
         # Not the error's text: it may hold what no client should see. The log has it.
@@ -63,18 +65,18 @@ class Failure(NamedTuple):
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {
             "error": {
-                "message": _shortened(self.message, _LONGEST_MESSAGE),
+                "message": shortened(self.message, _LONGEST_MESSAGE),
                 "type": kind,
-                "param": self.param and _shortened(self.param, _LONGEST_PARAM),
+                "param": self.param and shortened(self.param, _LONGEST_PARAM),
                 "code": self.code,
             }
         }
 
     def response(self, retry_after: int = 1) -> JSONResponse:
-        """The failure as a response; a full queue is to be tried again after so many seconds."""
+        """Return the failure as a response, with the seconds after which to try again."""
         headers = {}
-        if self.status in (429, 503):
-            headers["Retry-After"] = str(retry_after if self.status == 429 else 1)
+        if self.status in (429, 503) and self.code != "engine_failed":
+            headers["Retry-After"] = str(retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 408:
@@ -83,5 +85,6 @@ class Failure(NamedTuple):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def _shortened(text: str, longest: int) -> str:
+def shortened(text: str, longest: int) -> str:
+    """Return a text, cut to ``longest`` characters; an ellipsis is the last then."""
     return text if len(text) <= longest else text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -137,11 +137,18 @@ def _not_stored(value: bool) -> bool:
     return value
 
 
+# OpenAI's bounds.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+
+
 class Hints(Strict):
     """Fields that are taken and change nothing: hints to OpenAI's own service, and notes."""
 
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

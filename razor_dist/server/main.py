@@ -52,11 +52,16 @@ P = ParamSpec("P")
 
 # Seconds that open connections get to finish when the server ends.
 _GRACE = 2
-_ACCEPTED_AT_ONCE, _BACKLOG = 64, 1024
+# Connections that are accepted in one turn of the loop, and that wait for it. One that must make
+# way is closed a few turns later; few are accepted in each, so that `_OTHER_FILES` holds them.
+_ACCEPTED_AT_ONCE, _BACKLOG = 16, 1024
 
 
 def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) -> int:
     """Serve a model on ranks that this process starts, until SIGINT or SIGTERM; returns 0.
+
+    Returns 1 if the ranks end later and do not start again, so that a supervisor starts the server
+    anew.
 
     Raises `ConfigError` if the address is taken, `ModelError` if the model cannot be found, and
     `EngineError` if the ranks cannot be started.
@@ -124,9 +129,11 @@ class Frontend:
         try:
             if await _unless(ends, self._load()):
                 print(f"Serving {self.config.name} on {self._url}", flush=True)
-                teller = asyncio.create_task(self._tell_failure())
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                teller.cancel()
+                failure = asyncio.create_task(self._failure())
+                await asyncio.wait([failure, *ends], return_when=asyncio.FIRST_COMPLETED)
+                if failure.done():
+                    return 1
+                failure.cancel()
                 if ends[0].done():
                     await _unless([asyncio.create_task(now.wait()), *ends[1:]], self._drain(server))
             return 0
@@ -146,7 +153,6 @@ class Frontend:
         settings: Any = {
             "lifespan": "off",
             "log_config": None,
-            # So many are accepted in a turn of the loop, before any can make way for another.
             "backlog": _ACCEPTED_AT_ONCE,
             "access_log": False,  # it has paths that clients write
             "timeout_graceful_shutdown": _GRACE,
@@ -188,8 +194,8 @@ class Frontend:
         self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
         await self.client.ready()
 
-    async def _tell_failure(self) -> None:
-        """Log a failure for good; the frontend stays, and /health says why."""
+    async def _failure(self) -> None:
+        """Wait until the engine has failed for good, and log why."""
         while self.client.status.state != "failed":
             await self.client.wait_change()
         log.error("the engine failed: %s", self.client.status.reason)

@@ -22,7 +22,7 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import BinaryIO
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.logs import inherit_logging
 from razor_dist.engine.messages import (
     HEADER_SIZE,
@@ -36,7 +36,7 @@ from razor_dist.engine.messages import (
     unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.guard import guarded, send_signal
+from razor_dist.frontend.guard import child_environment, guarded, send_signal
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
@@ -99,7 +99,7 @@ class ParsingProcess:
                     f"the request was not read within {patience:.0f} s and is given up"
                 ) from None
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                raise EngineError(
+                raise ProcessKilledError(
                     "the process that reads long requests has died; send the request again"
                 ) from None
             raise
@@ -114,6 +114,7 @@ class ParsingProcess:
                 *guarded("razor_dist.server.parsing_process", *self._arguments),
                 stdin=PIPE,
                 stdout=PIPE,
+                env=child_environment(),
                 start_new_session=True,  # a terminal's Ctrl-C is the frontend's to handle
             )
             if self._ended:  # meanwhile

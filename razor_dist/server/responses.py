@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.server.errors import shortened
 from razor_dist.server.fields import Hints, Strict, TemplateArguments, ToolFunction
 from razor_dist.server.schema import ChatBody, Int, parse
 
@@ -27,6 +29,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Names of fields here, by those of a chat.
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 _NAMES["response_format"] = "text.format"
+
+
+# Characters of the instructions, of all tools and of the schema that a response repeats. A stream
+# repeats them three times.
+_MOST_REPEATED = 64 * 1024
 
 
 class _Item(Strict):
@@ -203,12 +210,21 @@ class ResponsesBody(Hints):
         return parse(ChatBody, chat)
 
     def described(self, params: SamplingParams) -> Json:
-        """Return what a response repeats of its request, whose sampling is by ``params``."""
+        """Return what a response repeats of its request, whose sampling is by ``params``.
+
+        Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, and the
+        schema is empty.
+        """
         form = TextFormat(type="text") if self.text is None else self.text.format
         form = form or TextFormat(type="text")
+        if _is_long(form.json_schema):
+            form = form.model_copy(update={"json_schema": {}})
+        tools = [tool.model_dump() for tool in self.tools or []]
+        if _is_long(tools):
+            tools = [FunctionTool(type="function", name=t["name"]).model_dump() for t in tools]
         choice = self.tool_choice
         return {
-            "instructions": self.instructions,
+            "instructions": self.instructions and shortened(self.instructions, _MOST_REPEATED),
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
@@ -216,9 +232,13 @@ class ResponsesBody(Hints):
             "top_p": params.top_p,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice.model_dump() if isinstance(choice, Strict) else choice or "auto",
-            "tools": [tool.model_dump() for tool in self.tools or []],
+            "tools": tools,
             "user": self.user,
         }
+
+
+def _is_long(value: object) -> bool:
+    return len(json.dumps(value)) > _MOST_REPEATED
 
 
 @contextmanager

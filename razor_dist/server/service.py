@@ -19,7 +19,7 @@ from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.answers import Choice, ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server.access import charge
+from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.errors import NotReadyError
 from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.metrics import Metrics
@@ -142,6 +142,7 @@ class Service:
             report_progress=parsed.return_progress,
             cache_salt=self._salt(parsed.cache_salt),
         )
+        note_answers(choices.ids)
         seconds = min(seconds, parsed.timeout or math.inf)
         choices.fail_at(arrived + seconds, _late(seconds))
         form = make_format(endpoint, parsed, self.config.name, choices.choices, tokenizer)
@@ -164,6 +165,13 @@ class Service:
         except BaseException:
             choices.close()
             raise
+
+    def retry_after(self, error: Exception) -> int:
+        """Whole seconds until a request that was refused by this error may be sent again."""
+        if isinstance(error, RateLimitError):
+            return self.client.retry_after(error.groups)
+        full = isinstance(error, RequestError) and error.code == "queue_full"
+        return self.client.retry_after() if full else 1
 
     async def _parse(self, endpoint: Endpoint, raw: bytes | bytearray) -> ParsedRequest:
         """Read a request's body; the request counts for ``max_queue`` meanwhile."""

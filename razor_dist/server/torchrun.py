@@ -24,8 +24,8 @@ from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.engine.messages import FrontendUnreachableError
+from razor_dist.frontend.guard import child_environment, independent
 from razor_dist.frontend.managed_engine import lock_folder
-from razor_dist.frontend.ranks import without_torchrun
 
 RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.main"
@@ -69,6 +69,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
     socket_path = None
     if torchrun.rank == 0:
         socket_path = str(ensure_frontend(config, agent=os.getppid()))
+    os.environ.pop("RAZOR_API_KEY", None)  # code that the model brings runs here
     try:
         run_rank(EngineConfig.from_json(config.engine_json()), socket_path)
     except FrontendUnreachableError:
@@ -123,8 +124,8 @@ def _start_frontend(
         config_file.write_text(config.model_dump_json())
         arguments = ["--config-json", str(config_file), "--socket", str(socket_path)]
         return subprocess.Popen(
-            [sys.executable, "-m", FRONTEND, *arguments, "--agent", str(agent)],
-            env=without_torchrun(os.environ),
+            independent(FRONTEND, *arguments, "--agent", str(agent)),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=[lock],
             start_new_session=True,  # torchrun ends the rank's process group, not the frontend

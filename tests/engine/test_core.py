@@ -259,18 +259,17 @@ def test_the_time_that_is_left_falls_from_request_to_request(
     monkeypatch.setattr(cost, "learn", lambda *_: None)
     monkeypatch.setattr(cost, "seconds", lambda tokens, _: float(tokens))
     monkeypatch.setattr(cost, "step", lambda *_, **__: 1.0)
-    assert core.seconds_left() == 0
+    assert core.seconds_left() == {}
     core.add("doc", prompt(50), GREEDY, pin=True)
     core.add("a", prompt(20), GREEDY, prefix_id="doc")
-    # Two at once, so that a token of an answer costs each of them half a second.
-    assert core.seconds_left() == 50 + 20 + 8 / 2
+    assert core.seconds_left() == {"doc": 50, "a": 50 + 20 + 8}
     left = []
     while core.has_work:
         core.step()
-        left.append(core.seconds_left())
+        left.append(max(core.seconds_left().values(), default=0))
     assert left == sorted(left, reverse=True) and left[-1] == 0
     core.add("b", prompt(20), SamplingParams(max_tokens=300))
-    assert core.seconds_left() == 20 + (256 + 8) / 2 / 2  # as long as answers are, nearly
+    assert core.seconds_left() == {"b": 20 + (256 + 8) / 2}  # as long as answers are, nearly
 
 
 def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path]) -> None:

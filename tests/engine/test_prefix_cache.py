@@ -303,6 +303,19 @@ def test_a_hit_above_a_thousand_tokens_is_logged(
     assert [r.message for r in caplog.records] == ["1100 of 1103 prompt tokens are cached"]
 
 
+def test_what_a_pinned_prefix_has_is_not_counted_as_found(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    doc = Ask("doc", ids((1, 1100)), pin=True)
+    asks = (doc, *(Ask(name, ids((2, 21)), prefix="doc") for name in ("a", "b")))
+    with caplog.at_level(logging.INFO, "razor_dist.engine.prefix_cache"):
+        changed = {"max_model_len": 1200}
+        _, cached, stats = serve(Communicator(None), str(tiny("llama")), changed, asks)
+    assert cached["b"] == 1100 + 20 and caplog.records == []
+    found = stats["prefix_cache"]
+    assert (found["query_tokens"], found["hit_tokens"]) == (1100 + 21 + 21, 20)
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Ask, ...]:
     """Requests that begin like others, in caches that are too small for all of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,14 @@ from torch import Tensor
 
 from razor_dist.cache.parts import BadPartError
 from razor_dist.cache.sequence import cut_chunks, held_positions
-from razor_dist.cache.store import WriterLock, check_node, folders, node_folders, read_node
+from razor_dist.cache.store import (
+    PrefixStore,
+    WriterLock,
+    check_node,
+    folders,
+    node_folders,
+    read_node,
+)
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, transfer
@@ -224,6 +232,14 @@ def test_salts_are_apart_on_disk_and_not_told(ranks: Ranks, tiny: Tiny, tmp_path
     assert_alike(first[0] | second[0], alone(ranks, path, (salted[0], q(0), salted[1])))
     assert second[1] == {"q0": 0, "s0": 161, "s1": 0}
     assert all(b"secret" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("size", [0, 31, 100])
+def test_a_damaged_secret_is_told_at_the_start(tmp_path: Path, size: int) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * size)
+    sentence = f"{tmp_path / 'secret'} must hold 32 bytes and holds {size}: put back a copy"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        PrefixStore(tmp_path, {})
 
 
 def spoil(store: Path, how: str, seed: int) -> None:

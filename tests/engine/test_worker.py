@@ -92,7 +92,7 @@ def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
 def test_a_heartbeat_holds_nothing_after_its_block() -> None:
     """Else its thread may free the engine's tensors while the interpreter ends, and be aborted."""
     sent: list[Message] = []
-    with heartbeat(sent.append, 60.0, lambda: 1.5):
+    with heartbeat(sent.append, 60.0, lambda: {"a": 1.5}):
         assert wait_until(lambda: bool(sent), 5)
-    assert sent == [{"t": "alive", "pid": os.getpid(), "seconds_left": 1.5}]
+    assert sent == [{"t": "alive", "pid": os.getpid(), "seconds_left": {"a": 1.5}}]
     assert "razor-heartbeat" not in [thread.name for thread in threading.enumerate()]

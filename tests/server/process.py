@@ -26,16 +26,19 @@ class ServerProcess:
     ----------
     command : sequence of str
         The program and its arguments, ``--port 0`` excepted.
+    cwd : Path
+        Its working directory.
     """
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, cwd: Path = ROOT) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the object
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        # Without an empty entry, which would be the working directory.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [*command, "--port", "0"],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, "PYTHONPATH": path},
         )
 

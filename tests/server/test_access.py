@@ -141,6 +141,8 @@ def test_a_key_has_its_own_limits(guarded: ServerProcess) -> None:
         with httpx.stream("POST", url, json=hang, headers=with_key(ADA), timeout=20):
             third = ask(ADA)
             assert code_of(third) == (429, "rate_limit_exceeded")
+            # The engine's estimate for the first of the two; it comes with the next heartbeat.
+            assert wait_until(lambda: ask(ADA).headers["retry-after"] == "8", 20)
             assert int(third.headers["retry-after"]) >= 1
             assert ask(BOB).status_code == 200
     assert wait_until(lambda: ask(ADA, prompt=[5], max_tokens=99).status_code == 200, 10)
@@ -265,6 +267,35 @@ def test_tls_files_that_cannot_be_used_are_told(
         config = ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1])
         with pytest.raises(ConfigError, match="cannot be used: "):
             tls_context(config)
+
+
+def test_keys_are_given_one_by_one_or_together() -> None:
+    with fake_server("--api-key", "sk-1,sk-2", "--api-key", "sk-3") as server:
+        url = f"{server.url()}/v1/models"
+        found = [httpx.get(url, headers=with_key(f"sk-{n}")).status_code for n in range(1, 5)]
+    assert found == [200, 200, 200, 401]
+
+
+def test_no_other_process_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAZOR_API_KEY", ADA)
+    with fake_server() as server:
+        # So long that another process reads it.
+        long = b'{"model": "smollm2", "prompt": "Hi"}' + b" " * 2**18
+        headers = with_key(ADA) | {"Content-Type": "application/json"}
+        url = f"{server.url()}/tokenize"
+        assert httpx.post(url, content=long, headers=headers, timeout=60).status_code == 200
+        front, *others = server.family()
+        assert front.environ()["RAZOR_API_KEY"] == ADA
+        assert len(others) == 3  # two ranks and the process that reads long bodies
+        assert not any(ADA in other.environ().values() for other in others)
+
+
+def test_no_rank_of_torchruns_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAZOR_API_KEY", ADA)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with ServerProcess(*command, "tests/server/rank_fake.py") as server:
+        stats = httpx.get(f"{server.url()}/stats", headers=with_key(ADA)).json()
+    assert "RAZOR_API_KEY" not in stats["env"]
 
 
 def test_an_open_server_warns(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Limits, parse_value
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
-from tests.server.process import wait_until
+from tests.server.process import fake_server, wait_until
 from tests.tokenizer import smollm2_tokenizer
 
 HELLO = [{"role": "user", "content": "Say héllo 😀 to 世界"}]
@@ -118,6 +118,26 @@ def test_the_template_is_tokenised_once() -> None:
     text = TOKENIZER.decode(prompt)
     assert text.count("<|im_start|>user") == 1
     assert not text.startswith("<|im_start|><|im_start|>")
+
+
+def test_what_a_response_repeats_is_bounded() -> None:
+    long = "word " * 14_000
+    body = {"model": "smollm2", "input": "Hi", "instructions": long, "tool_choice": "none"}
+    body["tools"] = [{"type": "function", "name": "find", "description": long}]
+    with fake_server("--max-model-len", "20000") as server:
+        answer = httpx.post(f"{server.url()}/v1/responses", json=body, timeout=60)
+    whole = answer.json()
+    assert answer.status_code == 200 and len(answer.content) < 100_000
+    assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    [named] = whole["tools"]
+    assert (named["name"], named["description"], named["parameters"]) == ("find", None, None)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_one_slash_more_is_an_unknown_path(url: str, method: str) -> None:
+    answer = httpx.request(method, f"{url}/v1/chat/completions/")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"{method} /v1/chat/completions/: ")
 
 
 def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import threading
 
 import httpx
 import pytest
 
+from razor_dist.server.documents import DocumentReader
 from tests.documents import files
 from tests.documents.files import FIRST, TITLE
 from tests.server.process import fake_server, wait_until
@@ -57,6 +60,59 @@ def test_what_cannot_be_read_is_told(url: str, name: str, data: bytes, problem: 
     assert answer.status_code == 422
     assert answer.json()["error"]["code"] == "unreadable_document"
     assert problem in answer.json()["error"]["message"]
+
+
+def test_a_page_that_takes_too_much_is_refused_before_it_is_read() -> None:
+    with fake_server("--max-body-mb", "8") as server:
+        answer = send(server.url(), "a.html", b"<p>" * 2_000_000)
+    assert answer.status_code == 422
+    assert "has more than 1,500,000 tags; split it" in answer.json()["error"]["message"]
+
+
+def test_a_reader_that_is_killed_is_not_the_files_fault() -> None:
+    slow = files.epub(page="<p/>" * 10**6)  # many seconds
+    answers: list[httpx.Response] = []
+    with fake_server() as server:
+        url = server.url()
+        others = len(server.family())
+        sent = threading.Thread(target=lambda: answers.append(send(url, "a.epub", slow)))
+        sent.start()
+        assert wait_until(lambda: len(server.family()) > others, 20)
+        server.family()[-1].kill()
+        sent.join(20)
+        [answer] = answers
+        assert send(url, "a.txt", b"text").status_code == 200
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "process_killed"
+    assert "its reader was ended by SIGKILL; try again" in answer.json()["error"]["message"]
+
+
+def test_large_files_of_one_key_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        reader, begun, end = DocumentReader(100), [], asyncio.Event()
+
+        async def read(data: bytes, named: str | None) -> bytes:
+            begun.append(data[:1])
+            await end.wait()
+            return data
+
+        monkeypatch.setattr(reader, "_read", read)
+        large, small = 2**20, 1
+        asked = [(b"a" * large, "A"), (b"b" * large, "A"), (b"c" * large, "B"), (b"d" * large, "C")]
+        asked += [(b"e" * small, "A"), (b"f" * small, "B")]
+        tasks = []
+        for data, key in asked:
+            tasks.append(asyncio.create_task(reader.read(data + b".", "a.txt", key)))
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        # One of each key, of two at once, and a small one beside them.
+        assert begun == [b"a", b"c", b"e"]
+        end.set()
+        await asyncio.gather(*tasks)
+        assert sorted(begun) == [b"a", b"b", b"c", b"d", b"e", b"f"]
+
+    asyncio.run(main())
 
 
 def test_a_file_has_bounds(url: str) -> None:

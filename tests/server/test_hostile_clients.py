@@ -7,6 +7,7 @@ import resource
 import select
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from razor_dist.config.errors import RequestError
+from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.server import bodies
 from razor_dist.server import connections as connections_module
@@ -98,6 +99,39 @@ def test_a_body_that_drips_gets_408(tight: ServerProcess) -> None:
             while time.monotonic() - begun < 30:
                 client.sendall(b" ")
                 time.sleep(0.1)
+
+
+CHUNKED = b"24\r\n" + b'{"model": "smollm2", "prompt": "Hi"}' + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 5\r\n",
+        b"Transfer-Encoding:\r\n chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nX-Other: a\n\tb\r\n",
+    ],
+)
+def test_heads_that_others_may_read_differently_are_refused(
+    tight: ServerProcess, framing: bytes
+) -> None:
+    plain = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
+    with connections(tight, 1, plain + HEAD + framing + b"\r\n" + CHUNKED) as [client]:
+        client.settimeout(20)
+        answer = b""
+        while more := client.recv(1 << 16):
+            answer += more
+    # The plain one is answered, and the connection ends with the other one's refusal.
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1 400") == 1 and answer.count(b"HTTP/1.1") == 2
+
+
+def test_a_body_may_look_like_an_ambiguous_head(tight: ServerProcess) -> None:
+    body = b'{"model": "smollm2",\n "prompt":\n "a",\ncontent-length: 1\ntransfer-encoding: x'
+    sent = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connections(tight, 1, sent) as [client]:
+        assert b"not valid JSON" in client.recv(1 << 16) + client.recv(1 << 16)
 
 
 def test_all_bodies_together_are_bounded(tight: ServerProcess) -> None:
@@ -200,6 +234,25 @@ def test_connections_of_which_all_are_busy_refuse_one_more(tight: ServerProcess)
             assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After: 1" in answer
         assert open_ones(clients) == 12
     assert wait_until(lambda: health(tight.url()) == (200, "ready"), 10)
+
+
+def test_too_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: None)
+    with pytest.raises(ConfigError, match="may open 64 files and needs at least 256"):
+        bounded_protocol(10.0, 1024)
+
+
+def test_a_flood_leaves_descriptors_for_others() -> None:
+    serve = [sys.executable, "-m", "tests.server.serve_on", "tests.fake_engine"]
+    limited = ["bash", "-c", 'ulimit -n 256; exec "$@"', "serve", *serve, "--world-size", "2"]
+    with ServerProcess(*limited) as server:
+        url = server.url()
+        for _ in range(10):
+            with connections(server, 400, b"GET /health HTTP/1.1\r\nHost: loc"):
+                assert health(url) == (200, "ready")
+        assert httpx.post(f"{url}/v1/completions", json=TEXT).status_code == 200
+        assert "Too many open files" not in server.log
 
 
 def test_fewer_files_than_connections(monkeypatch: pytest.MonkeyPatch) -> None:

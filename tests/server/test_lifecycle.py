@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from tests import fake_engine
+from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, alive, fake_server, health, wait_until
 
 LISTENING = r"listening on (http://[^,\s]+)"
@@ -36,6 +38,10 @@ def folder(parent: Path, name: str) -> str:
 def complete(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
     body = {"model": "smollm2", "prompt": prompt, **fields}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+
+
+def send(url: str, body: bytes, kind: str) -> httpx.Response:
+    return httpx.post(url, content=body, headers={"Content-Type": kind}, timeout=60)
 
 
 @contextmanager
@@ -250,6 +256,72 @@ def test_what_the_ranks_refuse_is_told_without_another_start(tmp_path: Path) -> 
     assert "the head map belongs to another model" in output.splitlines()[-1]
     assert output.count("the head map belongs to another model") == 1
     assert "restarted" not in output
+
+
+def test_a_later_start_that_the_ranks_refuse_is_tried_again(tmp_path: Path) -> None:
+    with held_server(tmp_path) as (server, hold):
+        url, bad = server.url(), hold.with_name(fake_engine.BAD)
+        bad.touch()
+        next(p for p in server.family() if "RANK" in p.environ()).kill()
+        reason = "the head map belongs to another model"
+        assert wait_until(lambda: server.log.count(f"restarting: {reason}") > 1, 60)
+        refused = complete(url, [5])
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        bad.unlink()
+        assert wait_until(lambda: health(url) == (200, "ready"), 60)
+        assert complete(url, [5, 6], max_tokens=1).status_code == 200
+
+
+def test_later_starts_that_go_on_failing_end_the_server_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_FAILED_RESTARTS", "2")
+    with held_server(tmp_path) as (server, hold):
+        server.url()
+        family = server.family()
+        hold.with_name(fake_engine.BAD).touch()
+        family[-1].kill()
+        assert server.process.wait(60) == 1
+        assert "2 starts failed in a row; the last: the head map" in server.log
+        assert alive(family) == []
+
+
+def test_nothing_of_the_working_directory_is_run(tmp_path: Path) -> None:
+    for name in ("bs4", "json", "numpy", "psutil", "torch", "transformers"):
+        planted = f"open({str(tmp_path / 'run')!r}, 'a').write({name!r})"
+        (tmp_path / f"{name}.py").write_text(planted)
+    command = [sys.executable, "-P", "-m", "tests.server.serve_on", "tests.fake_engine"]
+    with executed(), ServerProcess(*command, cwd=tmp_path) as server:
+        url = server.url()
+        # So long that another process reads it.
+        long = b'{"model": "smollm2", "prompt": "Hi"}' + b" " * 2**18
+        assert send(f"{url}/tokenize", long, "application/json").status_code == 200
+        page = send(f"{url}/documents/text", b"<html><p>text", "application/octet-stream")
+        assert page.text == "text"
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_of_torchruns_working_directory_is_run(tmp_path: Path) -> None:
+    (tmp_path / "fastapi.py").write_text(f"open({str(tmp_path / 'run')!r}, 'a')")
+    options = ["--nproc-per-node", "2", str(ROOT / RANKS)]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *options]
+    with executed(), ServerProcess(*command, cwd=tmp_path) as server:
+        server.url()
+    assert not (tmp_path / "run").exists()
+
+
+def test_children_run_the_package_of_their_parent(tmp_path: Path) -> None:
+    """Of a checkout that is not installed, in which Python was started, beside an installed one."""
+    package = tmp_path / "razor_dist"
+    (package / "frontend").mkdir(parents=True)
+    for name in ("__init__.py", "frontend/__init__.py", "frontend/guard.py"):
+        shutil.copy(ROOT / "razor_dist" / name, package / name)
+    (package / "where.py").write_text("print(__file__)")
+    code = "import subprocess; from razor_dist.frontend.guard import guarded; "
+    code += "subprocess.run(guarded('razor_dist.where'), check=True)"
+    with executed():
+        found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert found == f"{package / 'where.py'}\n"
 
 
 def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import HEADER_SIZE, decode
 from razor_dist.frontend.managed_engine import ManagedEngine
@@ -143,7 +143,7 @@ def test_another_process_reads_bodies_as_this_one_does(
             process.parse_request("completions", body(prompt=ids(3)), LIMITS)
         )
         os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="has died; send the request again"):
+        with pytest.raises(ProcessKilledError, match="has died; send the request again"):
             await reading
         third = await process.parse_request("completions", body(prompt=[8, 9]), LIMITS)
         assert third.prompts[0].tokens.tolist() == [8, 9]
