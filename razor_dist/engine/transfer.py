@@ -44,6 +44,7 @@ class _Read:
     node: int  # in the chain
     rank: int
     part: int
+    tokens: int  # that the part has
     take: Tensor  # int64: indices in the part
     at: Tensor  # int64: indices in this rank's shard
     positions: Tensor
@@ -68,13 +69,11 @@ class Transfers:
     ``folder`` has the nodes of this engine's fingerprint on disk; None if nothing is kept there.
     """
 
-    def __init__(
-        self, comm: Communicator, caches: Caches, fingerprint: str, folder: Path | None
-    ) -> None:
-        self._comm, self._caches = comm, caches
-        self._fingerprint, self._folder = fingerprint, folder
+    def __init__(self, comm: Communicator, caches: Caches, folder: Path | None) -> None:
+        self._comm, self._caches, self._folder = comm, caches, folder
         self._writer = PartWriter()
-        self._host: dict[str, dict[str, bytes]] = {}  # parts of each node, by the files' names
+        # By the manifests' digests: each node's parts, by the files' names.
+        self._host: dict[str, dict[str, bytes]] = {}
         self._saving: Iterator[int] = iter(())
         self._loading: Iterator[tuple[int, int]] = iter(())
 
@@ -82,11 +81,11 @@ class Transfers:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
             job = of_payload(payload)
-            for node in job.get("drop", ()):
-                self._host.pop(node, None)
+            for manifest in job.get("drop", ()):
+                self._host.pop(manifest, None)
             self._saving = iter(())
             self._writer.begin()
-            if "node" in job:
+            if "manifest" in job:
                 assert sequence is not None
                 self._saving = self._save(sequence, job)
         left = next(self._saving, 0) if not self._writer.busy else 1
@@ -145,11 +144,11 @@ class Transfers:
             yield next(left)
 
     def _put(self, tensors: dict[str, Tensor], job: Job, name: str, **part: int) -> None:
-        about = part_header(self._fingerprint, job["node"], self._comm.size, **part)
+        about = part_header(job["manifest"], **part)
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
         to: list[Callable[[bytes], object]] = []
         if job["host"]:
-            held = self._host.setdefault(job["node"], {})
+            held = self._host.setdefault(job["manifest"], {})
             to.append(partial(held.__setitem__, name))
         if job["draft"] is not None:
             assert self._folder is not None
@@ -179,6 +178,9 @@ class Transfers:
         except BadPartError:
             yield FAILED, len(chain) - 1
             return
+        if sum(len(read.take) for read in reads) != sequence.table.tokens:
+            self._complain(node, "manifest.json", BadPartError("its chunks leave tokens out"))
+            yield FAILED, len(chain) - 1
         for read in reads:
             try:
                 self._load_tokens(sequence, chain[read.node], read)
@@ -196,8 +198,7 @@ class Transfers:
             name = state_part(window, part)
             try:
                 data = self._part(node, name)
-                about = self._about(node, window=window, part=part)
-                unpack(data, about)
+                unpack(data, part_header(node["manifest"], window=window, part=part))
             except BadPartError as error:
                 self._complain(node, name, error)
                 data = b""
@@ -210,7 +211,7 @@ class Transfers:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyones = self._comm.all_gather(padded.to(device), "halo").cpu()
         for (window, part), row, length in zip(states, everyones, nbytes, strict=False):
-            about = self._about(node, window=window, part=part)
+            about = part_header(node["manifest"], window=window, part=part)
             state = unpack(row[:length].numpy().tobytes(), about)
             cache, step = self._caches.streaming[window], node["steps"][window]
             rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
@@ -225,11 +226,11 @@ class Transfers:
     def _load_tokens(self, sequence: Sequence, node: Job, read: _Read) -> None:
         pages = self._caches.pages
         data = self._part(node, kv_part(read.rank, read.part))
-        found = unpack(data, self._about(node, rank=read.rank, part=read.part))
-        if found["k"].shape[::2] != (pages.k.shape[0], pages.width):
-            raise BadPartError("its heads are others")
-        if len(read.take) and int(read.take[-1]) >= found["k"].shape[1]:
-            raise BadPartError("it has fewer tokens")
+        about = part_header(node["manifest"], rank=read.rank, part=read.part)
+        found = unpack(data, about)
+        want = (pages.k.shape[0], read.tokens, pages.width)
+        if any(tuple(found[key].shape) != want for key in ("k", "v")):
+            raise BadPartError("its heads or tokens are others")
         device = pages.k.device
         slots = pages.slots(sequence.table, read.at).to(device)
         k, v = (found[key].index_select(1, read.take).to(device) for key in ("k", "v"))
@@ -258,19 +259,16 @@ class Transfers:
                         positions = held[a:b][take]
                         at = np.searchsorted(mine, positions)
                         numbers = map(torch.from_numpy, (take, at, positions))
-                        reads.append(_Read(index, rank, part, *numbers))
+                        reads.append(_Read(index, rank, part, b - a, *numbers))
         return reads
 
     def _part(self, node: Job, name: str) -> bytes:
-        held = self._host.get(node["node"], {}).get(name)
+        held = self._host.get(node["manifest"], {}).get(name)
         if held is not None:
             return held
         if self._folder is None:
             raise BadPartError("it is not in host memory")
         return read_file(self._folder / node["node"] / name)
-
-    def _about(self, node: Job, **part: int) -> dict[str, str]:
-        return part_header(self._fingerprint, node["node"], node["world_size"], **part)
 
     def _complain(self, node: Job, name: str, error: BadPartError) -> None:
         log.warning("a cached prefix is read anew: %s of %s: %s", name, node["node"], error)
