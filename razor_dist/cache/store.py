@@ -199,7 +199,7 @@ class PrefixStore:
         except OSError as error:
             raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
         self.lock = WriterLock(directory)
-        self._seen = 0
+        self._seen = 0, False
 
     def acquire(self) -> bool:
         """Become the writer, unless another process is; remove what a dead one has left."""
@@ -217,9 +217,9 @@ class PrefixStore:
         except OSError:
             return False
         # Names that came in the same tick of the file system's clock are looked for once more.
-        settled = time.time_ns() - now > 2_000_000_000
-        seen, self._seen = self._seen, now if settled else 0
-        return now != seen
+        look = now, time.time_ns() - now > 2_000_000_000
+        seen, self._seen = self._seen, look
+        return look != seen
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the names of all nodes, with stamps that change when a node is written anew."""
@@ -228,7 +228,7 @@ class PrefixStore:
         found: dict[str, Stamp] = {}
         for node in nodes:
             with contextlib.suppress(OSError):  # removed meanwhile
-                found[node.name] = _stamp(Path(node.path))
+                found[node.name] = _stamp(node.stat())
         return found
 
     def read(self, node: str) -> tuple[Manifest, Tokens]:
@@ -255,7 +255,7 @@ class PrefixStore:
         path = self.folder / manifest.node
         if path.exists():  # that could not be read, or it would not have been written again
             self.remove(manifest.node)
-        stamp = _stamp(draft)  # before another process can put its own in this place
+        stamp = _stamp(draft.stat())  # before another process can put its own in this place
         draft.rename(path)
         sync_folder(self.folder)
         return stamp
@@ -375,9 +375,8 @@ def _is_node(name: str) -> bool:
     return "." not in name
 
 
-def _stamp(folder: Path) -> Stamp:
-    found = folder.stat()
-    return found.st_ino, found.st_mtime_ns
+def _stamp(folder: os.stat_result) -> Stamp:
+    return folder.st_ino, folder.st_mtime_ns
 
 
 def _secret_of(directory: Path) -> bytes:
