@@ -169,7 +169,7 @@ class Nodes:
                 self._unreadable[name] = stamp
                 left_out[str(error)].append(name)
         for reason, names in left_out.items():
-            log.warning("%d stored prefixes are left out: %s (%s)", len(names), reason, names[0])
+            log.warning("stored prefixes left out: %d, %s (%s)", len(names), reason, names[0])
         while ready := [n for n, (m, _) in fresh.items() if m.parent not in fresh]:
             for name in ready:
                 manifest, own = fresh.pop(name)

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from razor_dist.cache.store import folders, node_folders, remove_node
 from razor_dist.engine.build import RankEngine
@@ -266,119 +259,90 @@ def test_a_node_that_is_written_anew_while_it_is_loaded(
     shared.close()
 
 
-def machine_of(
-    model: Callable[[str], str], ranks: Ranks, new_store: Callable[[], Path], tally: Counter[str]
-) -> type[RuleBasedStateMachine]:
-    """Histories of up to three engines at once; ``tally`` counts them."""
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What happens to the engines and the store, and then a request to one of the engines."""
 
-    class Histories(RuleBasedStateMachine):
-        @initialize(family_and_kv=st.sampled_from(MODELS))
-        def start(self, family_and_kv: tuple[str, str]) -> None:
-            family, kv = family_and_kv
-            self.store = new_store()
-            self.shared = Shared(ranks, model(family), kv, self.store)
-            self.seen: set[str] = set()
+    event: str
+    world: int  # of an engine that begins, and its settings
+    given: dict[str, Any]
+    which: int
+    prompt: tuple[int, ...]
+    steps: int | None  # that the engine takes then
 
-        @precondition(lambda self: len(self.shared.alive) < 3)
-        @rule(
-            world=st.sampled_from([1, 2, 2, 3]),
-            chunk=st.sampled_from([24, 40, 120]),
-            host=st.sampled_from([None, 1.2e-4]),
-            disk=st.sampled_from([None, 1.2e-4]),
-            tail=st.sampled_from([24, 60, 200]),
-        )
-        def begin(
-            self, world: int, chunk: int, host: float | None, disk: float | None, tail: int
-        ) -> None:
-            given = {"prefix_store_gb": disk, "prefix_tail_tokens": tail}
-            self.shared.begin(world, chunk, **given, **({"prefix_host_gb": host} if host else {}))
 
-        def one_of(self, which: int) -> int:
-            return self.shared.alive[which % len(self.shared.alive)]
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    given = {
+        "prefix_tail_tokens": draw(st.sampled_from([60, 200, 24])),
+        "prefix_store_gb": draw(st.sampled_from([None, 1.2e-4])),
+        "prefix_host_gb": draw(st.sampled_from([0.0, 1.2e-4])),
+    }
+    text = document(draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(60, DOCUMENT)))
+    return Turn(
+        draw(st.sampled_from([*["nothing"] * 9, "begin", *["evict"] * 3, "kill", "stop", *DAMAGE])),
+        draw(st.sampled_from([2, 2, 2, 3, 1])),
+        given,
+        draw(st.integers(0, 2)),
+        text + question(draw(st.integers(0, 9))),
+        draw(st.sampled_from([None, None, None, 12, 3])),
+    )
 
-        @precondition(lambda self: self.shared.alive)
-        @rule(
-            which=st.integers(0, 2),
-            seed=st.integers(1, 3),
-            cut=st.integers(60, DOCUMENT),
-            number=st.integers(0, 9),
-            steps=st.sampled_from([None, None, 0, 3, 9]),
-        )
-        def ask(self, which: int, seed: int, cut: int, number: int, steps: int | None) -> None:
-            self.shared.ask(self.one_of(which), document(seed, cut) + question(number), steps=steps)
-            self.note()
 
-        @precondition(lambda self: self.shared.alive)
-        @rule(which=st.integers(0, 2), steps=st.sampled_from([None, 1, 3, 9]))
-        def go_on(self, which: int, steps: int | None) -> None:
-            self.shared.ask(self.one_of(which), steps=steps)
-            self.note()
-
-        @precondition(lambda self: self.shared.alive)
-        @rule(which=st.integers(0, 2), seed=st.integers(1, 3))
-        def write_anew(self, which: int, seed: int) -> None:
-            """Remove all nodes, as for want of room, and have an engine read a text again."""
-            number = self.one_of(which)
-            self.shared.ask(number, document(4) + question(0))
-            for node in self.shared.nodes():
+def play(shared: Shared, store: Path, history: list[Turn]) -> set[str]:
+    """Play a history of two or three engines at once; return what happened in it."""
+    happened: set[str] = set()
+    for number, turn in enumerate(history):
+        alive = shared.alive
+        one = alive[turn.which % len(alive)] if alive else -1
+        if turn.event in ("kill", "stop") and alive:
+            shared.end(one, kill=turn.event == "kill")
+        elif turn.event == "evict":
+            for node in shared.nodes():
                 remove_node(node)
-            self.shared.ask(number, document(seed) + question(0))
-            self.note()
-
-        @precondition(lambda self: self.shared.alive)
-        @rule(how=st.sampled_from(DAMAGE), seed=st.integers(0, 99))
-        def damage(self, how: str, seed: int) -> None:
-            spoil(self.store, how, seed)
-
-        @precondition(lambda self: self.shared.alive)
-        @rule(which=st.integers(0, 2), kill=st.booleans())
-        def leave(self, which: int, kill: bool) -> None:
-            self.shared.end(self.one_of(which), kill=kill)
-
-        def note(self) -> None:
-            known = [self.shared.known.get(number, set()) for number in self.shared.alive]
-            pairs = [a & b for n, a in enumerate(known) for b in known[:n]]
-            self.seen |= {"shared"} if any(pairs) else set()
-            hits = [self.shared.stats.get(n, {}).get("disk", {}) for n in self.shared.alive]
-            self.seen |= {"loaded"} if any(each.get("hits") for each in hits) else set()
-            self.seen |= {"failed"} if any(each.get("failures") for each in hits) else set()
-
-        def teardown(self) -> None:
-            if not hasattr(self, "shared"):
-                return
-            for number in self.shared.alive:
-                self.shared.ask(number)
-            self.note()
-            self.shared.close()
-            tally.update(["histories", *self.seen])
-
-    return Histories
+        elif turn.event in DAMAGE:
+            spoil(store, turn.event, number)
+        while len(shared.alive) < 2 or (turn.event == "begin" and len(alive) == 2):
+            # Two that begin one after the other have other chunks.
+            alive.append(shared.begin(turn.world, (24, 120, 40)[number % 3], **turn.given))
+            number += 1
+        alive = shared.alive
+        shared.ask(alive[turn.which % len(alive)], turn.prompt, steps=turn.steps)
+        known = [shared.known.get(one, set()) for one in alive]
+        if any(a & b for n, a in enumerate(known) for b in known[:n]):
+            happened.add("two engines know a node")
+        disks = [shared.stats[one]["disk"] for one in alive if one in shared.stats]
+        happened |= {what for what in ("hits", "failures") for disk in disks if disk[what]}
+    for one in shared.alive:
+        shared.ask(one)
+    shared.close()
+    return happened
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_history_of_engines_at_once_is_answered_as_if_nothing_were_kept(
     count: int, ranks: Ranks, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folders_of: dict[str, str] = {}
+    paths = {
+        family: folder_of(family, tiny, tmp_path_factory.mktemp("model"))
+        for family in ("llama", "bloom")
+    }
+    happened: Counter[str] = Counter()
 
-    def model(family: str) -> str:
-        if family not in folders_of:
-            folders_of[family] = folder_of(family, tiny, tmp_path_factory.mktemp("model"))
-        return folders_of[family]
-
-    tally: Counter[str] = Counter()
-    machine = machine_of(model, ranks, lambda: tmp_path_factory.mktemp("store"), tally)
-    # Not shrunk: that would take hours.
-    phases = [Phase.explicit, Phase.reuse, Phase.generate]
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=count,
-            stateful_step_count=20,
-            deadline=None,
-            phases=phases,
-            suppress_health_check=list(HealthCheck),
-        ),
+    @settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink one takes hours
     )
-    print(dict(tally))
-    assert tally["histories"] >= count
+    @given(model=st.sampled_from(MODELS), history=st.lists(turns(), min_size=12, max_size=20))
+    def histories(model: tuple[str, str], history: list[Turn]) -> None:
+        store = tmp_path_factory.mktemp("store")
+        shared = Shared(ranks, paths[model[0]], model[1], store)
+        happened.update(["histories", *play(shared, store, history)])
+
+    try:
+        histories()
+    finally:
+        print(dict(happened))
+    assert happened["two engines know a node"] > 0 and happened["hits"] > 0
