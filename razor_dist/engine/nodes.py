@@ -200,8 +200,11 @@ class Nodes:
             tokens = np.concatenate([before, own])
             self._index.add(manifest.space, tokens, node.key, self._least_cut(manifest))
             self._nodes[manifest.sha256] = self._by_key[node.key] = node
-            if parent is not None:
-                parent.children.add(node)
+        if node.parent is not None:
+            node.parent.children.discard(node)
+        if parent is not None:
+            parent.children.add(node)
+        node.parent = parent  # maybe another copy of it than when the node was on disk before
         if tier == "disk":
             other = self._on_disk.get(manifest.node)
             if other is not None and other is not node:  # which this one has replaced
@@ -254,9 +257,9 @@ class Nodes:
         left, self._left_host = self._left_host, []
         return left
 
-    def used(self, node: Node, tier: Tier) -> None:
-        """Note that a node and those before it were loaded."""
-        for one in node.chain:
+    def used(self, chain: list[Node], tier: Tier) -> None:
+        """Note that nodes were loaded."""
+        for one in chain:
             one.used_at = self._clock[tier]
             if self._store is not None and "disk" in one.where:
                 self._store.touch(one.manifest.node)

@@ -64,7 +64,7 @@ class Saving:
 @dataclass(eq=False)
 class Loading:
     key: int
-    node: Node
+    chain: list[Node]
     space: Space
     tokens: Tokens
     holding: Holding
@@ -117,7 +117,7 @@ class Tiers:
     def load(self, node: Node, key: int, space: Space, holding: Holding) -> StepPlan:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(key, node, space, self.nodes.tokens(node), holding, tier)
+        self.loading = Loading(key, node.chain, space, self.nodes.tokens(node), holding, tier)
         chain: list[Job] = []
         for one, cut in node.parts:
             m = one.manifest
@@ -136,14 +136,14 @@ class Tiers:
         assert loading is not None
         failed = (answers[:, 0] == FAILED).nonzero().flatten().tolist()
         if failed:
-            self.loading, chain = None, loading.node.chain
+            self.loading = None
             for index in {int(answers[rank, 1]) for rank in failed}:
-                self.nodes.failed(chain[index])
+                self.nodes.failed(loading.chain[index])
             return False
         if answers[:, 0].any():
             return None
         self.loading = None
-        self.nodes.used(loading.node, loading.tier)
+        self.nodes.used(loading.chain, loading.tier)
         return True
 
     def count_hit(self, tier: str, tokens: int) -> None:
@@ -195,7 +195,7 @@ class Tiers:
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
         if self.loading is not None:
-            keep |= set(self.loading.node.chain)
+            keep |= set(self.loading.chain)
         fits = {
             tier: (tier == "host" or writes) and nodes.make_room(tier, manifest.nbytes, keep)
             for tier in nodes.room

@@ -76,6 +76,7 @@ class Transfers:
         self._host: dict[str, dict[str, bytes]] = {}
         self._saving: Iterator[int] = iter(())
         self._loading: Iterator[tuple[int, int]] = iter(())
+        self._complaint = ""  # why the load cannot be finished, if this rank knows
 
     def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
@@ -100,14 +101,20 @@ class Transfers:
         """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
             self._loading = self._load(sequence, of_payload(payload))
+            self._complaint = ""
             return self._answers(1, 0)
-        return self._answers(*next(self._loading, (0, 0)))
+        left, node = next(self._loading, (0, 0))
+        answers = self._answers(left, node, bool(self._complaint))
+        # One line, of the first rank that has met something.
+        if answers[:, 2].nonzero()[:1].flatten().tolist() == [self._comm.rank]:
+            log.warning("a cached prefix is read anew: %s", self._complaint)
+        return answers
 
     def _answers(self, *mine: int) -> Tensor:
         """Return every rank's numbers, int64 ``[P, n]``: first the parts that are left, or why not.
 
         The second number is, when saving, 1 if the writer is busy; of a load that has failed, which
-        node is to blame.
+        node is to blame, and the third 1 if the rank knows why.
         """
         row = torch.tensor(mine, dtype=torch.int64, device=self._caches.pages.k.device)
         return self._comm.all_gather(row, "control").cpu()
@@ -219,7 +226,9 @@ class Transfers:
             shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
             as_told = end == node["end"] and tail <= node["tails"][window]
             if tuple(state["k"].shape[:2]) != shape or not as_told:
-                raise BadPartError  # which all ranks see alike
+                others = BadPartError("its heads or tokens are others")
+                self._complain(node, state_part(window, part), others)
+                raise others  # which all ranks see alike
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
 
@@ -271,7 +280,7 @@ class Transfers:
         return read_file(self._folder / node["node"] / name)
 
     def _complain(self, node: Job, name: str, error: BadPartError) -> None:
-        log.warning("a cached prefix is read anew: %s of %s: %s", name, node["node"], error)
+        self._complaint = f"{name} of {node['node']}: {error}"
 
 
 def kv_parts(tokens: int, token_bytes: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ DOCUMENT = 120  # tokens
 ASKING = dataclasses.replace(GREEDY, max_tokens=3, return_sources=3)
 # Of the device, about one document, so that others come from host memory or from disk.
 SMALL: dict[str, Any] = {"kv_tokens": 200, "max_num_seqs": 1, "max_model_len": 180}
+LINES: list[logging.LogRecord] = []  # of a rank's process: what could not be loaded
 ENGINES: dict[int, tuple[RankEngine, dict[str, Answer]]] = {}  # in each rank's process
 
 
@@ -50,6 +52,7 @@ def begin(comm: Communicator, number: int, path: str, given: dict[str, Any]) -> 
     engine = engine_of(comm, path, settings)
     engine.core._max_step = 0.0  # one part a step
     ENGINES[number] = engine, {}
+    logging.getLogger("razor_dist.engine.transfer").addFilter(note)  # once, whatever is added
 
 
 def act(
@@ -81,6 +84,16 @@ def act(
     known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()
     core._run(StepPlan(Op.STOP))  # the other ranks leave `follow`, and the engine stays
     return ended, stats, known
+
+
+def note(record: logging.LogRecord) -> bool:
+    LINES.append(record)
+    return True
+
+
+def lines(comm: Communicator) -> int:
+    """Count what a rank has logged of loads."""
+    return len(LINES)
 
 
 def end(comm: Communicator, number: int, kill: bool) -> None:
@@ -246,16 +259,36 @@ def test_a_node_that_is_written_anew_while_it_is_loaded(
     reader = shared.begin(2, 40, prefix_tail_tokens=60)
     shared.ask(reader, document(1, 90) + question(2), steps=4)
     assert shared.counted(reader, "disk", "hits") == 0 and parts > 12  # some have been read
+    before = sum(ranks(2).run(lines))
     shared.end(first, kill=kill)
     remove_node(node)
     second = shared.begin(2, 120, prefix_tail_tokens=60)
     shared.ask(second, document(1) + question(0))
     shared.ask(reader)
     assert shared.counted(reader, "disk", "failures") == 1
+    assert sum(ranks(2).run(lines)) == before + 1
     # The other copy is taken up: the name is not given up.
     shared.ask(reader, document(2) + question(0), document(1, 95) + question(3))
     assert shared.counted(reader, "disk", "hits") == 1
     assert shared.counted(reader, "disk", "failures") == 1
+    shared.close()
+
+
+def test_what_is_on_disk_follows_on_nothing_that_host_memory_alone_has(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, str(tiny("llama")), "fp32", tmp_path / "store")
+    writer = shared.begin(2, 120)
+    shared.ask(writer, document(2))
+    second = shared.begin(2, 24, prefix_host_gb=1.0, prefix_tail_tokens=200)
+    shared.ask(second, document(1))
+    assert shared.counted(second, "host", "entries") == 1
+    shared.end(writer)  # now the second one writes
+    shared.ask(second, document(1) + ids((200, 40)))
+    shared.end(second)
+    third = shared.begin(2, 40, prefix_tail_tokens=200)
+    shared.ask(third, document(1) + question(0))
+    assert shared.counted(third, "disk", "hit_tokens") == DOCUMENT
     shared.close()
 
 
@@ -278,13 +311,17 @@ def turns(draw: st.DrawFn) -> Turn:
         "prefix_store_gb": draw(st.sampled_from([None, 1.2e-4])),
         "prefix_host_gb": draw(st.sampled_from([0.0, 1.2e-4])),
     }
-    text = document(draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(60, DOCUMENT)))
+    # Texts that several engines come to read, and those that part from them anywhere.
+    seed, whole = draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans())
+    cut, asked = (
+        (DOCUMENT, 0) if whole else (draw(st.integers(60, DOCUMENT)), draw(st.integers(1, 9)))
+    )
     return Turn(
         draw(st.sampled_from([*["nothing"] * 9, "begin", *["evict"] * 3, "kill", "stop", *DAMAGE])),
         draw(st.sampled_from([2, 2, 2, 3, 1])),
         given,
         draw(st.integers(0, 2)),
-        text + question(draw(st.integers(0, 9))),
+        document(seed, cut) + question(asked),
         draw(st.sampled_from([None, None, None, 12, 3])),
     )
 
