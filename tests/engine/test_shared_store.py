@@ -286,11 +286,11 @@ def test_what_is_on_disk_follows_on_nothing_that_host_memory_alone_has(
     shared.ask(second, document(1))
     assert shared.counted(second, "host", "entries") == 1
     shared.end(writer)  # now the second one writes
-    shared.ask(second, document(1) + ids((200, 40)))
+    shared.ask(second, document(1) + ids((200, 40)))  # it follows on a node that this one has
     shared.end(second)
     third = shared.begin(2, 40, prefix_tail_tokens=200)
-    shared.ask(third, document(1) + question(0))
-    assert shared.counted(third, "disk", "hit_tokens") == DOCUMENT
+    shared.ask(third, document(1) + ids((200, 40)) + question(0))
+    assert shared.counted(third, "disk", "hit_tokens") == DOCUMENT + 40
     shared.close()
 
 
