@@ -308,7 +308,8 @@ class Turn:
 
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
-    events = ["nothing"] * 6 + ["rewrite"] * 4 + ["evict", "begin", "kill", "stop", "", ""]
+    events = ["nothing"] * 6 + ["rewrite"] * 4
+    events += ["evict", "unlock", "begin", "kill", "stop", "", ""]
     given = {
         "prefix_tail_tokens": draw(st.sampled_from([60, 200, 24])),
         "prefix_store_gb": draw(st.sampled_from([None, 1.2e-4])),
@@ -345,6 +346,8 @@ def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[st
         elif turn.event in ("evict", "rewrite"):
             for node in shared.nodes():
                 remove_node(node)
+        elif turn.event == "unlock":  # so that another engine writes as well
+            (store / "writer.lock").unlink(missing_ok=True)
         elif turn.event in DAMAGE:
             spoil(store, turn.event, number)
         if turn.event == "rewrite" and alive:  # by another engine than the one that wrote it
