@@ -7,7 +7,7 @@ longest of its prefixes that some entry can be cut to.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,11 +126,18 @@ class RadixIndex:
                 return Match(min(found)[1], length, common)
         return Match(None, 0, common)
 
-    def sharing(self, space: Hashable, tokens: Tokens) -> tuple[int | None, int]:
-        """Return an entry that has most tokens in common with a text, wherever it can be cut."""
-        path = self._path(space, tokens)
-        node, same = path[-1]
-        return (next(node.below())[0], same) if same else (None, 0)
+    def sharing(
+        self, space: Hashable, tokens: Tokens, among: Callable[[int], bool]
+    ) -> tuple[int | None, int]:
+        """Return the entry ``among`` some that has most tokens in common with a text, and how many.
+
+        It need not be possible to cut it there.
+        """
+        for node, same in reversed(self._path(space, tokens)):
+            found = next((key for key, _ in node.below() if among(key)), None)
+            if same and found is not None:
+                return found, same
+        return None, 0
 
     def covered(self, key: int) -> int:
         """Return how many tokens of an entry could be had from the others."""

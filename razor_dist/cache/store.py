@@ -13,8 +13,12 @@
                 state-<window>-<part>.safetensors  streaming heads as of the last token
 
 A node is written into a folder of another name, every file synced, and renamed when all ranks have
-written theirs. So whoever reads needs no lock, and a kill leaves at most a folder that nobody looks
-at, which the next writer removes.
+written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
+next writer removes.
+
+A node's name depends on its text alone, and the tokens of a part on how the writer cut the prompt
+into chunks. Therefore each part's header holds the digest of its manifest: parts of another copy of
+the same text are refused (`BadPartError`), also while a reader is in the midst of them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ import shutil
 import time
 import tokenize
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +47,24 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.files import sync_folder
 from razor_dist.parallel.zigzag import Chunk
 
-FORMAT = 1
+FORMAT = 2  # of format 1, parts do not name their manifest
 _MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
 _LOCK, _SECRET = "writer.lock", "secret"
 _SECRET_BYTES = 32
 _NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
 
+# Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
+# it, and writing a node anew changes it.
+Stamp = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """A node's description, beside its tokens."""
+    """A copy of a node: the layout of its parts, beside its tokens."""
 
     fingerprint: str
     node: str
+    copy: str  # random: two writers' parts differ in rounding even where the layout is the same
     parent: str | None  # has the tokens before ``begin``, and maybe others after them
     begin: int
     end: int
@@ -66,7 +76,33 @@ class Manifest:
     steps: tuple[int, ...]  # for each window: rows of the streaming heads in a part
     state_parts: tuple[int, ...]  # and parts
     nbytes: int
-    tokens_sha256: str = ""
+    tokens_sha256: str
+
+    def __post_init__(self) -> None:
+        """`ValueError` if no prompt can have been read like this."""
+        windows = (self.tails, self.steps, self.state_parts)
+        least_0 = [self.begin, self.kv_parts, self.nbytes, *self.tails, *self.steps]
+        least_1 = [self.world_size, *self.state_parts]
+        edges = [self.begin, *(edge for a, b, _, _ in self.chunks for edge in (a, b)), self.end]
+        numbers = [*least_0, *least_1, *edges, *(edge for row in self.chunks for edge in row)]
+        if not (
+            all(type(number) is int for number in numbers)
+            and min(least_0) >= 0
+            and min(least_1) >= 1
+            and edges == sorted(edges)
+            and all(c <= a < b <= d for a, b, c, d in self.chunks)
+            and len({len(row) for row in windows}) == 1
+        ):
+            raise ValueError("its numbers contradict each other")
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of all fields, which the header of every part holds."""
+        return _digest(self._fields)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
 
     @property
     def layout(self) -> list[Chunk]:
@@ -80,16 +116,18 @@ class Manifest:
         return tuple((c.begin, c.end, *(c.whole or (c.begin, c.end))) for c in parts)
 
     def to_json(self) -> str:
-        fields = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
+        return json.dumps({**self._fields, "sha256": self.sha256}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
         """Read a manifest; `BadPartError` if it is damaged or of another format."""
         try:
             fields = json.loads(text)
-            if fields.pop("sha256") != _digest(fields) or fields.pop("format") != FORMAT:
-                raise BadPartError("its manifest is damaged or of another version")
+            digest = fields.pop("sha256")
+            if digest != _digest(fields):
+                raise BadPartError("its manifest is damaged")
+            if (version := fields.pop("format")) != FORMAT:
+                raise BadPartError(f"its format is {version}, and this version reads {FORMAT}")
             lists = {"chunks", "tails", "steps", "state_parts"}
             return cls(**{k: _tuples(v) if k in lists else v for k, v in fields.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -99,20 +137,15 @@ class Manifest:
         """Stream the names of its parts, and what the header of each says."""
         for rank in range(self.world_size):
             for part in range(self.kv_parts):
-                yield kv_part(rank, part), self.about(rank=rank, part=part)
+                yield kv_part(rank, part), part_header(self.sha256, rank=rank, part=part)
         for window, parts in enumerate(self.state_parts):
             for part in range(parts):
-                yield state_part(window, part), self.about(window=window, part=part)
-
-    def about(self, **part: int) -> dict[str, str]:
-        """The header of a part, as it was written."""
-        return part_header(self.fingerprint, self.node, self.world_size, **part)
+                yield state_part(window, part), part_header(self.sha256, window=window, part=part)
 
 
-def part_header(fingerprint: str, node: str, world_size: int, **part: int) -> dict[str, str]:
-    numbers = {"format": FORMAT, "world_size": world_size, **part}
-    named = {name: str(number) for name, number in numbers.items()}
-    return {"fingerprint": fingerprint, "node": node, **named}
+def part_header(manifest: str, **part: int) -> dict[str, str]:
+    """Return what a part says of itself: the digest of its manifest, and which part it is."""
+    return {"manifest": manifest, **{name: str(number) for name, number in part.items()}}
 
 
 def kv_part(rank: int, part: int) -> str:
@@ -167,7 +200,7 @@ class PrefixStore:
         except OSError as error:
             raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
         self.lock = WriterLock(directory)
-        self._seen = 0
+        self._seen = 0, False
 
     def acquire(self) -> bool:
         """Become the writer, unless another process is; remove what a dead one has left."""
@@ -185,12 +218,19 @@ class PrefixStore:
         except OSError:
             return False
         # Names that came in the same tick of the file system's clock are looked for once more.
-        settled = time.time_ns() - now > 2_000_000_000
-        seen, self._seen = self._seen, now if settled else 0
-        return now != seen
+        look = now, time.time_ns() - now > 2_000_000_000
+        seen, self._seen = self._seen, look
+        return look != seen
 
-    def nodes(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir() if _is_node(path)}
+    def stamps(self) -> dict[str, Stamp]:
+        """Return the names of all nodes, with stamps that change when a node is written anew."""
+        with os.scandir(self.folder) as entries:
+            nodes = [entry for entry in entries if _is_node(entry.name)]
+        found: dict[str, Stamp] = {}
+        for node in nodes:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found[node.name] = _stamp(node.stat())
+        return found
 
     def read(self, node: str) -> tuple[Manifest, Tokens]:
         """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
@@ -202,13 +242,13 @@ class PrefixStore:
         path.mkdir(mode=0o700)
         return path
 
-    def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> None:
-        """Put a node in its place, once all ranks have written their parts; raises `OSError`."""
-        write_tokens = np.ascontiguousarray(tokens, "<i4")
-        digest = hashlib.sha256(write_tokens.data).hexdigest()
-        manifest = replace(manifest, tokens_sha256=digest)
+    def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> Stamp:
+        """Put a node in its place, once all ranks have written their parts; return its stamp.
+
+        Raises `OSError`.
+        """
         with open(os.open(draft / _TOKENS, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            np.save(file, write_tokens)
+            np.save(file, np.ascontiguousarray(tokens, "<i4"))
             file.flush()
             os.fsync(file.fileno())
         write_file(draft / _MANIFEST, manifest.to_json().encode())
@@ -216,8 +256,10 @@ class PrefixStore:
         path = self.folder / manifest.node
         if path.exists():  # that could not be read, or it would not have been written again
             self.remove(manifest.node)
+        stamp = _stamp(draft.stat())  # before another process can put its own in this place
         draft.rename(path)
         sync_folder(self.folder)
+        return stamp
 
     @staticmethod
     def discard(draft: Path) -> None:
@@ -269,7 +311,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def node_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _is_node(path))
+    return sorted(path for path in folder.iterdir() if _is_node(path.name))
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -285,14 +327,15 @@ def read_node(path: Path) -> tuple[Manifest, Tokens]:
     """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
     manifest = Manifest.from_json(read_file(path / _MANIFEST))
     try:
-        tokens = np.load(path / _TOKENS, allow_pickle=False)
+        tokens = np.ascontiguousarray(np.load(path / _TOKENS, allow_pickle=False), np.int32)
     except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
         raise BadPartError(f"its tokens are damaged ({error!s:.100})") from None
-    whole = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest() == manifest.tokens_sha256
+    whole = tokens.shape == (manifest.end - manifest.begin,)
+    whole = whole and tokens_digest(tokens) == manifest.tokens_sha256
     here = (manifest.fingerprint, manifest.node) == (path.parent.name, path.name)
-    if not whole or len(tokens) != manifest.end - manifest.begin or not here:
+    if not whole or not here:
         raise BadPartError("its tokens or its name are others")
-    return manifest, tokens.astype(np.int32, copy=False)
+    return manifest, tokens
 
 
 def check_node(path: Path) -> Manifest:
@@ -325,8 +368,16 @@ def remove_leftovers(directory: Path) -> int:
     return len(found)
 
 
-def _is_node(path: Path) -> bool:
-    return "." not in path.name
+def tokens_digest(tokens: Tokens) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
+
+
+def _is_node(name: str) -> bool:
+    return "." not in name
+
+
+def _stamp(folder: os.stat_result) -> Stamp:
+    return folder.st_ino, folder.st_mtime_ns
 
 
 def _secret_of(directory: Path) -> bytes:

@@ -319,8 +319,12 @@ class StreamingCache:
         k, v = (torch.cat(parts, dim=1) for parts in zip(first, rest, strict=True))
         sums = self.sums[:, rows, slot.index].clone()
         if self.policy.compensation and begin < before:
-            for total, left in zip(sums, self.read(rows, slot, begin, before), strict=True):
-                total -= left.float().sum(1)
+            stays, back = (sinks, begin), (begin, before)
+            # A small difference of large sums would be their rounding.
+            afresh = slot.tail_begin <= sinks and begin - sinks < before - begin
+            parts = self.read(rows, slot, *(stays if afresh else back))
+            for total, part in zip(sums, (x.float().sum(1) for x in parts), strict=True):
+                total.copy_(part if afresh else total - part)
         at = torch.tensor([begin if slot.start else 0, tail, length])
         return {"k": k, "v": v, "sums": sums, "at": at}
 

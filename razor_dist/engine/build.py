@@ -290,7 +290,7 @@ def _keep_prefixes(
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
-    runner.transfers = Transfers(comm, runner.caches, fingerprint, folder)
+    runner.transfers = Transfers(comm, runner.caches, folder)
     if comm.rank:
         return
     room: dict[Tier, float] = {}

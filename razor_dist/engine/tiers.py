@@ -23,7 +23,7 @@ from torch import Tensor
 
 from razor_dist.cache.radix import Tokens
 from razor_dist.cache.sequence import shard_lengths
-from razor_dist.cache.store import Manifest, Names, PrefixStore
+from razor_dist.cache.store import Manifest, Names, PrefixStore, tokens_digest
 from razor_dist.engine.ledger import Holding, Ledger
 from razor_dist.engine.nodes import Found, Node, Nodes, Tier
 from razor_dist.engine.step import Op, StepPlan
@@ -55,6 +55,7 @@ class Candidate:
 class Saving:
     of: Candidate
     manifest: Manifest
+    parent: Node | None
     draft: Path | None
     host: bool
     job: Job | None  # until the ranks have been told
@@ -63,7 +64,7 @@ class Saving:
 @dataclass(eq=False)
 class Loading:
     key: int
-    node: Node
+    chain: list[Node]
     space: Space
     tokens: Tokens
     holding: Holding
@@ -116,11 +117,12 @@ class Tiers:
     def load(self, node: Node, key: int, space: Space, holding: Holding) -> StepPlan:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(key, node, space, self.nodes.tokens(node), holding, tier)
+        self.loading = Loading(key, node.chain, space, self.nodes.tokens(node), holding, tier)
         chain: list[Job] = []
         for one, cut in node.parts:
             m = one.manifest
-            about = {"node": m.node, "world_size": m.world_size, "begin": m.begin, "end": m.end}
+            about = {"node": m.node, "manifest": m.sha256, "world_size": m.world_size}
+            about |= {"begin": m.begin, "end": m.end}
             parts = {"kv_parts": m.kv_parts, "steps": m.steps, "parts": m.state_parts}
             chain.append({**about, **parts, "chunks": m.chunks, "tails": m.tails, "cut": cut})
         chunks = Manifest.rows_of(holding.chunks, 0, node.manifest.end)
@@ -134,14 +136,14 @@ class Tiers:
         assert loading is not None
         failed = (answers[:, 0] == FAILED).nonzero().flatten().tolist()
         if failed:
-            self.loading, chain = None, loading.node.chain
+            self.loading = None
             for index in {int(answers[rank, 1]) for rank in failed}:
-                self.nodes.failed(chain[index])
+                self.nodes.failed(loading.chain[index])
             return False
         if answers[:, 0].any():
             return None
         self.loading = None
-        self.nodes.used(loading.node, loading.tier)
+        self.nodes.used(loading.chain, loading.tier)
         return True
 
     def count_hit(self, tier: str, tokens: int) -> None:
@@ -188,14 +190,14 @@ class Tiers:
         nodes.refresh()
         if not self._is_new(of):
             return None
-        parent, begin = nodes.sharing(of.space, of.tokens)
+        writes = "disk" in nodes.room and self._may_write()
+        parent, begin = nodes.sharing(of.space, of.tokens, on_disk=writes)
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
         if self.loading is not None:
-            keep |= set(self.loading.node.chain)
+            keep |= set(self.loading.chain)
         fits = {
-            tier: (tier == "host" or self._may_write())
-            and nodes.make_room(tier, manifest.nbytes, keep)
+            tier: (tier == "host" or writes) and nodes.make_room(tier, manifest.nbytes, keep)
             for tier in nodes.room
         }
         draft = None
@@ -208,10 +210,10 @@ class Tiers:
         host = fits.get("host", False)
         if draft is None and not host:
             return None
-        job: Job = {"node": manifest.node, "begin": begin, "end": manifest.end, "host": host}
+        job: Job = {"manifest": manifest.sha256, "begin": begin, "end": manifest.end, "host": host}
         job |= {"draft": draft and draft.name, "kv_parts": manifest.kv_parts}
         job |= {"steps": manifest.steps, "parts": manifest.state_parts, "tails": manifest.tails}
-        return Saving(of, manifest, draft, host, job)
+        return Saving(of, manifest, parent, draft, host, job)
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
         space, end, cache = self.nodes.space(of.space), len(of.tokens), self._ledger.cache
@@ -232,6 +234,7 @@ class Tiers:
         return Manifest(
             fingerprint=self._fingerprint,
             node=self.nodes.names.node(space, of.tokens),
+            copy=secrets.token_hex(16),
             parent=None if parent is None else parent.manifest.node,
             begin=begin,
             end=end,
@@ -243,6 +246,7 @@ class Tiers:
             steps=tuple(step for step, _ in states),
             state_parts=tuple(parts for _, parts in states),
             nbytes=int(nbytes + token_bytes * (end - begin)),
+            tokens_sha256=tokens_digest(of.tokens[begin:]),
         )
 
     def _may_write(self) -> bool:
@@ -259,8 +263,8 @@ class Tiers:
             if (left == FAILED).any():
                 self._disk_failed = time.monotonic()
             return self._abandon()
-        parent = saving.manifest.parent
-        if parent is not None and parent not in self.nodes:
+        parent, on_disk = saving.parent, saving.draft is not None
+        if parent is not None and not parent.where & ({"disk"} if on_disk else {"disk", "host"}):
             return self._abandon()
         if left.any():
             busy = answers[:, 1].any()
@@ -273,13 +277,14 @@ class Tiers:
         if saving.draft is not None:
             assert self._store is not None
             try:
-                self._store.publish(saving.draft, m, own)
+                stamp = self._store.publish(saving.draft, m, own)
             except OSError as error:
+                self._store.discard(saving.draft)
                 self._complain(error)
             else:
-                self.nodes.enter(m, own, "disk")
+                self.nodes.enter(m, own, parent, "disk", stamp)
         if saving.host:
-            self.nodes.enter(m, own, "host")
+            self.nodes.enter(m, own, parent, "host")
         return []
 
     def _abandon(self) -> list[StepPlan]:
@@ -289,7 +294,7 @@ class Tiers:
         self._wait_until = 0.0
         if saving.draft is not None and self._store is not None:
             self._store.discard(saving.draft)
-        drop = [saving.manifest.node, *self.nodes.take_left_host()]
+        drop = [saving.manifest.sha256, *self.nodes.take_left_host()]
         return [StepPlan(Op.SAVE, payload=as_payload({"drop": drop}))]
 
     def _complain(self, error: OSError) -> None:

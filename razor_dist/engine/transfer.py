@@ -44,6 +44,7 @@ class _Read:
     node: int  # in the chain
     rank: int
     part: int
+    tokens: int  # that the part has
     take: Tensor  # int64: indices in the part
     at: Tensor  # int64: indices in this rank's shard
     positions: Tensor
@@ -68,25 +69,24 @@ class Transfers:
     ``folder`` has the nodes of this engine's fingerprint on disk; None if nothing is kept there.
     """
 
-    def __init__(
-        self, comm: Communicator, caches: Caches, fingerprint: str, folder: Path | None
-    ) -> None:
-        self._comm, self._caches = comm, caches
-        self._fingerprint, self._folder = fingerprint, folder
+    def __init__(self, comm: Communicator, caches: Caches, folder: Path | None) -> None:
+        self._comm, self._caches, self._folder = comm, caches, folder
         self._writer = PartWriter()
-        self._host: dict[str, dict[str, bytes]] = {}  # parts of each node, by the files' names
+        # By the manifests' digests: each node's parts, by the files' names.
+        self._host: dict[str, dict[str, bytes]] = {}
         self._saving: Iterator[int] = iter(())
         self._loading: Iterator[tuple[int, int]] = iter(())
+        self._complaint = ""  # why the load cannot be finished, if this rank knows
 
     def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
             job = of_payload(payload)
-            for node in job.get("drop", ()):
-                self._host.pop(node, None)
+            for manifest in job.get("drop", ()):
+                self._host.pop(manifest, None)
             self._saving = iter(())
             self._writer.begin()
-            if "node" in job:
+            if "manifest" in job:
                 assert sequence is not None
                 self._saving = self._save(sequence, job)
         left = next(self._saving, 0) if not self._writer.busy else 1
@@ -101,14 +101,20 @@ class Transfers:
         """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
             self._loading = self._load(sequence, of_payload(payload))
+            self._complaint = ""
             return self._answers(1, 0)
-        return self._answers(*next(self._loading, (0, 0)))
+        left, node = next(self._loading, (0, 0))
+        answers = self._answers(left, node, bool(self._complaint))
+        # One line, of the first rank that has met something.
+        if answers[:, 2].nonzero()[:1].flatten().tolist() == [self._comm.rank]:
+            log.warning("a cached prefix is read anew: %s", self._complaint)
+        return answers
 
     def _answers(self, *mine: int) -> Tensor:
         """Return every rank's numbers, int64 ``[P, n]``: first the parts that are left, or why not.
 
         The second number is, when saving, 1 if the writer is busy; of a load that has failed, which
-        node is to blame.
+        node is to blame, and the third 1 if the rank knows why.
         """
         row = torch.tensor(mine, dtype=torch.int64, device=self._caches.pages.k.device)
         return self._comm.all_gather(row, "control").cpu()
@@ -145,11 +151,11 @@ class Transfers:
             yield next(left)
 
     def _put(self, tensors: dict[str, Tensor], job: Job, name: str, **part: int) -> None:
-        about = part_header(self._fingerprint, job["node"], self._comm.size, **part)
+        about = part_header(job["manifest"], **part)
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
         to: list[Callable[[bytes], object]] = []
         if job["host"]:
-            held = self._host.setdefault(job["node"], {})
+            held = self._host.setdefault(job["manifest"], {})
             to.append(partial(held.__setitem__, name))
         if job["draft"] is not None:
             assert self._folder is not None
@@ -179,6 +185,9 @@ class Transfers:
         except BadPartError:
             yield FAILED, len(chain) - 1
             return
+        if sum(len(read.take) for read in reads) != sequence.table.tokens:
+            self._complain(node, "manifest.json", BadPartError("its chunks leave tokens out"))
+            yield FAILED, len(chain) - 1
         for read in reads:
             try:
                 self._load_tokens(sequence, chain[read.node], read)
@@ -196,8 +205,7 @@ class Transfers:
             name = state_part(window, part)
             try:
                 data = self._part(node, name)
-                about = self._about(node, window=window, part=part)
-                unpack(data, about)
+                unpack(data, part_header(node["manifest"], window=window, part=part))
             except BadPartError as error:
                 self._complain(node, name, error)
                 data = b""
@@ -210,7 +218,7 @@ class Transfers:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyones = self._comm.all_gather(padded.to(device), "halo").cpu()
         for (window, part), row, length in zip(states, everyones, nbytes, strict=False):
-            about = self._about(node, window=window, part=part)
+            about = part_header(node["manifest"], window=window, part=part)
             state = unpack(row[:length].numpy().tobytes(), about)
             cache, step = self._caches.streaming[window], node["steps"][window]
             rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
@@ -218,18 +226,20 @@ class Transfers:
             shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
             as_told = end == node["end"] and tail <= node["tails"][window]
             if tuple(state["k"].shape[:2]) != shape or not as_told:
-                raise BadPartError  # which all ranks see alike
+                others = BadPartError("its heads or tokens are others")
+                self._complain(node, state_part(window, part), others)
+                raise others  # which all ranks see alike
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
 
     def _load_tokens(self, sequence: Sequence, node: Job, read: _Read) -> None:
         pages = self._caches.pages
         data = self._part(node, kv_part(read.rank, read.part))
-        found = unpack(data, self._about(node, rank=read.rank, part=read.part))
-        if found["k"].shape[::2] != (pages.k.shape[0], pages.width):
-            raise BadPartError("its heads are others")
-        if len(read.take) and int(read.take[-1]) >= found["k"].shape[1]:
-            raise BadPartError("it has fewer tokens")
+        about = part_header(node["manifest"], rank=read.rank, part=read.part)
+        found = unpack(data, about)
+        want = (pages.k.shape[0], read.tokens, pages.width)
+        if any(tuple(found[key].shape) != want for key in ("k", "v")):
+            raise BadPartError("its heads or tokens are others")
         device = pages.k.device
         slots = pages.slots(sequence.table, read.at).to(device)
         k, v = (found[key].index_select(1, read.take).to(device) for key in ("k", "v"))
@@ -258,22 +268,19 @@ class Transfers:
                         positions = held[a:b][take]
                         at = np.searchsorted(mine, positions)
                         numbers = map(torch.from_numpy, (take, at, positions))
-                        reads.append(_Read(index, rank, part, *numbers))
+                        reads.append(_Read(index, rank, part, b - a, *numbers))
         return reads
 
     def _part(self, node: Job, name: str) -> bytes:
-        held = self._host.get(node["node"], {}).get(name)
+        held = self._host.get(node["manifest"], {}).get(name)
         if held is not None:
             return held
         if self._folder is None:
             raise BadPartError("it is not in host memory")
         return read_file(self._folder / node["node"] / name)
 
-    def _about(self, node: Job, **part: int) -> dict[str, str]:
-        return part_header(self._fingerprint, node["node"], node["world_size"], **part)
-
     def _complain(self, node: Job, name: str, error: BadPartError) -> None:
-        log.warning("a cached prefix is read anew: %s of %s: %s", name, node["node"], error)
+        self._complaint = f"{name} of {node['node']}: {error}"
 
 
 def kv_parts(tokens: int, token_bytes: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -207,6 +208,58 @@ def test_what_is_no_larger_than_what_is_free_is_allocated(
         cache.release(slot)
     assert cache.used_bytes == 0
     assert cache.allocate(99).offset == 0
+
+
+def decoded(cache: StreamingCache, slot: StreamingSlot, values: torch.Tensor) -> None:
+    """Read tokens ``[0, n)`` one by one, with keys ``[n, D]`` and their negatives as values."""
+    for position, value in enumerate(values):
+        start = max(cache.policy.sinks, cache.policy.start(position))
+        if start > slot.start:
+            cache.drop(slot, start)
+        at = cache.indices(slot, position, position + 1)
+        cache.write(ALL, slot, at, value.view(1, 1, -1), -value.view(1, 1, -1))
+
+
+def test_a_slot_that_moves_keeps_its_tail() -> None:
+    arena, cpu = Arena(SIX, 1, 0, tail=8), torch.device("cpu")
+    first, second = arena.width(9), arena.width(20)
+    arena = dataclasses.replace(arena, places=first + second + 3)
+    cache = StreamingCache(1, 3, arena, 2, dtype=torch.float32, device=cpu)
+    cache.k.fill_(math.nan)
+    before, slot = cache.allocate(9), cache.allocate(20)
+    positions = torch.arange(20.0)
+    decoded(cache, slot, positions.view(-1, 1).expand(-1, 2))
+    assert (slot.offset, slot.tail_begin, slot.start) == (first, 6, 14)
+    cache.release(before)
+    more = cache.allocate(11)  # fits only behind the slot, once that has moved
+    assert (slot.offset, more.offset) == (0, second) and arena.width(11) > first
+    for length in range(13, 21):
+        assert cache.can_cut(slot, length)
+        state = cache.state(slot, ALL, length)
+        begin = min(SIX.start(length), slot.start)
+        seen = [0, *range(6, length)]
+        assert state["k"][0, :, 0].tolist() == seen and state["v"][0, :, 1].neg().tolist() == seen
+        dropped = sum(range(1, begin))
+        assert state["sums"][:, 0, 0].tolist() == [dropped, -dropped]
+
+
+def test_a_cut_far_back_leaves_no_rounding_of_large_sums() -> None:
+    """Qwen2's keys have a bias, so that sums grow while what is left after a cut is small."""
+    policy = StreamingPolicy(window_min=16, window_ratio=None, sinks=4, block=8)
+    arena, cpu = Arena.of(policy, torch.float32, 1000, 2, tail=1024), torch.device("cpu")
+    cache = StreamingCache(1, 3, arena, 4, dtype=torch.float32, device=cpu)
+    slot = cache.allocate(1000)
+    values = 300 + torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))
+    decoded(cache, slot, values)
+    errors = []
+    for length in range(28, 1000):
+        assert cache.can_cut(slot, length)
+        copy = cache.fork(slot, length, length)
+        want = values[4 : copy.start].double().mean(0)
+        k, v = cache.view(ALL, copy, 1)
+        errors.append(max((k[0, 0] - want).abs().max(), (v[0, 0] + want).abs().max()).item())
+        cache.release(copy)
+    assert max(errors) < 3e-4  # float32 holds these keys to 3e-5
 
 
 def test_memory_that_no_token_has_reached_is_not_touched() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import random
 import re
@@ -70,10 +73,13 @@ def lives(
 def engine_of(comm: Communicator, path: str, given: dict[str, Any]) -> RankEngine:
     # Small, so that nodes are cut into many.
     build.PART_BYTES = transfer.PART_BYTES = given.get("part_bytes", 16 << 20)
-    changed = {name: value for name, value in given.items() if name != "part_bytes"}
+    changed = {key: given[key] for key in given.keys() - {"part_bytes", "source_heads"}}
     config = EngineConfig(model=path, world_size=comm.size, **(SETTINGS | changed))
     model, _ = model_and_shape(path)
-    return make_engine(model, config, split_of(Path(path)), comm, eos_token_ids=())
+    asked = given.get("source_heads", ())
+    return make_engine(
+        model, config, split_of(Path(path)), comm, eos_token_ids=(), source_heads=asked
+    )
 
 
 def life(
@@ -242,6 +248,16 @@ def test_a_damaged_secret_is_told_at_the_start(tmp_path: Path, size: int) -> Non
         PrefixStore(tmp_path, {})
 
 
+def edit(node: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a node's manifest, and its checksum with it."""
+    file = node / "manifest.json"
+    fields = json.loads(file.read_bytes())
+    del fields["sha256"]
+    change(fields)
+    fields["sha256"] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(fields))
+
+
 def spoil(store: Path, how: str, seed: int) -> None:
     """Damage one file of a store, as a disk, a user or another program may."""
     draw = random.Random(seed)
@@ -261,13 +277,27 @@ def spoil(store: Path, how: str, seed: int) -> None:
     elif how == "foreign":
         other = draw.choice([p for n in nodes for p in n.iterdir() if p.suffix == file.suffix])
         shutil.copyfile(other, file) if other != file else file.unlink()
+    elif how == "edit":
+
+        def change(fields: dict[str, Any]) -> None:
+            name = draw.choice([name for name, value in fields.items() if value not in (None, [])])
+            value, by = fields[name], draw.choice([-1, 1, 7])
+            if isinstance(value, list) and isinstance(value[0], list):
+                value[draw.randrange(len(value))][draw.randrange(4)] += by
+            elif isinstance(value, list):
+                value[draw.randrange(len(value))] += by
+            else:
+                fields[name] = value + by if isinstance(value, int) else value[::-1]
+
+        with contextlib.suppress(OSError, ValueError):  # lost or damaged before
+            edit(node, change)
     elif how == "lose all":
         shutil.rmtree(node)
     elif how == "leave":
         shutil.copytree(node, node.with_name(f"{node.name}.0.new"), dirs_exist_ok=True)
 
 
-DAMAGE = ["flip", "cut", "lose", "foreign", "lose all", "leave"]
+DAMAGE = ["flip", "cut", "lose", "foreign", "edit", "lose all", "leave"]
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -308,6 +338,25 @@ def test_a_damaged_prefix_is_one_line_in_the_log(
     [record] = [r for r in caplog.records if r.name.startswith("razor_dist.engine.t")]
     assert "kv-000-00000.safetensors" in record.message
     assert check_node(part.parent).end == 162  # written again
+
+
+def test_a_store_of_another_format_is_a_miss_and_one_line(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+    asks = tuple(Ask(f"d{n}", ids((n, 150))) for n in range(3))
+    lives(Communicator(None), path, store, asks)
+    [folder] = folders(tmp_path)
+    for node in node_folders(folder):
+        edit(node, lambda fields: fields.update(format=1))
+    with caplog.at_level(logging.WARNING):
+        [(_, cached, stats)] = lives(Communicator(None), path, store, asks)
+    assert cached == {"d0": 0, "d1": 0, "d2": 0} and stats["disk"]["failures"] == 0
+    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.engine.n")]
+    assert "stored prefixes left out: 3, its format is 1" in record.message
+    # They have been written again, in this format.
+    [(_, cached, _)] = lives(Communicator(None), path, store, asks)
+    assert cached == {"d0": 149, "d1": 149, "d2": 149}
 
 
 def test_other_settings_share_nothing_and_a_reader_writes_nothing(

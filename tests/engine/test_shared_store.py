@@ -1,0 +1,401 @@
+"""Engines that are alive at once on one prefix store answer as an engine without any cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from razor_dist.cache.store import folders, node_folders, remove_node
+from razor_dist.engine.build import RankEngine
+from razor_dist.engine.step import Op, StepPlan
+from razor_dist.engine.worker import follow
+from razor_dist.parallel.comm import Communicator
+from tests.alibi_models import make_alibi
+from tests.cases import model_and_shape
+from tests.engine.test_prefix_cache import GREEDY, ids
+from tests.engine.test_prefix_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
+from tests.ranks import RankPool
+from tests.test_invariance import split_of
+
+Ranks = Callable[[int], RankPool]
+Tiny = Callable[[str], Path]
+# Of each token: itself, its log-probability, and the weights of its sources by position.
+Answer = list[tuple[int, float, dict[int, float]]]
+
+DOCUMENT = 120  # tokens
+ASKING = dataclasses.replace(GREEDY, max_tokens=3, return_sources=3)
+# Of the device, about one document, so that others come from host memory or from disk.
+SMALL: dict[str, Any] = {"kv_tokens": 200, "max_num_seqs": 1, "max_model_len": 180}
+LINES: list[logging.LogRecord] = []  # of a rank's process: what could not be loaded
+ENGINES: dict[int, tuple[RankEngine, dict[str, Answer]]] = {}  # in each rank's process
+
+
+def begin(comm: Communicator, number: int, path: str, given: dict[str, Any]) -> None:
+    """Make an engine that stays until `end`."""
+    _, shape = model_and_shape(path)
+    group = shape.query_heads // shape.kv_heads
+    heads = [
+        (layer, head * group)
+        for layer, row in enumerate(split_of(Path(path)))
+        for head, kept in enumerate(row)
+        if kept
+    ]
+    settings = SMALL | {"part_bytes": 2000, "source_heads": heads[:2]} | given
+    engine = engine_of(comm, path, settings)
+    engine.core._max_step = 0.0  # one part a step
+    ENGINES[number] = engine, {}
+    logging.getLogger("razor_dist.engine.transfer").addFilter(note)  # once, whatever is added
+
+
+def act(
+    comm: Communicator, number: int, asked: dict[str, tuple[int, ...]], steps: int | None
+) -> tuple[dict[str, Answer], dict[str, Any], set[str]] | None:
+    """Hand an engine prompts, and take steps: all that there are to take, if it is None.
+
+    Return the answers that have ended, the counters, and the names of the nodes that it knows.
+    """
+    engine, answers = ENGINES[number]
+    if comm.rank:
+        return follow(engine)
+    core, ended = engine.core, {}
+    for name, prompt in asked.items():
+        core.add(name, list(prompt), ASKING)
+    taken = 0
+    while core.has_work and taken != steps:
+        taken += 1
+        for message in core.step():
+            assert message["t"] in ("progress", "token"), message
+            if message["t"] == "token":
+                sources = dict(message.get("sources", ()))
+                one = message["token"], message["logprob"], sources
+                answers.setdefault(message["id"], []).append(one)
+                if message["finish"] is not None:
+                    ended[message["id"]] = answers.pop(message["id"])
+    stats = core.stats()["prefix_cache"]
+    tiers = core.scheduler.admission.tiers
+    known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()
+    core._run(StepPlan(Op.STOP))  # the other ranks leave `follow`, and the engine stays
+    return ended, stats, known
+
+
+def note(record: logging.LogRecord) -> bool:
+    LINES.append(record)
+    return True
+
+
+def lines(comm: Communicator) -> int:
+    """Count what a rank has logged of loads."""
+    return len(LINES)
+
+
+def end(comm: Communicator, number: int, kill: bool) -> None:
+    """End an engine, or leave everything as it is, except what the kernel does at a kill."""
+    engine, _ = ENGINES.pop(number)
+    tiers = engine.core.scheduler.admission.tiers
+    if kill:
+        if tiers is not None and tiers._store is not None:
+            tiers._store.lock.release()
+    elif comm.rank:
+        follow(engine)
+    else:
+        engine.core.stop()
+
+
+def assert_same(found: Answer, want: Answer, bound: float) -> None:
+    """Compare two answers, as far as they have the same tokens.
+
+    Tokens are the likeliest: where they differ, their log-probabilities are the same all the same.
+    """
+    assert len(found) == len(want)
+    for (token, logprob, sources), (other, wanted, told) in zip(found, want, strict=True):
+        assert logprob == pytest.approx(wanted, abs=bound)
+        least = max((min(each.values()) for each in (sources, told) if each), default=0.0)
+        for position in sources.keys() | told.keys():
+            pair = sources.get(position, 0.0), told.get(position, 0.0)
+            # Below the least that both have, one may have left out what the other has not.
+            if max(pair) > least + bound:
+                assert pair[0] == pytest.approx(pair[1], abs=bound), position
+        if token != other:
+            break
+
+
+class Shared:
+    """Engines on one store, and the answers of an engine without caches."""
+
+    def __init__(self, ranks: Ranks, path: str, kv: str, store: Path) -> None:
+        self._ranks, self._path, self._store, self._kv = ranks, path, store, kv
+        self._worlds: dict[int, int] = {}
+        self._asked: dict[int, dict[str, tuple[int, ...]]] = {}  # not answered yet
+        self._wanted: dict[tuple[int, ...], Answer] = {}
+        self.bound = TO_8_BITS if kv == "int8" else 1e-4
+        self.known: dict[int, set[str]] = {}
+        self.stats: dict[int, dict[str, Any]] = {}
+        self._number = 0
+        self._plain = self._begin(1, {"prefix_cache": False})
+
+    @property
+    def alive(self) -> list[int]:
+        return sorted(self._worlds.keys() - {self._plain})
+
+    def _begin(self, world: int, given: dict[str, Any]) -> int:
+        self._number += 1
+        settings = {"kv_dtype": self._kv, **given}
+        self._ranks(world).run(begin, self._number, self._path, settings)
+        self._worlds[self._number] = world
+        self._asked[self._number] = {}
+        return self._number
+
+    def begin(self, world: int, chunk: int, **given: Any) -> int:
+        own = {"chunked_prefill_size": chunk, "prefix_store": str(self._store)}
+        return self._begin(world, own | given)
+
+    def ask(self, number: int, *prompts: tuple[int, ...], steps: int | None = None) -> None:
+        """Hand prompts to an engine, take steps, and compare what it has answered."""
+        asked = {f"r{self._number}-{n}": prompt for n, prompt in enumerate(prompts)}
+        self._number += 1
+        self._asked[number] |= asked
+        ended, stats, known = self._act(number, asked, steps)
+        self.stats[number], self.known[number] = stats, known
+        for name, answer in ended.items():
+            prompt = self._asked[number].pop(name)
+            if prompt not in self._wanted:
+                [self._wanted[prompt]] = self._act(self._plain, {"": prompt}, None)[0].values()
+            assert_same(answer, self._wanted[prompt], self.bound)
+
+    def _act(self, number: int, asked: dict[str, tuple[int, ...]], steps: int | None) -> Any:
+        return self._ranks(self._worlds[number]).run(act, number, asked, steps)[0]
+
+    def end(self, number: int, *, kill: bool = False) -> None:
+        self._ranks(self._worlds.pop(number)).run(end, number, kill)
+
+    def close(self) -> None:
+        for number in list(self._worlds):
+            self.end(number, kill=number == self._plain)
+
+    def nodes(self) -> list[Path]:
+        return [node for folder in folders(self._store) for node in node_folders(folder)]
+
+    def counted(self, number: int, tier: str, what: str) -> int:
+        return int(self.stats[number][tier][what])
+
+
+def document(seed: int, cut: int = DOCUMENT) -> tuple[int, ...]:
+    return ids((seed, DOCUMENT))[:cut]
+
+
+def question(seed: int) -> tuple[int, ...]:
+    return ids((100 + seed, 8))
+
+
+MODELS = [("llama", "fp32"), ("llama", "int8"), ("bloom", "fp32")]
+
+
+def folder_of(family: str, tiny: Tiny, tmp_path: Path) -> str:
+    return str(make_alibi(family, tmp_path / family) if family == "bloom" else tiny(family))
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "kv"), [(2, *each) for each in MODELS] + [(3, *MODELS[0])]
+)
+def test_a_copy_in_host_memory_and_another_on_disk(
+    world: int, family: str, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, folder_of(family, tiny, tmp_path), kv, tmp_path / "store")
+    room = 6e-5 if kv == "int8" else 1.2e-4  # for one of these documents
+    reader = shared.begin(world, 24, prefix_host_gb=room, prefix_tail_tokens=60)
+    writer = shared.begin(world, 120, prefix_tail_tokens=60)
+    shared.ask(writer, document(2))  # so it is the one that writes
+    shared.ask(reader, document(1) + question(0))
+    assert shared.counted(reader, "host", "entries") == 1
+    shared.ask(writer, document(1) + question(0))
+    for seed, cut in enumerate((117, 95, 84)):
+        # Another document takes its place on the reader's device and in host memory.
+        shared.ask(reader, document(3 + seed) + question(0))
+        shared.ask(reader, document(1, cut) + question(1 + seed))
+    assert shared.counted(reader, "disk", "hits") >= 2  # else from host memory
+    assert shared.counted(reader, "disk", "failures") == 0
+    shared.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "kv"), [(2, *each) for each in MODELS] + [(3, *MODELS[0])]
+)
+def test_a_node_that_is_written_anew_between_two_looks(
+    world: int, family: str, kv: str, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, folder_of(family, tiny, tmp_path), kv, tmp_path / "store")
+    first = shared.begin(world, 24, prefix_tail_tokens=60)
+    shared.ask(first, document(1) + question(0))
+    reader = shared.begin(world, 40, prefix_tail_tokens=60)
+    shared.ask(reader, document(1) + question(1), document(2) + question(0))
+    assert shared.counted(reader, "disk", "hits") == 1
+    shared.end(first)
+    for node in shared.nodes():
+        remove_node(node)
+    second = shared.begin(world, 120, prefix_tail_tokens=60)
+    shared.ask(second, document(1) + question(0))
+    shared.ask(reader, document(1, 90) + question(2))
+    assert shared.counted(reader, "disk", "hits") == 2
+    assert shared.counted(reader, "disk", "failures") == 0
+    shared.close()
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_node_that_is_written_anew_while_it_is_loaded(
+    kill: bool, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, str(tiny("llama")), "fp32", tmp_path / "store")
+    first = shared.begin(2, 24, prefix_tail_tokens=60)
+    shared.ask(first, document(1) + question(0))
+    [node] = shared.nodes()
+    parts = len(list(node.glob("*.safetensors")))
+    reader = shared.begin(2, 40, prefix_tail_tokens=60)
+    shared.ask(reader, document(1, 90) + question(2), steps=4)
+    assert shared.counted(reader, "disk", "hits") == 0 and parts > 12  # some have been read
+    before = sum(ranks(2).run(lines))
+    shared.end(first, kill=kill)
+    remove_node(node)
+    second = shared.begin(2, 120, prefix_tail_tokens=60)
+    shared.ask(second, document(1) + question(0))
+    shared.ask(reader)
+    assert shared.counted(reader, "disk", "failures") == 1
+    assert sum(ranks(2).run(lines)) == before + 1
+    # The other copy is taken up: the name is not given up.
+    shared.ask(reader, document(2) + question(0), document(1, 95) + question(3))
+    assert shared.counted(reader, "disk", "hits") == 1
+    assert shared.counted(reader, "disk", "failures") == 1
+    shared.close()
+
+
+def test_what_is_on_disk_follows_on_nothing_that_host_memory_alone_has(
+    ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    shared = Shared(ranks, str(tiny("llama")), "fp32", tmp_path / "store")
+    writer = shared.begin(2, 120)
+    shared.ask(writer, document(2))
+    second = shared.begin(2, 24, prefix_host_gb=1.0, prefix_tail_tokens=200)
+    shared.ask(second, document(1))
+    assert shared.counted(second, "host", "entries") == 1
+    shared.end(writer)  # now the second one writes
+    shared.ask(second, document(1) + ids((200, 40)))  # it follows on a node that this one has
+    shared.end(second)
+    third = shared.begin(2, 40, prefix_tail_tokens=200)
+    shared.ask(third, document(1) + ids((200, 40)) + question(0))
+    assert shared.counted(third, "disk", "hit_tokens") == DOCUMENT + 40
+    shared.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What happens to the engines and the store, and then a request to one of the engines."""
+
+    event: str
+    world: int  # of an engine that begins, beyond the first one's, and its settings
+    given: dict[str, Any]
+    which: int
+    prompt: tuple[int, ...]
+    steps: int | None  # that the engine takes then
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    events = ["nothing"] * 6 + ["rewrite"] * 4
+    events += ["evict", "unlock", "begin", "kill", "stop", "", ""]
+    given = {
+        "prefix_tail_tokens": draw(st.sampled_from([60, 200, 24])),
+        "prefix_store_gb": draw(st.sampled_from([None, 1.2e-4])),
+        "prefix_host_gb": draw(st.sampled_from([0.0, 1.2e-4])),
+    }
+    # Texts that several engines come to read, and those that part from them anywhere.
+    seed, whole = draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans())
+    cut, asked = (
+        (DOCUMENT, 0) if whole else (draw(st.integers(60, DOCUMENT)), draw(st.integers(1, 9)))
+    )
+    return Turn(
+        draw(st.sampled_from(events)) or draw(st.sampled_from(DAMAGE)),
+        draw(st.sampled_from([0, 0, 0, 1, 2])),
+        given,
+        draw(st.integers(0, 2)),
+        document(seed, cut) + question(asked),
+        draw(st.sampled_from([None, None, None, 12, 3])),
+    )
+
+
+def play(shared: Shared, store: Path, world: int, history: list[Turn]) -> set[str]:
+    """Play a history of two or three engines at once; return what happened in it."""
+    happened: set[str] = set()
+    chunks = itertools.cycle([24, 120, 40])  # others for two engines that begin after each other
+
+    def begin(turn: Turn) -> int:
+        return shared.begin(1 + (world - 1 + turn.world) % 3, next(chunks), **turn.given)
+
+    for number, turn in enumerate(history):
+        alive = shared.alive
+        one = alive[turn.which % len(alive)] if alive else -1
+        if turn.event in ("kill", "stop") and alive:
+            shared.end(one, kill=turn.event == "kill")
+        elif turn.event in ("evict", "rewrite"):
+            for node in shared.nodes():
+                remove_node(node)
+        elif turn.event == "unlock":  # so that another engine writes as well
+            (store / "writer.lock").unlink(missing_ok=True)
+        elif turn.event in DAMAGE:
+            spoil(store, turn.event, number)
+        if turn.event == "rewrite" and alive:  # by another engine than the one that wrote it
+            shared.end(alive[0])
+            shared.ask(begin(turn), document(1) + question(0))
+        while len(shared.alive) < 2 or (turn.event == "begin" and len(shared.alive) < 3):
+            begin(turn)
+        alive = shared.alive
+        shared.ask(alive[turn.which % len(alive)], turn.prompt, steps=turn.steps)
+        known = [shared.known.get(one, set()) for one in alive]
+        if any(a & b for n, a in enumerate(known) for b in known[:n]):
+            happened.add("two engines know a node")
+        disks = [shared.stats[one]["disk"] for one in alive if one in shared.stats]
+        happened |= {what for what in ("hits", "failures") for disk in disks if disk[what]}
+    for one in shared.alive:
+        shared.ask(one)
+    shared.close()
+    return happened
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_history_of_engines_at_once_is_answered_as_if_nothing_were_kept(
+    count: int, ranks: Ranks, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    paths = {
+        family: folder_of(family, tiny, tmp_path_factory.mktemp("model"))
+        for family in ("llama", "bloom")
+    }
+    happened: Counter[str] = Counter()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink one takes hours
+    )
+    @given(
+        model=st.sampled_from(MODELS),
+        world=st.sampled_from([2, 2, 3, 1]),
+        history=st.lists(turns(), min_size=12, max_size=20),
+    )
+    def histories(model: tuple[str, str], world: int, history: list[Turn]) -> None:
+        store = tmp_path_factory.mktemp("store")
+        shared = Shared(ranks, paths[model[0]], model[1], store)
+        happened.update(["histories", *play(shared, store, world, history)])
+
+    try:
+        histories()
+    finally:
+        print(dict(happened))
+    assert happened["two engines know a node"] > 0 and happened["hits"] > 0
