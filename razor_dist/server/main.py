@@ -33,6 +33,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
@@ -135,6 +136,8 @@ class Frontend:
             self.client.shutdown("the server is shutting down")
             if self._service.reader is not None:
                 await self._service.reader.process.aclose()
+            if self.client.grammars is not None:
+                await self.client.grammars.aclose()
             server.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()
@@ -185,6 +188,7 @@ class Frontend:
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
+        self.client.grammars = GrammarProcess(tokenizer, self.client.require_ready)
         self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
         await self.client.ready()
 
