@@ -42,15 +42,16 @@ _STACK_BYTES = 64 << 20
 _KEPT = 16
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
-# Limits of llguidance's that are not its own. Enums of 8,000 words and 300 numbers between decimal
-# bounds take 100,000 and 170,000 of fuel (its own limit: 1,000,000), an object of 500 optional
-# properties 2,000 items (2,000), 500 properties a grammar's size of 4,000 (500,000). A state of the
-# lexer takes 1 to 2 kB for as long as the answer lasts (250,000).
+# Limits in the place of llguidance's own (in brackets). An enum of 8,000 words takes 100,000 of
+# fuel, and 300 numbers between decimal bounds 170,000 (1,000,000). An object of 500 optional
+# properties is a grammar of size 4,200 (500,000) with 2,007 items in a row (2,000). A mask takes
+# time by the square of the items, half a second for 10,000, in which no sequence gets a token. A
+# state of the lexer takes 1 to 2 kB for as long as the answer lasts (250,000).
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 300_000,
     "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-    "max_items_in_row": 10_000,
+    "max_grammar_size": 10_000,
+    "max_items_in_row": 2_500,
 }
 # Where one text alone can follow, llguidance looks for its end, to have it tokenised as the model
 # would. Of /a+/ /a+/ there is none, since the first takes every a, and no limit of llguidance's
@@ -181,6 +182,22 @@ class StructuredOutputsParams:
         # Patterns of the user's stand between the parts, which may be as endless as a grammar's.
         return f"start: %json {json.dumps(schema)}{_UNFORCED}"
 
+    def compiled(self, tokenizer: LLTokenizer) -> GrammarText:
+        """Compile it, and compute an answer's first mask: what rank 0 will do with the result.
+
+        Native code does it, without bounds of time, memory and stack: only for a process that may
+        die. Raises `RequestError` if it cannot be matched, or llguidance is missing.
+        """
+        text = self.llguidance()
+        if len(text) > LONGEST_TEXT:
+            raise _refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
+        matcher = _matcher(text, tokenizer, self._kind)
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokenizer.vocab_size))
+        _check_matcher(matcher, self._kind)
+        return GrammarText(text=text)
+
     def _schema(self) -> str:
         if self.json_object:
             return '{"type": "object"}'
@@ -288,7 +305,7 @@ class GrammarCompiler:
 
     def _compile(self, description: str) -> Grammar:
         tokenizer = self._vocabulary()
-        return Grammar(compile_text(description, tokenizer), tokenizer.eos_tokens)
+        return Grammar(_matcher(description, tokenizer, "it"), tokenizer.eos_tokens)
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -338,23 +355,18 @@ def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
         raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
 
 
-def compile_text(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
     """Compile llguidance's text within `_LIMITS`; `RequestError` if it cannot be."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
-    if matcher.is_error():
-        raise _refusal(f"it cannot be used: {_short(matcher.get_error())}")
+    _check_matcher(matcher, kind)
     return matcher
 
 
-def first_mask(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Compute the mask of an answer's first token, as rank 0 will; `RequestError` if it fails."""
-    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-
-    fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokenizer.vocab_size))
+def _check_matcher(matcher: LLMatcher, kind: str) -> None:
     if matcher.is_error():
-        raise _refusal(f"it cannot be used: {_short(matcher.get_error())}")
+        raise _refusal(f"{kind} cannot be used: {_short(matcher.get_error())}")
 
 
 def _library() -> tuple[Any, Any]:

@@ -34,11 +34,8 @@ from razor_dist.engine.messages import (
 )
 from razor_dist.engine.structured_outputs import (
     FIELD,
-    LONGEST_TEXT,
     GrammarText,
     StructuredOutputsParams,
-    compile_text,
-    first_mask,
     load_vocabulary,
     stack_size,
     vocabulary_of,
@@ -100,7 +97,7 @@ class GrammarProcess(ChildProcess):
             result = await self.in_turn(lambda: self._compile(digest, question), key)
         if "error" in result:
             raise exception_of(result["error"])
-        return GrammarText(text=result["text"])
+        return GrammarText(**result)
 
     async def _compile(self, digest: bytes, question: bytes) -> Message:
         if digest in self._results:  # since it waited
@@ -164,17 +161,13 @@ class _Worker:
 
     def _answer(self, fields: Message) -> Message:
         try:
-            text = StructuredOutputsParams.of(fields).llguidance()
-            if len(text) > LONGEST_TEXT:
-                return _failure(f"llguidance's text of it is longer than {LONGEST_TEXT} characters")
-            first_mask(compile_text(text, self._tokenizer), self._tokenizer)
+            return StructuredOutputsParams.of(fields).compiled(self._tokenizer).to_wire()
         except RequestError as error:
             return {"error": error_message("", error)}
         except MemoryError:
             return _failure(f"compiling it took more than {_MEMORY >> 20} MiB; {_SIMPLER}")
         except Exception as error:  # of native code, or of llguidance's converter
             return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
-        return {"text": text}
 
     def _read(self) -> Message | None:
         header = self._source.read(HEADER_SIZE)
