@@ -107,6 +107,8 @@ class GrammarProcess(ChildProcess):
         except TimeoutError:
             return _failure(f"compiling it took longer than {_SECONDS:g} s; {_SIMPLER}")
         except (asyncio.IncompleteReadError, ConnectionError):
+            if self._ended:
+                raise EngineError("the server is ending") from None
             # Not kept: something else may have killed the process.
             return _failure(f"the process that compiled it crashed; {_SIMPLER}")
         except RequestError as error:
@@ -155,6 +157,8 @@ class _Worker:
             return
         del vocabulary
         _limit_memory()
+        # From now on native code may print what a client wrote.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._write({})
         while (fields := self._read()) is not None:
             self._write(self._answer(fields))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +17,11 @@ from hypothesis import strategies as st
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.engine import grammar_bounds
 from razor_dist.engine.grammar_bounds import grammar_problem, schema_problem
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.structured_outputs import GrammarText, StructuredOutputsParams
 from razor_dist.frontend import grammar_process
 from razor_dist.frontend.child_process import Turns
 from razor_dist.frontend.client import EngineInfo
 from razor_dist.frontend.grammar_process import GrammarProcess
-from razor_dist.frontend.prompts import check_prompt
 from razor_dist.server.request_parsing import parse_json
 from tests import fake_engine, hostile_grammars
 from tests.server.process import ServerProcess, fake_server
@@ -254,11 +253,19 @@ def test_keys_take_turns(keys: list[int], data: st.DataObject) -> None:
         assert len(before) == len(set(before))
 
 
-def test_llguidance_never_runs_in_this_process() -> None:
-    """Not when a request is checked, nor when its constraint is compiled."""
-    params = SamplingParams(structured_outputs={"grammar": "start: ((((("})
-    limits = {"max_model_len": 512, "vocab_size": 100, "has_tokenizer": True}
-    assert check_prompt([5], params, **limits).params.structured_outputs is not None
+def test_only_one_process_of_the_frontends_loads_llguidance(server: ServerProcess) -> None:
+    """Short bodies and long ones, good requests and bad ones."""
+    for structured in ({"regex": "b"}, {"regex": "("}, {"grammar": "root ::= (((("}):
+        for note in ("", "x" * 2**18):
+            status(server, structured_outputs=structured, user=note)
+    loaded = {
+        argument
+        for child in server.family()
+        for argument in child.cmdline()
+        if "llguidance" in Path(f"/proc/{child.pid}/maps").read_text()
+    }
+    modules = {argument for argument in loaded if argument.startswith(("razor_dist.", "tests."))}
+    assert modules - {"razor_dist.frontend.guard"} == {"razor_dist.frontend.grammar_process"}
 
 
 # ------------------------------------------------------------ static bounds
