@@ -46,6 +46,11 @@ def chained_references(count: int) -> dict[str, Any]:
     return {"$defs": defs | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+# No thread's stack survives it, and no bound sees it before llguidance does.
+_LINKS = ",".join(f'"d{i}":{{"items":{{"$ref":"#/$defs/d{i + 1}"}}}}' for i in range(5500))
+CRASHES = f'start: %json {{"$defs":{{{_LINKS},"d5500":{{}}}},"$ref":"#/$defs/d0"}}'
+
+
 def nested_schema(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):

@@ -28,6 +28,7 @@ from razor_dist.server.formats import ChatFormat
 from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
 from razor_dist.server.responses_format import ResponsesFormat
 from razor_dist.server.tools import ToolParser, ToolUse, forced, tool_use
+from tests.hostile_grammars import nested_schema
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]
@@ -215,7 +216,12 @@ def test_a_forced_choice_is_a_grammar() -> None:
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
     assert structured is not None and structured.json == PARAMETERS
     assert request.tools == ToolUse("named", ["get_time"])
+    assert request.constrained_by == "tools"  # which errors name
     request = parse_chat(HERMES, tool_choice="required")
+    assert request.constrained_by == "tools"
+    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": nested_schema(400)}}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        parse_chat(HERMES, tools=[deep], tool_choice="required")
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
     assert structured is not None and isinstance(structured.json, dict)
     kinds = structured.json["items"]["anyOf"]
