@@ -67,6 +67,8 @@ class GrammarProcess(ChildProcess):
     ) -> None:
         super().__init__("razor_dist.frontend.grammar_process", largest=_LARGEST)
         self._tokenizer, self._info = tokenizer, info
+        # Kept: to make it holds the interpreter's lock, and a process may be started often.
+        self._vocabulary = b""
         # By the digest of the constraint: llguidance's text, or the refusal.
         self._results: OrderedDict[bytes, Message] = OrderedDict()
 
@@ -119,18 +121,22 @@ class GrammarProcess(ChildProcess):
         return result
 
     async def _prepare(self, process: Process) -> None:
-        info = self._info()
-        ends = info.fields.get("eos_token_ids", ())
-        made = await asyncio.to_thread(vocabulary_of, self._tokenizer, info.vocab_size, ends)
+        if not self._vocabulary:
+            self._vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                answer = await exchange(process, await asyncio.to_thread(encode, made))
+                answer = await exchange(process, self._vocabulary)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             raise EngineError(
                 "the process that compiles structured outputs did not start"
             ) from None
         if "error" in answer:
             raise exception_of(answer["error"])
+
+    def _encoded_vocabulary(self) -> bytes:
+        info = self._info()
+        ends = info.fields.get("eos_token_ids", ())
+        return encode(vocabulary_of(self._tokenizer, info.vocab_size, ends))
 
 
 def _question(structured: StructuredOutputsParams) -> bytes:

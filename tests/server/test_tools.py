@@ -219,7 +219,7 @@ def test_a_forced_choice_is_a_grammar() -> None:
     assert request.constrained_by == "tools"  # which errors name
     request = parse_chat(HERMES, tool_choice="required")
     assert request.constrained_by == "tools"
-    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": nested_schema(400)}}
+    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": nested_schema(900)}}
     with pytest.raises(RequestError, match="nested too deeply"):
         parse_chat(HERMES, tools=[deep], tool_choice="required")
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
