@@ -38,21 +38,21 @@ LONGEST_TEXT = 4 * LONGEST
 # Bytes of the stack of rank 0's thread: eight times that of the child process, where llguidance
 # overflows it first.
 _STACK_BYTES = 64 << 20
+# Masks that are computed before a constraint is taken: an object's properties come second.
+_FIRST_MASKS = 2
 # Compiled grammars that are kept.
 _KEPT = 16
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
 # Limits in the place of llguidance's own (in brackets). An enum of 8,000 words takes 100,000 of
 # fuel, and 300 numbers between decimal bounds 170,000 (1,000,000). An object of 500 optional
-# properties is a grammar of size 4,200 (500,000) with 2,007 items in a row (2,000). A mask takes
-# time by the square of the items, half a second for 10,000, in which no sequence gets a token. A
-# state of the lexer takes 1 to 2 kB for as long as the answer lasts (250,000).
-_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 300_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 10_000,
-    "max_items_in_row": 2_500,
-}
+# properties has 2,007 items in a row (2,000). A state of the lexer takes 1 to 2 kB for as long as
+# the answer lasts (250,000).
+_LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_items_in_row": 2_500}
+# Size of a grammar that a user has written, and of one that llguidance makes of a schema or an
+# expression: 4,200 for 500 optional properties. llguidance builds a row before it counts its items,
+# in time by their square: half a second for 10,000, in which no sequence of rank 0 gets a token.
+_GRAMMAR_SIZE, _SCHEMA_SIZE = 5_000, 20_000
 # Where one text alone can follow, llguidance looks for its end, to have it tokenised as the model
 # would. Of /a+/ /a+/ there is none, since the first takes every a, and no limit of llguidance's
 # stops it. The last such line of a grammar counts.
@@ -183,7 +183,7 @@ class StructuredOutputsParams:
         return f"start: %json {json.dumps(schema)}{_UNFORCED}"
 
     def compiled(self, tokenizer: LLTokenizer) -> GrammarText:
-        """Compile it, and compute an answer's first mask: what rank 0 will do with the result.
+        """Compile it and compute an answer's first masks, as rank 0 will do with the result.
 
         Native code does it, without bounds of time, memory and stack: only for a process that may
         die. Raises `RequestError` if it cannot be matched, or llguidance is missing.
@@ -192,10 +192,17 @@ class StructuredOutputsParams:
         if len(text) > LONGEST_TEXT:
             raise _refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
         matcher = _matcher(text, tokenizer, self._kind)
+        import numpy as np
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokenizer.vocab_size))
-        _check_matcher(matcher, self._kind)
+        mask = allocate_token_bitmask(1, tokenizer.vocab_size)
+        for _ in range(_FIRST_MASKS):
+            fill_next_token_bitmask(matcher, mask)
+            _check_matcher(matcher, self._kind)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+            if not len(allowed) or allowed[0] in tokenizer.eos_tokens:
+                break
+            matcher.consume_token(int(allowed[0]))
         return GrammarText(text=text)
 
     def _schema(self) -> str:
@@ -356,10 +363,12 @@ def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
 
 
 def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
-    """Compile llguidance's text within `_LIMITS`; `RequestError` if it cannot be."""
+    """Compile llguidance's text within bounds; `RequestError` if it cannot be."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+    size = _SCHEMA_SIZE if text.startswith("{") else _GRAMMAR_SIZE  # JSON, or Lark
+    limits = LLParserLimits(**_LIMITS, max_grammar_size=size)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     _check_matcher(matcher, kind)
     return matcher
 

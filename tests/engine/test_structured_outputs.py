@@ -259,6 +259,8 @@ def vocabulary() -> LLTokenizer:
         ({"grammar": "root ::= ((("}, "grammar cannot be used: .*Expected"),
         ({"choice": ["x" * 300_000]}, "choice is longer than 262144 characters"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": {"properties": {f"p{i}": {} for i in range(900)}}}, "Current row has .* items"),
+        ({"grammar": f"start: {'a? ' * 9999}\na: /x/"}, "grammar cannot be used"),
     ],
 )
 def test_what_cannot_be_matched_is_refused(value: Any, words: str) -> None:
@@ -274,3 +276,21 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="needs the package llguidance on the server"):
         StructuredOutputsParams(choice=["a"]).compiled(vocabulary())
+
+
+def test_large_schemas_and_choices_are_taken() -> None:
+    kinds = ["string", "integer", "number", "boolean"]
+    properties = {f"property_{i}": {"type": kinds[i % 4]} for i in range(500)}
+    words = [f"{i:x} of many words" for i in range(8000)]
+    bounded = {f"p{i}": {"type": "number", "maximum": 99999.125 * i} for i in range(200)}
+    for value in (
+        {"json": {"type": "object", "properties": properties}},
+        {"json": {"type": "object", "properties": properties, "required": list(properties)}},
+        {"json": {"type": "object", "properties": {"a": {"enum": words}}}},
+        {"json": {"type": "object", "properties": bounded}},
+        {"choice": words},
+        {"regex": r"(\w+ ){1,300}\w+\."},
+    ):
+        structured = StructuredOutputsParams.of(value)
+        structured.check()
+        assert structured.compiled(vocabulary()).llguidance()
