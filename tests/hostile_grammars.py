@@ -165,13 +165,13 @@ def _measure(url: str, count: int, seed: int, at_once: int = 4) -> None:
     asked = [random_structured(rng) for _ in range(count)]
     statuses: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {"asked": [], "chat": [], "health": []}
-    done = threading.Event()
+    done, http = threading.Event(), httpx.Client()
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
 
     def ask(structured: Structured) -> None:
         begin = time.perf_counter()
         body = json.dumps(chat | {"max_tokens": 4, "structured_outputs": structured})
-        answer = httpx.post(
+        answer = http.post(
             f"{url}/v1/chat/completions",
             content=body,
             headers={"Content-Type": "application/json"},
@@ -194,11 +194,13 @@ def _measure(url: str, count: int, seed: int, at_once: int = 4) -> None:
 
     def talk() -> httpx.Response:
         body = chat | {"max_tokens": 4, "ignore_eos": True}
-        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        return http.post(f"{url}/v1/chat/completions", json=body, timeout=120)
 
     others = [
         threading.Thread(target=repeat, args=("chat", talk)),
-        threading.Thread(target=repeat, args=("health", lambda: httpx.get(f"{url}/health"))),
+        threading.Thread(
+            target=repeat, args=("health", lambda: http.get(f"{url}/health", timeout=120))
+        ),
     ]
     for thread in others:
         thread.start()

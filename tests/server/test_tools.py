@@ -28,7 +28,6 @@ from razor_dist.server.formats import ChatFormat
 from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
 from razor_dist.server.responses_format import ResponsesFormat
 from razor_dist.server.tools import ToolParser, ToolUse, forced, tool_use
-from tests.hostile_grammars import nested_schema
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]
@@ -219,7 +218,10 @@ def test_a_forced_choice_is_a_grammar() -> None:
     assert request.constrained_by == "tools"  # which errors name
     request = parse_chat(HERMES, tool_choice="required")
     assert request.constrained_by == "tools"
-    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": nested_schema(900)}}
+    schema: dict[str, Any] = {}
+    for _ in range(450):
+        schema = {"anyOf": [schema]}
+    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": schema}}
     with pytest.raises(RequestError, match="nested too deeply"):
         parse_chat(HERMES, tools=[deep], tool_choice="required")
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
