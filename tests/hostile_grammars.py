@@ -165,7 +165,7 @@ def _measure(url: str, count: int, seed: int, at_once: int = 4) -> None:
     asked = [random_structured(rng) for _ in range(count)]
     statuses: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {"asked": [], "chat": [], "health": []}
-    done, http = threading.Event(), httpx.Client()
+    done, http = threading.Event(), httpx.Client(timeout=120)
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
 
     def ask(structured: Structured) -> None:
@@ -194,13 +194,11 @@ def _measure(url: str, count: int, seed: int, at_once: int = 4) -> None:
 
     def talk() -> httpx.Response:
         body = chat | {"max_tokens": 4, "ignore_eos": True}
-        return http.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        return http.post(f"{url}/v1/chat/completions", json=body)
 
     others = [
         threading.Thread(target=repeat, args=("chat", talk)),
-        threading.Thread(
-            target=repeat, args=("health", lambda: http.get(f"{url}/health", timeout=120))
-        ),
+        threading.Thread(target=repeat, args=("health", lambda: http.get(f"{url}/health"))),
     ]
     for thread in others:
         thread.start()
