@@ -79,12 +79,15 @@ class GrammarProcess(ChildProcess):
 
         Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory.
         """
+        # A request's prompts share their parameters.
+        texts: dict[int, GrammarText] = {}
         found = []
         for prompt in prompts:
             params, structured = prompt.params, prompt.params.structured_outputs
             if structured is not None and not isinstance(structured, GrammarText):
-                text = await self.compile(structured, key)
-                params = replace(params, structured_outputs=text)
+                if id(structured) not in texts:
+                    texts[id(structured)] = await self.compile(structured, key)
+                params = replace(params, structured_outputs=texts[id(structured)])
             found.append(prompt._replace(params=params))
         return found
 
@@ -94,8 +97,10 @@ class GrammarProcess(ChildProcess):
         """Return a constraint as llguidance's text, once it has been compiled; else as above."""
         question = await asyncio.to_thread(_question, structured)
         digest = hashlib.sha256(question).digest()
-        result = self._results.get(digest)
-        if result is None:
+        if digest in self._results:
+            self._results.move_to_end(digest)
+            result = self._results[digest]
+        else:
             result = await self.in_turn(lambda: self._compile(digest, question), key)
         if "error" in result:
             raise exception_of(result["error"])
