@@ -48,7 +48,11 @@ _WHITESPACE = r"( |\n[ \t]{0,20})?"
 # fuel, and 300 numbers between decimal bounds 170,000 (1,000,000). An object of 500 optional
 # properties has 2,007 items in a row (2,000). A state of the lexer takes 1 to 2 kB for as long as
 # the answer lasts (250,000).
-_LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_items_in_row": 2_500}
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "max_lexer_states": 50_000,
+    "max_items_in_row": 2_500,
+}
 # Size of a grammar that a user has written, and of one that llguidance makes of a schema or an
 # expression: 4,200 for 500 optional properties. llguidance builds a row before it counts its items,
 # in time by their square: half a second for 10,000, in which no sequence of rank 0 gets a token.
