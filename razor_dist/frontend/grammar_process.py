@@ -67,8 +67,6 @@ class GrammarProcess(ChildProcess):
     ) -> None:
         super().__init__("razor_dist.frontend.grammar_process", largest=_LARGEST)
         self._tokenizer, self._info = tokenizer, info
-        # Kept: to make it holds the interpreter's lock, and a process may be started often.
-        self._vocabulary = b""
         # By the digest of the constraint: llguidance's text, or the refusal.
         self._results: OrderedDict[bytes, Message] = OrderedDict()
 
@@ -126,11 +124,10 @@ class GrammarProcess(ChildProcess):
         return result
 
     async def _prepare(self, process: Process) -> None:
-        if not self._vocabulary:
-            self._vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
+        vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                answer = await exchange(process, self._vocabulary)
+                answer = await exchange(process, vocabulary)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             raise EngineError(
                 "the process that compiles structured outputs did not start"

@@ -27,10 +27,11 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import uvicorn
 
-from razor_dist.config.errors import ConfigError, EngineError, RazorError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError, RequestError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
+from razor_dist.engine.structured_outputs import vocabulary_of
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
@@ -183,6 +184,9 @@ class Frontend:
         if self.start is not None:
             await self.start()
         tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
+        # Now, since it would hold up the loop when the first request needs it.
+        with contextlib.suppress(RequestError):
+            await in_daemon_thread(vocabulary_of, tokenizer, 0, ())
         # What has been loaded stays: a full collection would look at all of it again, for a
         # quarter of a second in which nobody is answered.
         gc.collect()
