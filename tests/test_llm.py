@@ -26,6 +26,7 @@ from razor_dist.frontend.ranks import RankGroup
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
 from tests import fake_engine
+from tests.hostile_grammars import CRASHES
 from tests.tokenizer import smollm2_tokenizer
 
 EOS = fake_engine.EOS
@@ -449,3 +450,15 @@ def test_the_package_is_lazy() -> None:
     assert all(hasattr(razor_dist, name) for name in razor_dist.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = razor_dist.nonsense
+
+
+def test_a_constraint_that_crashes_what_compiles_it_is_an_error_of_its_request(llm: LLM) -> None:
+    crash = SamplingParams(structured_outputs={"grammar": CRASHES})
+    good = SamplingParams(structured_outputs={"choice": ["a"]})
+    for _ in range(2):
+        with pytest.raises(RequestError, match="crashed; make it simpler") as refused:
+            llm.generate([[5, 6, 7], [5, 6]], [good, crash])
+        assert refused.value.param == "structured_outputs"
+        with pytest.raises(RequestError, match="crashed"):
+            list(llm.stream([5, 6, 7], crash))
+        assert llm.generate([5, 6, 7], good)[0].finished

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ModelError, RequestError
-from razor_dist.engine.structured_outputs import StructuredOutputsParams
+from razor_dist.engine.structured_outputs import GrammarText, StructuredOutputsParams
 
 # Values for some of `SamplingParams`' fields, by name.
 SamplingDefaults = Mapping[str, Any]
@@ -143,13 +144,19 @@ class SamplingParams:
         return replace(self, n=1, seed=(self.seed + index + _INT64) % (2 * _INT64) - _INT64)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields by name, for a message; ``SamplingParams(**fields)`` is as good."""
-        fields = asdict(self)
-        structured = fields["structured_outputs"]
-        if structured is not None and isinstance(structured["json"], Mapping):
-            # As text: msgpack has no integers beyond 64 bits, and a schema may.
-            structured["json"] = json.dumps(structured["json"])
+        """Return the fields by name, for a message."""
+        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = self.structured_outputs.to_wire()
         return fields
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of which ``fields`` is `to_wire`."""
+        structured = fields["structured_outputs"]
+        if structured is not None and "text" in structured:
+            fields = {**fields, "structured_outputs": GrammarText(**structured)}
+        return cls(**fields)
 
     def _check_types(self) -> None:
         """Refuse what would pass the comparisons and fail in the ranks, such as 25.0 for 25."""

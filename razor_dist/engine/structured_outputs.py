@@ -1,22 +1,30 @@
 """Answers that match a JSON schema, a regular expression, a choice or a grammar, by llguidance.
 
-The frontend checks what a request asks for (`StructuredOutputsParams.check`). Rank 0 compiles it
-with the model's vocabulary (`GrammarCompiler`) before the request is admitted, and masks the tokens
-that cannot follow (`Grammar.fill`) before each is chosen.
+llguidance is native code that may crash, and take long and much memory. So a child process of the
+frontend compiles a constraint first (`razor_dist.frontend.grammar_process`), and rank 0 gets it as
+llguidance's text (`GrammarText`). Rank 0 compiles that with the model's vocabulary
+(`GrammarCompiler`) before the request is admitted, and masks the tokens that cannot follow
+(`Grammar.fill`) before each is chosen.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.grammar_bounds import LONGEST, grammar_problem, schema_problem
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:  # the command line imports this, and loads in a second without them
     from llguidance import LLMatcher, LLTokenizer
@@ -24,12 +32,31 @@ if TYPE_CHECKING:  # the command line imports this, and loads in a second withou
     from transformers import PreTrainedTokenizerBase
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# Characters of a description, which rank 0 compiles beside its steps.
-_LONGEST = 1 << 18
+FIELD = "structured_outputs"
+# Characters of llguidance's text of a constraint: escaping may lengthen what was given.
+LONGEST_TEXT = 4 * LONGEST
+# Bytes of the stack of rank 0's thread: eight times that of the child process, where llguidance
+# overflows it first.
+_STACK_BYTES = 64 << 20
+# Masks that are computed before a constraint is taken: an object's properties come second.
+_FIRST_MASKS = 2
 # Compiled grammars that are kept.
 _KEPT = 16
 # Between the parts of a JSON text. Bounded: small models would write blanks for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
+# Limits in the place of llguidance's own (in brackets). An enum of 8,000 words takes 100,000 of
+# fuel, and 300 numbers between decimal bounds 170,000 (1,000,000). An object of 500 optional
+# properties has 2,007 items in a row (2,000). A state of the lexer takes 1 to 2 kB for as long as
+# the answer lasts (250,000).
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "max_lexer_states": 50_000,
+    "max_items_in_row": 2_500,
+}
+# Size of a grammar that a user has written, and of one that llguidance makes of a schema or an
+# expression: 4,200 for 500 optional properties. llguidance builds a row before it counts its items,
+# in time by their square: half a second for 10,000, in which no sequence of rank 0 gets a token.
+_GRAMMAR_SIZE, _SCHEMA_SIZE = 5_000, 20_000
 # Where one text alone can follow, llguidance looks for its end, to have it tokenised as the model
 # would. Of /a+/ /a+/ there is none, since the first takes every a, and no limit of llguidance's
 # stops it. The last such line of a grammar counts.
@@ -95,13 +122,45 @@ class StructuredOutputsParams:
         return cls(**{n: v for n, v in value.items() if (n, v) != ("disable_any_whitespace", None)})
 
     def check(self) -> None:
-        """Raise `RequestError` if it is not one that can be matched, or llguidance is missing."""
-        description = self.llguidance()
-        if len(description) > _LONGEST:
-            raise _refusal(f"{self._kind} is longer than {_LONGEST} characters")
-        problem = _problem(description)
+        """Raise `RequestError` if it is too large, or nested or chained too deeply, to be compiled.
+
+        Takes time in proportion to its length. What else is wrong llguidance finds, which is not
+        called here.
+        """
+        kind, given = self._kind, self._given()
+        if len(given) + len(self.whitespace_pattern or "") > LONGEST:
+            raise _refusal(f"{kind} is longer than {LONGEST} characters")
+        try:
+            given.encode()
+            problem = None
+            if kind == "grammar":
+                problem = grammar_problem(given)
+            elif kind == "json":
+                problem = schema_problem(json.loads(given))
+        except UnicodeEncodeError:
+            raise _refusal(f"{kind} holds a lone surrogate (\\ud800 to \\udfff)") from None
+        except ValueError as error:
+            raise _refusal(f"{kind} cannot be used: {error}") from None
+        except RecursionError:
+            problem = "is nested too deeply"
         if problem:
-            raise _refusal(f"{self._kind} cannot be used: {_short(problem)}")
+            raise _refusal(f"{kind} {problem}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the fields by name, for a message; ``of(fields)`` is as good."""
+        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
+        if isinstance(self.json, Mapping):
+            # As text: msgpack has no integers beyond 64 bits, and a schema may.
+            fields["json"] = self._schema()
+        return fields
+
+    def _given(self) -> str:
+        match self._kind:
+            case "choice":
+                return "|".join(self.choice or ())
+            case "json" | "json_object":
+                return self._schema()
+        return str(getattr(self, self._kind))
 
     @property
     def _kind(self) -> str:
@@ -127,18 +186,67 @@ class StructuredOutputsParams:
         # Patterns of the user's stand between the parts, which may be as endless as a grammar's.
         return f"start: %json {json.dumps(schema)}{_UNFORCED}"
 
+    def compiled(self, tokenizer: LLTokenizer) -> GrammarText:
+        """Compile it and compute an answer's first masks, as rank 0 will do with the result.
+
+        Native code does it, without bounds of time, memory and stack: only for a process that may
+        die. Raises `RequestError` if it cannot be matched, or llguidance is missing.
+        """
+        text = self.llguidance()
+        if len(text) > LONGEST_TEXT:
+            raise _refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
+        matcher = _matcher(text, tokenizer, self._kind)
+        import numpy as np
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        mask = allocate_token_bitmask(1, tokenizer.vocab_size)
+        for _ in range(_FIRST_MASKS):
+            fill_next_token_bitmask(matcher, mask)
+            _check_matcher(matcher, self._kind)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+            if not len(allowed) or allowed[0] in tokenizer.eos_tokens:
+                break
+            matcher.consume_token(int(allowed[0]))
+        return GrammarText(text=text)
+
     def _schema(self) -> str:
         if self.json_object:
             return '{"type": "object"}'
         if isinstance(self.json, str):
             return self.json
-        return json.dumps(self.json)
+        try:
+            return json.dumps(self.json, ensure_ascii=False)
+        except RecursionError:
+            raise _refusal("json is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise _refusal(f"json must be a JSON schema: {error}") from None
 
     @property
     def _blanks(self) -> dict[str, Any]:
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
+
+
+@dataclass(frozen=True)
+class GrammarText(StructuredOutputsParams):
+    """A constraint as llguidance's own text, which the frontend's child process has compiled."""
+
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        """There is nothing of the other fields to check."""
+
+    def check(self) -> None:
+        """Raise `RequestError` if no frontend can have compiled it."""
+        if len(self.text) > LONGEST_TEXT:
+            raise _refusal(f"it is longer than {LONGEST_TEXT} characters")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def llguidance(self) -> str:
+        return self.text
 
 
 class Grammar:
@@ -174,7 +282,8 @@ class Grammar:
 class GrammarCompiler:
     """Compiles requests' grammars in a thread, those that it knows at once.
 
-    The tokenizer is loaded in that thread, by `prepare` or when first asked.
+    The tokenizer is loaded in that thread, by `prepare` or when first asked. It has a large stack
+    of its own, and llguidance the limits that it has in the frontend's child process.
     """
 
     def __init__(
@@ -190,36 +299,96 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Begin to load the vocabulary, if structured outputs can be had at all."""
-        self._thread.submit(self._vocabulary)
+        self._submit(self._vocabulary)
 
     def compile(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Return a future grammar, to be copied; its exception is a `RequestError`."""
-        return self._thread.submit(lambda: self._compiled(params.llguidance()))
+
+        def compiled() -> Grammar:
+            params.check()
+            return self._compiled(params.llguidance())
+
+        return self._submit(compiled)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        with stack_size(_STACK_BYTES):  # the first begins the thread
+            return self._thread.submit(work)
 
     def _compile(self, description: str) -> Grammar:
-        from llguidance import LLMatcher
-
         tokenizer = self._vocabulary()
-        matcher = LLMatcher(tokenizer, description, log_level=0)
-        grammar = Grammar(matcher, tokenizer.eos_tokens)
-        if grammar.error is not None:
-            raise grammar.error
-        return grammar
+        return Grammar(_matcher(description, tokenizer, "it"), tokenizer.eos_tokens)
 
     def _vocabulary(self) -> LLTokenizer:
-        if self._tokenizer is not None:
-            return self._tokenizer
-        from llguidance.hf import from_tokenizer
-
-        tokenizer = self._load()
-        if tokenizer is None:
-            raise _refusal("the model has no tokenizer, which structured outputs need")
-        try:
-            fast: Any = tokenizer
-            self._tokenizer = from_tokenizer(fast, self._vocab_size, list(self._ends) or None)
-        except ValueError as error:  # not one of the tokenizers library
-            raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
+        if self._tokenizer is None:
+            vocabulary = vocabulary_of(self._load(), self._vocab_size, self._ends)
+            self._tokenizer = load_vocabulary(vocabulary)
         return self._tokenizer
+
+
+@contextmanager
+def stack_size(size: int) -> Iterator[None]:
+    """Give threads that are begun meanwhile a stack of ``size`` bytes."""
+    before = threading.stack_size(size)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, ends: Sequence[int]
+) -> dict[str, Any]:
+    """Return what `load_vocabulary` takes, and a message may hold.
+
+    Raises `RequestError` if llguidance cannot use the tokenizer, or there is none.
+    """
+    if tokenizer is None:
+        raise _refusal("the model has no tokenizer, which structured outputs need")
+    end = list(ends) or tokenizer.eos_token_id
+    return {"tokenizer": serialized(tokenizer), "n_vocab": vocab_size, "eos_token": end}
+
+
+@lru_cache(maxsize=4)
+def serialized(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a tokenizer as JSON; `RequestError` if it is not of the tokenizers library.
+
+    For 49,152 tokens it takes 0.2 s with the interpreter's lock held.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise _refusal("the model's tokenizer cannot be used: it is not of the tokenizers library")
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
+def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
+    """Return llguidance's vocabulary of a model; `RequestError` if it cannot be used."""
+    _library()
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(**vocabulary)
+    except ValueError as error:
+        raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
+
+
+def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
+    """Compile llguidance's text within bounds; `RequestError` if it cannot be."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    size = _SCHEMA_SIZE if text.startswith("{") else _GRAMMAR_SIZE  # JSON, or Lark
+    limits = LLParserLimits(**_LIMITS, max_grammar_size=size)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    _check_matcher(matcher, kind)
+    return matcher
+
+
+def _check_matcher(matcher: LLMatcher, kind: str) -> None:
+    if matcher.is_error():
+        raise _refusal(f"{kind} cannot be used: {_short(matcher.get_error())}")
 
 
 def _library() -> tuple[Any, Any]:
@@ -230,14 +399,8 @@ def _library() -> tuple[Any, Any]:
     return LLMatcher, grammar_from
 
 
-@lru_cache(maxsize=32)
-def _problem(description: str) -> str:
-    matcher, _ = _library()
-    return str(matcher.validate_grammar(description))
-
-
 def _refusal(problem: str) -> RequestError:
-    return RequestError(f"structured_outputs: {problem}", param="structured_outputs")
+    return RequestError(f"{FIELD}: {problem}", param=FIELD)
 
 
 def _short(message: str) -> str:

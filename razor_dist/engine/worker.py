@@ -164,7 +164,7 @@ def _handle(engine: RankEngine, message: Message) -> list[Message]:
     core = engine.core
     match message["t"]:
         case "add":
-            params = SamplingParams(**message["params"])
+            params = SamplingParams.from_wire(message["params"])
             try:
                 core.add(
                     message["id"],

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,10 @@ from razor_dist.engine.messages import (
     pack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.structured_outputs import GrammarText
+from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
+from razor_dist.frontend.prompts import Checked
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +131,8 @@ class EngineClient:
         self.socket_path = socket_path
         self.max_queue = max_queue
         self.observer = Observer()
+        # Compiles structured outputs; None until the tokenizer is loaded.
+        self.grammars: GrammarProcess | None = None
         # Of the present ranks; None until they are ready, kept when they die.
         self.info: EngineInfo | None = None
         self.served = False  # it was ready before, so what keeps it from starting may pass
@@ -168,6 +173,13 @@ class EngineClient:
     async def wait_change(self) -> Status:
         await self._changed.wait()
         return self.status
+
+    async def compiled(self, prompts: Sequence[Checked], key: Hashable = None) -> list[Checked]:
+        """Return prompts as `submit` takes them: see `GrammarProcess.compiled`."""
+        if all(prompt.params.structured_outputs is None for prompt in prompts):
+            return list(prompts)
+        assert self.grammars is not None
+        return await self.grammars.compiled(prompts, key)
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is ready; `EngineError` if it failed for good or was closed."""
@@ -225,7 +237,8 @@ class EngineClient:
     ) -> list[RequestStream]:
         """Submit a request; it is on its way when this returns.
 
-        Its id is unique among unfinished requests, and `check_prompt` has seen its prompt. With
+        Its id is unique among unfinished requests, `check_prompt` has seen its prompt, and
+        `GrammarProcess.compiled` what it must match. With
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
         ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
         for each of the ``params.n`` answers, with ``token`` messages, the first with ``progress``
@@ -236,6 +249,7 @@ class EngineClient:
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
         """
         self.require_ready()
+        assert isinstance(params.structured_outputs, GrammarText | None)
         if prefix is not None and prefix.closed:
             # By another thread, since the caller looked.
             raise RequestError("the prefix was released; prefill it again", param="prefix")
@@ -313,6 +327,8 @@ class EngineClient:
 
     async def close(self) -> None:
         self.shutdown()
+        if self.grammars is not None:
+            await self.grammars.aclose()
         self._disconnect(self.status.reason)
         if self._server is not None:
             self._server.close()

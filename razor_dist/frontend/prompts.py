@@ -166,13 +166,11 @@ def check_prompt(
     tokens = as_tokens(prompt, vocab_size, param)
     as_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
     as_tokens(list(params.logit_bias or ()), vocab_size, "logit_bias")
-    if params.structured_outputs is not None:
-        params.structured_outputs.check()
-        if not has_tokenizer:
-            raise RequestError(
-                "structured_outputs needs a tokenizer, which the model lacks",
-                param="structured_outputs",
-            )
+    if params.structured_outputs is not None and not has_tokenizer:
+        raise RequestError(
+            "structured_outputs needs a tokenizer, which the model lacks",
+            param="structured_outputs",
+        )
     if params.stop and not has_tokenizer:
         raise RequestError("stop needs a tokenizer, which the model lacks", param="stop")
     answer = 1 if params.max_tokens is None else params.max_tokens

@@ -33,6 +33,7 @@ from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.server.errors import Failure
+from razor_dist.server.fields import naming
 from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
 from razor_dist.server.service import make_format
 
@@ -165,7 +166,8 @@ def _answer(
         for tokens, _, text in parsed.prompts
     ]
     # A log of its own: other requests are read at the same time.
-    outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))
+    with naming(parsed.constrained_by):
+        outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))
     choices = [
         _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
     ]

@@ -180,6 +180,7 @@ class GenerationCall:
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
         result.outputs = [_unfinished(index, params) for index in range(params.n)]
+        [checked] = await self.client.compiled([checked])
         pinned = None
         if self.prefix is not None:
             result.num_cached_tokens = self.prefix.num_tokens

@@ -16,6 +16,7 @@ from razor_dist.config.sources import build_config
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingParams, sampling_defaults
 from razor_dist.frontend.client import EngineClient, EngineInfo
+from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
@@ -81,7 +82,9 @@ class LLM:
             # The ranks load the model meanwhile.
             tokenizer = load_tokenizer(folder, trust_remote_code=trust)
             self._encoder = PromptEncoder(tokenizer)
-            self.loop.run(self._engine.client.ready())
+            client = self._engine.client
+            client.grammars = GrammarProcess(tokenizer, client.require_ready)
+            self.loop.run(client.ready())
         except BaseException:
             self.close()
             raise

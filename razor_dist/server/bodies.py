@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
@@ -37,6 +39,14 @@ class Body(bytearray):
         self.clear()
         self.dropped = True
 
+    def answered(self, answer: bytes) -> Response:
+        """Return a response of JSON, which counts in the body's place until it is sent.
+
+        Raises `RequestError` (``bodies_full``) if there is no room for it.
+        """
+        self.drop()
+        return self._reader.response(answer)
+
     def __del__(self) -> None:
         self._reader.used -= len(self)
 
@@ -51,6 +61,14 @@ class BodyReader:
         # Bodies of a step and more that are being read; the first has stalled for the longest.
         self._reading: dict[asyncio.Timeout, Body] = {}
         self.used = 0
+
+    def response(self, answer: bytes) -> Response:
+        """Return a response of JSON that counts as a body until it is sent; raises as `read`."""
+        body = Body(self)
+        self._make_room(body, len(answer), asyncio.get_running_loop().time())
+        body.grow(answer)
+        headers = {"Content-Length": str(len(answer))}
+        return StreamingResponse(_pieces(body), headers=headers, media_type="application/json")
 
     async def read_json(self, request: Request) -> Body:
         """Return the body of a request that says it is JSON; raises as `read` does."""
@@ -82,6 +100,8 @@ class BodyReader:
                 async for chunk in request.stream():
                     if body.dropped:  # with the time-out on its way
                         raise TimeoutError
+                    if len(body) + len(chunk) > self._max_bytes:
+                        raise self._too_large()
                     self._make_room(body, len(chunk), loop.time())
                     steps = len(body) // _STEP
                     body.grow(chunk)
@@ -108,9 +128,7 @@ class BodyReader:
         return body
 
     def _make_room(self, body: Body, size: int, now: float) -> None:
-        """See to it that a body can grow by so many bytes, or raise `RequestError`."""
-        if len(body) + size > self._max_bytes:
-            raise self._too_large()
+        """See to it that a body can grow by ``size`` bytes, or raise `RequestError`."""
         room = self._max_total + (_RESERVE if len(body) + size <= _SMALL else 0)
         while size and self.used + size > room:
             limit, stalled = next(iter(self._reading.items()), (None, body))
@@ -130,3 +148,8 @@ class BodyReader:
             f"the body is larger than {self._max_bytes} bytes, the server's limit (--max-body-mb)",
             code="body_too_large",
         )
+
+
+async def _pieces(body: Body) -> AsyncIterator[bytes]:
+    for begin in range(0, len(body), _STEP):
+        yield bytes(memoryview(body)[begin : begin + _STEP])

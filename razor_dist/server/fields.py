@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Annotated, Any, Literal
 
@@ -19,6 +21,7 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.structured_outputs import FIELD as STRUCTURED
 from razor_dist.engine.structured_outputs import StructuredOutputsParams
 
 # Fields of messages, with the values that ask for nothing: a client may put answers, with all that
@@ -204,6 +207,18 @@ class ResponseFormat(Strict):
         if self.json_schema is not None:
             return StructuredOutputsParams(json=self.json_schema.json_schema)
         return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Let errors of structured outputs name the field that asks for them."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param != STRUCTURED:
+            raise
+        problem = str(error).replace(STRUCTURED, field, 1)
+        raise RequestError(problem, field, error.code) from None
 
 
 def structured(value: object) -> StructuredOutputsParams | None:

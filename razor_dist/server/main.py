@@ -27,12 +27,14 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import uvicorn
 
-from razor_dist.config.errors import ConfigError, EngineError, RazorError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError, RequestError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
+from razor_dist.engine.structured_outputs import vocabulary_of
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
+from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
@@ -142,6 +144,8 @@ class Frontend:
             self.client.shutdown("the server is shutting down")
             if self._service.reader is not None:
                 await self._service.reader.process.aclose()
+            if self.client.grammars is not None:
+                await self.client.grammars.aclose()
             server.should_exit = True
             for task in ends[:1] + ends[2:]:
                 task.cancel()
@@ -186,11 +190,15 @@ class Frontend:
         if self.start is not None:
             await self.start()
         tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
+        # Now, since it would hold up the loop when the first request needs it.
+        with contextlib.suppress(RequestError):
+            await in_daemon_thread(vocabulary_of, tokenizer, 0, ())
         # What has been loaded stays: a full collection would look at all of it again, for a
         # quarter of a second in which nobody is answered.
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
+        self.client.grammars = GrammarProcess(tokenizer, self.client.require_ready)
         self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
         await self.client.ready()
 

@@ -16,7 +16,8 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
-from razor_dist.server.responses import NEUTRAL, ResponsesBody, renamed
+from razor_dist.server.fields import STRUCTURED
+from razor_dist.server.responses import NAMES, NEUTRAL, ResponsesBody, renamed
 from razor_dist.server.schema import ChatBody, CompletionBody, parse
 from razor_dist.server.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.server.tools import ToolUse, tool_use
@@ -45,9 +46,10 @@ class ParsedRequest:
     prompt_only: bool = False  # and end there: ``max_tokens`` was 0
     tools: ToolUse | None = None  # that the answers may call
     described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
-    answer: dict[str, Any] | None = None  # the whole one, if nothing is to be generated
+    answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
+    constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
 
 
 def parse_request(
@@ -60,6 +62,15 @@ def parse_request(
 def parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
+    try:
+        return _parse_value(endpoint, value, encoder, limits)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+
+
+def _parse_value(
+    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+) -> ParsedRequest:
     if endpoint == "chat":
         return _parsed(parse(ChatBody, value), encoder, limits)
     if endpoint == "completions":
@@ -69,7 +80,9 @@ def parse_value(
     body = parse(ResponsesBody, value, NEUTRAL)
     with renamed():
         parsed = _parsed(body.as_chat(), encoder, limits)
-    return replace(parsed, described=body.described(parsed.prompts[0].params))
+    field = NAMES.get(parsed.constrained_by, parsed.constrained_by)
+    described = body.described(parsed.prompts[0].params)
+    return replace(parsed, described=described, constrained_by=field)
 
 
 def _tokenized(
@@ -80,11 +93,13 @@ def _tokenized(
         body = parse(TokenizeBody, value, {})
         answer = body.answer(encoder, limits.max_model_len)
     else:
+        DetokenizeBody.check_length(value, limits.max_model_len)
         body = parse(DetokenizeBody, value, {})
         answer = body.answer(encoder, limits.vocab_size)
     if body.model is not None:
         check_model(body.model, limits.model)
-    return ParsedRequest([], answer=answer)
+    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    return ParsedRequest([], answer=text.encode())
 
 
 def _parsed(
@@ -117,6 +132,7 @@ def _parsed(
         tools=tools,
         cache_salt=body.cache_salt,
         continuous_usage=body.continuous_usage,
+        constrained_by=body.constrained_by,
     )
 
 
@@ -214,7 +230,9 @@ def _finite(text: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.80} is given twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name!r:.80} is given twice")
+            seen.add(name)
     return found

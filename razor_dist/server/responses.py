@@ -27,8 +27,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 # Names of fields here, by those of a chat.
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-_NAMES["response_format"] = "text.format"
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+NAMES["response_format"] = "text.format"
 
 
 # Characters of the instructions, of all tools and of the schema that a response repeats. A stream
@@ -248,7 +248,7 @@ def renamed() -> Iterator[None]:
         yield
     except RequestError as error:
         field, bracket, rest = (error.param or "").partition("[")
-        if field not in _NAMES:
+        if field not in NAMES:
             raise
-        message = str(error).replace(field, _NAMES[field])
-        raise RequestError(message, _NAMES[field] + bracket + rest, error.code) from None
+        message = str(error).replace(field, NAMES[field])
+        raise RequestError(message, NAMES[field] + bracket + rest, error.code) from None

@@ -25,6 +25,7 @@ from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingDefaults, Sa
 from razor_dist.engine.structured_outputs import StructuredOutputsParams
 from razor_dist.server.fields import (
     CONTENT,
+    STRUCTURED,
     ChatMessage,
     ChosenTool,
     Hints,
@@ -32,6 +33,7 @@ from razor_dist.server.fields import (
     Strict,
     TemplateArguments,
     Tool,
+    naming,
     structured,
 )
 from razor_dist.server.tools import forced
@@ -163,6 +165,12 @@ class GenerateBody(Hints):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
 
+    @property
+    def constrained_by(self) -> str:
+        """The field that says what the answers must match, if any does."""
+        given = self.response_format is not None and self.response_format.type != "text"
+        return "response_format" if given else STRUCTURED
+
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         if self.response_format is None or self.response_format.type == "text":
             return self.structured_outputs
@@ -171,14 +179,8 @@ class GenerateBody(Hints):
                 "response_format and structured_outputs exclude each other",
                 param="structured_outputs",
             )
-        try:
-            structured = self.response_format.structured_outputs()
-            if structured is not None:
-                structured.check()
-        except RequestError as error:
-            problem = str(error).replace("structured_outputs", "response_format", 1)
-            raise RequestError(problem, param="response_format") from None
-        return structured
+        with naming(self.constrained_by):
+            return self.response_format.structured_outputs()
 
     def _sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
@@ -218,6 +220,10 @@ class ChatBody(GenerateBody):
             return self.tool_choice.function.name
         return "required" if self.tool_choice == "required" else None
 
+    @property
+    def constrained_by(self) -> str:
+        return super().constrained_by if self.forced_tool is None else "tools"
+
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         other = super()._structured_outputs()
         if self.forced_tool is None:
@@ -235,13 +241,8 @@ class ChatBody(GenerateBody):
                 param="tool_choice",
             )
         schemas = {tool.function.name: tool.schema_of_arguments for tool in self.used_tools}
-        try:
-            found = forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
-            found.check()
-        except RequestError as error:
-            problem = str(error).replace("structured_outputs", "tools", 1)
-            raise RequestError(problem, param="tools") from None
-        return found
+        with naming(self.constrained_by):
+            return forced(schemas, self.forced_tool, self.parallel_tool_calls is not False)
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]

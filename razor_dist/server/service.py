@@ -18,9 +18,11 @@ from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingDefaults
 from razor_dist.frontend.answers import Choice, ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, EngineInfo, Status
-from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.server.access import RateLimitError, charge, note_answers
+from razor_dist.server.bodies import Body
 from razor_dist.server.errors import NotReadyError
+from razor_dist.server.fields import naming
 from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.metrics import Metrics
 from razor_dist.server.openapi import openapi
@@ -115,7 +117,7 @@ class Service:
             "max_model_len": info.max_model_len if info is not None else None,
         }
 
-    async def respond(self, endpoint: Endpoint, raw: bytes | bytearray, arrived: float) -> Response:
+    async def respond(self, endpoint: Endpoint, raw: Body, arrived: float) -> Response:
         """Answer a completion request, streaming or not; its end frees what it holds.
 
         Its time-outs count from ``arrived`` by the loop's clock.
@@ -129,21 +131,26 @@ class Service:
                 parsed = await self._parse(endpoint, raw)
         except TimeoutError:
             raise _late(seconds) from None
-        del raw  # megabytes, for as long as the answer takes
         if parsed.answer is not None:
-            return await asyncio.to_thread(JSONResponse, parsed.answer)
+            return raw.answered(parsed.answer)
+        del raw  # megabytes, for as long as the answer takes
         _, reader = self._require_ready()  # again: it may have died while the request was read
         charge(sum(len(ids) + p.n * (p.max_tokens or 0) for ids, p, _ in parsed.prompts))
+        seconds = min(seconds, parsed.timeout or math.inf)
+        try:
+            async with asyncio.timeout_at(arrived + seconds):
+                prompts = await self._compiled(parsed)
+        except TimeoutError:
+            raise _late(seconds) from None
         tokenizer = reader.encoder.tokenizer
         choices = LiveChoices(
             self.client,
             tokenizer,
-            parsed.prompts,
+            prompts,
             report_progress=parsed.return_progress,
             cache_salt=self._salt(parsed.cache_salt),
         )
         note_answers(choices.ids)
-        seconds = min(seconds, parsed.timeout or math.inf)
         choices.fail_at(arrived + seconds, _late(seconds))
         form = make_format(endpoint, parsed, self.config.name, choices.choices, tokenizer)
         try:
@@ -181,8 +188,14 @@ class Service:
             room = config.max_queue - self.client.unfinished + 1  # in its own place, too
             limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
-                return await reader.process.parse_request(endpoint, raw, limits)
+                key = current_record().key
+                return await reader.process.parse_request(endpoint, raw, limits, key)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
+
+    async def _compiled(self, parsed: ParsedRequest) -> list[Checked]:
+        """Compile what the answers must match; the request counts for ``max_queue`` meanwhile."""
+        with self.client.reading(), naming(parsed.constrained_by):
+            return await self.client.compiled(parsed.prompts, current_record().key)
 
     def _salt(self, given: str | None) -> str | None:
         """The salt of a request's cached prefixes: timing must not tell what others have read."""

@@ -11,6 +11,12 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.server.fields import ChatMessage, Strict, TemplateArguments
 from razor_dist.server.schema import Int
 
+# Tokens of a text or a list at most, as a multiple of the model's maximum context length.
+_MOST_CONTEXTS = 4
+# Characters that are tokenised at a time to find out whether a long text has too many tokens: the
+# tokenizer takes some hundred bytes for each token of what it gets at once.
+_PIECE = 1 << 16
+
 
 class TokenizeBody(Strict):
     model: str | None = None
@@ -37,10 +43,14 @@ class TokenizeBody(Strict):
             generation = self.add_generation_prompt is not False
             messages = [message.for_template() for message in self.messages]
             arguments = self.chat_template_kwargs or {}
-            tokens = encoder.chat(messages, **arguments, add_generation_prompt=generation)
+            arguments = {**arguments, "add_generation_prompt": generation}
+            text = encoder.chat_text(messages, **arguments)
+            _check_text(encoder, text, max_model_len, "messages")
+            tokens = encoder.chat(messages, **arguments)
         else:
-            special = self.add_special_tokens is not False
-            tokens = encoder.text(self.prompt or "", special_tokens=special)
+            special, text = self.add_special_tokens is not False, self.prompt or ""
+            _check_text(encoder, text, max_model_len, "prompt")
+            tokens = encoder.text(text, special_tokens=special)
         tokenizer = encoder.tokenizer
         strings = None
         if self.return_token_strs and tokenizer is not None:
@@ -57,9 +67,42 @@ class DetokenizeBody(Strict):
     model: str | None = None
     tokens: list[Int]
 
+    @classmethod
+    def check_length(cls, value: object, max_model_len: int) -> None:
+        """Refuse a body with too many tokens, before each of them is looked at."""
+        tokens = value.get("tokens") if isinstance(value, dict) else None
+        if isinstance(tokens, list) and len(tokens) > _MOST_CONTEXTS * max_model_len:
+            raise _too_many(f"{len(tokens)} token ids", max_model_len, "tokens")
+
     def answer(self, encoder: PromptEncoder, vocab_size: int) -> dict[str, Any]:
         if encoder.tokenizer is None:
             raise RequestError("the model has no tokenizer", param="tokens")
         tokens = as_tokens(self.tokens, vocab_size, "tokens").tolist()
         text = token_texts(encoder.tokenizer).decode(tokens, skip_special=False)
         return {"prompt": text}
+
+
+def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:
+    """Refuse a text of too many tokens, without having all of them in memory.
+
+    Tokens across the border of two pieces may be counted twice, which is nothing beside the bound.
+    """
+    most = _MOST_CONTEXTS * max_model_len
+    # No token is less than a byte of UTF-8, which has at most four for a character.
+    if len(text) <= most // 4 or len(text.encode()) <= most:
+        return
+    count = 0
+    for begin in range(0, len(text), _PIECE):
+        count += len(encoder.text(text[begin : begin + _PIECE], special_tokens=False))
+        if count > most:
+            found = f"its first {begin + _PIECE} characters alone are {count} tokens"
+            raise _too_many(found, max_model_len, param)
+
+
+def _too_many(found: str, max_model_len: int, param: str) -> RequestError:
+    return RequestError(
+        f"{param}: {found}; at most {_MOST_CONTEXTS * max_model_len} can be asked for at once, "
+        f"{_MOST_CONTEXTS} times this model's maximum context length",
+        param=param,
+        code="too_many_tokens",
+    )

@@ -11,17 +11,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLTokenizer
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams
+from razor_dist.engine.structured_outputs import (
+    Grammar,
+    GrammarCompiler,
+    StructuredOutputsParams,
+    load_vocabulary,
+    vocabulary_of,
+)
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
 from tests.tokenizer import smollm2_tokenizer, write_letters
@@ -224,6 +232,14 @@ def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> No
     assert "the model has no tokenizer" in run(core)["a"][-1]["message"]
 
 
+WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}
+
+
+@cache
+def vocabulary() -> LLTokenizer:
+    return load_vocabulary(vocabulary_of(smollm2_tokenizer(), 49152, [2]))
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -246,6 +262,8 @@ def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> No
         ({"grammar": "root ::= ((("}, "grammar cannot be used: .*Expected"),
         ({"choice": ["x" * 300_000]}, "choice is longer than 262144 characters"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": WIDE}, "json cannot be used: Parser Error: Current row has .* items"),
+        ({"grammar": f"start: {'a? ' * 9999}\na: /x/"}, "grammar cannot be used"),
     ],
 )
 def test_what_cannot_be_matched_is_refused(value: Any, words: str) -> None:
@@ -253,10 +271,29 @@ def test_what_cannot_be_matched_is_refused(value: Any, words: str) -> None:
         params = SamplingParams(structured_outputs=value)
         assert params.structured_outputs is not None
         params.structured_outputs.check()
+        params.structured_outputs.compiled(vocabulary())
     assert refused.value.param == "structured_outputs"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="needs the package llguidance on the server"):
-        StructuredOutputsParams(choice=["a"]).check()
+        StructuredOutputsParams(choice=["a"]).compiled(vocabulary())
+
+
+def test_large_schemas_and_choices_are_taken() -> None:
+    kinds = ["string", "integer", "number", "boolean"]
+    properties = {f"property_{i}": {"type": kinds[i % 4]} for i in range(500)}
+    words = [f"{i:x} of many words" for i in range(8000)]
+    bounded = {f"p{i}": {"type": "number", "maximum": 99999.125 * i} for i in range(200)}
+    for value in (
+        {"json": {"type": "object", "properties": properties}},
+        {"json": {"type": "object", "properties": properties, "required": list(properties)}},
+        {"json": {"type": "object", "properties": {"a": {"enum": words}}}},
+        {"json": {"type": "object", "properties": bounded}},
+        {"choice": words},
+        {"regex": r"(\w+ ){1,300}\w+\."},
+    ):
+        structured = StructuredOutputsParams.of(value)
+        structured.check()
+        assert structured.compiled(vocabulary()).llguidance()

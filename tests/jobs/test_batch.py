@@ -21,6 +21,7 @@ from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.batch import _served, read_batch
 from razor_dist.server.formats import ChatFormat
 from razor_dist.server.tools import ToolUse
+from tests.hostile_grammars import chained_references
 from tests.test_llm import FakeLLM
 from tests.tokenizer import smollm2_tokenizer
 
@@ -233,3 +234,21 @@ def test_files_that_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "holds no line" in capfd.readouterr().err
     assert cli.main(["batch", str(empty), "--out", str(empty)]) == 2
     assert "no earlier run of this command wrote it" in capfd.readouterr().err
+
+
+def test_a_line_whose_schema_cannot_be_compiled_is_refused_as_by_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": chained_references(900)}}
+    lines = [
+        request("bad", prompt=" one two", response_format=form),
+        request("good", prompt=" one two", response_format={"type": "json_object"}),
+    ]
+    write(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 1
+    bad, good = (json.loads(line)["response"] for line in out.read_text().splitlines())
+    assert (bad["status_code"], good["status_code"]) == (400, 200)
+    assert bad["body"]["error"]["param"] == "response_format"
+    assert "901 references of which each leads" in bad["body"]["error"]["message"]

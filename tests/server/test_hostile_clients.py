@@ -311,3 +311,54 @@ def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) 
             await serving
 
     asyncio.run(main())
+
+
+def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
+    most = 4 * fake_engine.MAX_MODEL_LEN
+    long = " a" * most
+    for path, fields, param in (
+        ("/tokenize", {"prompt": long + " b c d"}, "prompt"),
+        ("/tokenize", {"prompt": "1 2 " * 200_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/detokenize", {"tokens": [28] * (most + 1)}, "tokens"),
+    ):
+        refused = httpx.post(f"{tight.url()}{path}", json=fields, timeout=60)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (413, "too_many_tokens")
+        assert error["param"] == param and f"at most {most} can be asked for" in error["message"]
+    told = httpx.post(f"{tight.url()}/tokenize", json={"prompt": long}, timeout=60).json()
+    assert told["count"] == most
+    back = httpx.post(f"{tight.url()}/detokenize", json={"tokens": told["tokens"]}, timeout=60)
+    assert back.json() == {"prompt": long}
+    assert int(back.headers["content-length"]) == len(back.content)
+
+
+def test_an_answer_takes_the_room_of_a_body_until_it_is_sent() -> None:
+    async def main() -> None:
+        reader = BodyReader(ServerConfig(max_body_mb=1, max_total_body_mb=2))
+        size = 9 * 2**20  # with the reserve of small bodies it would fit
+        with pytest.raises(RequestError) as full:
+            reader.response(b"x" * size)
+        assert full.value.code == "bodies_full"
+        first = reader.response(b"x" * 2**20)
+        second = reader.response(b"y" * 2**20)
+        assert reader.used == 2**21
+        with pytest.raises(RequestError):
+            reader.response(b"z" * 2**19)
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await second({"type": "http"}, receive, send)
+        del second
+        assert reader.used == 2**20
+        pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
+        assert b"".join(pieces) == b"y" * 2**20 and max(map(len, pieces)) == 2**16
+        del first
+        assert reader.used == 0
+
+    asyncio.run(main())

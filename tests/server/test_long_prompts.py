@@ -184,7 +184,7 @@ def test_another_process_reads_bodies_as_this_one_does(
 def test_a_request_that_no_message_holds_leaves_the_process_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], answer={"n": 2**64}))
+    monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], timeout=2**64))
     frame = parsing._answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
     error = decode(frame[HEADER_SIZE:])["error"]
     assert (error["code"], error["message"]) == ("engine_error", parsing._FAILED)

@@ -20,6 +20,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist.config.errors import RequestError
+from razor_dist.engine.structured_outputs import load_vocabulary, vocabulary_of
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
@@ -214,7 +215,15 @@ def test_a_forced_choice_is_a_grammar() -> None:
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
     assert structured is not None and structured.json == PARAMETERS
     assert request.tools == ToolUse("named", ["get_time"])
+    assert request.constrained_by == "tools"  # which errors name
     request = parse_chat(HERMES, tool_choice="required")
+    assert request.constrained_by == "tools"
+    schema: dict[str, Any] = {}
+    for _ in range(450):
+        schema = {"anyOf": [schema]}
+    deep = TOOLS[0] | {"function": {"name": "deep", "parameters": schema}}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        parse_chat(HERMES, tools=[deep], tool_choice="required")
     [structured] = [prompt.params.structured_outputs for prompt in request.prompts]
     assert structured is not None and isinstance(structured.json, dict)
     kinds = structured.json["items"]["anyOf"]
@@ -238,6 +247,7 @@ def test_each_tools_references_begin_at_its_own_schema() -> None:
 
     structured = forced({"a": tool("here"), "b": tool("there")}, "required")
     structured.check()
+    structured.compiled(load_vocabulary(vocabulary_of(smollm2_tokenizer(), 49152, [2])))
     call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
     jsonschema.validate([call], structured.json)
     call["parameters"] = {"inner": {"place": "there"}}

@@ -1,0 +1,170 @@
+"""A child process that answers one question after the other, and may die of any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, TypeVar
+
+import psutil
+
+from razor_dist.config.errors import EngineError
+from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode
+from razor_dist.frontend.guard import child_environment, guarded, send_signal
+
+T = TypeVar("T")
+
+# Bytes that are written to the process at a time.
+_PIECE = 1 << 20
+
+
+class Turns:
+    """A lock whose waiters take turns by key: those of one key in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._holder: Hashable = None
+        self._locked = False
+
+    async def acquire(self, key: Hashable = None) -> None:
+        if not self._locked:
+            self._locked, self._holder = True, key
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came at the same moment
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Pass the turn on: the key that had it is the last to have it again."""
+        self._push_back(self._holder)
+        while self._waiting:
+            key = next(iter(self._waiting))
+            turn = self._waiting[key].popleft()
+            if not self._waiting[key]:
+                del self._waiting[key]
+            if not turn.done():
+                self._holder = key
+                turn.set_result(None)
+                return
+        self._locked = False
+
+    def _push_back(self, key: Hashable) -> None:
+        if key in self._waiting:
+            self._waiting[key] = self._waiting.pop(key)
+
+
+class ChildProcess:
+    """The handle of a process that runs a module, and is started by the first question.
+
+    Frames (`razor_dist.engine.messages`) go to its standard input and come from its standard
+    output. It is killed with this process, when a question fails, and between two questions when
+    it has grown beyond ``largest`` bytes; the next question then starts another.
+    """
+
+    def __init__(self, module: str, *arguments: str, largest: int = 1 << 30) -> None:
+        self._command = guarded(module, *arguments)
+        self._largest = largest
+        self._process: Process | None = None
+        self._turn = Turns()
+        self._asking: asyncio.Task[Any] | None = None
+        self._ended = False
+
+    async def in_turn(self, work: Callable[[], Coroutine[Any, Any, T]], key: Hashable = None) -> T:
+        """Return the result of ``work``, which uses the process, when it is its turn.
+
+        Those of each ``key`` take turns with those of others. If this is cancelled, since a client
+        hung up, work that waits is forgotten; what has begun goes on to its end, and the result is
+        dropped: the answer must be taken from the process before the next question.
+        """
+        await self._turn.acquire(key)
+        self._asking = asyncio.create_task(self._work(work))
+        # If nobody waits any more, nobody need hear of an error either.
+        self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        result: T = await asyncio.shield(self._asking)
+        return result
+
+    async def _work(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            result = await work()
+            if self._size() > self._largest:
+                self.close()
+            return result
+        finally:
+            self._turn.release()
+
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
+        """Write a question and return the answer; only for what `in_turn` runs.
+
+        The process is killed if it fails: `TimeoutError` after ``seconds``,
+        `asyncio.IncompleteReadError` or `ConnectionError` if it dies.
+        """
+        try:
+            process = await self._running()
+            async with asyncio.timeout(seconds):
+                return await exchange(process, *parts)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _running(self) -> Process:
+        if self._ended:
+            raise EngineError("the server is ending")
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                env=child_environment(),
+                start_new_session=True,  # a terminal's Ctrl-C is the frontend's to handle
+            )
+            if self._ended:  # meanwhile
+                await self.aclose()
+                raise EngineError("the server is ending")
+            await self._prepare(self._process)
+        return self._process
+
+    async def _prepare(self, process: Process) -> None:
+        """Tell a new process what it needs to know first."""
+
+    def _size(self) -> int:
+        """Resident bytes of the process, 0 if it does not run."""
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None and self._process.returncode is None:
+                return int(psutil.Process(self._process.pid).memory_info().rss)
+        return 0
+
+    async def aclose(self) -> None:
+        """Kill the process and wait for its end; no question that still waits starts another."""
+        self._ended = True
+        process = self._process
+        self.close()
+        if process is not None:
+            await process.wait()
+
+    def close(self) -> None:
+        """Kill the process, whatever it is doing. Never waits."""
+        process, self._process = self._process, None
+        if process is not None:
+            send_signal(process, signal.SIGKILL)
+
+
+async def exchange(process: Process, *parts: bytes | bytearray) -> Message:
+    """Write a question to a process and read its answer."""
+    assert process.stdin is not None and process.stdout is not None
+    for part in parts:
+        # In pieces: each write copies what the pipe does not take at once.
+        view = memoryview(part)
+        for begin in range(0, len(part), _PIECE):
+            process.stdin.write(view[begin : begin + _PIECE])
+            await process.stdin.drain()
+    header = await process.stdout.readexactly(HEADER_SIZE)
+    return decode(await process.stdout.readexactly(body_length(header)))

@@ -1,0 +1,212 @@
+"""Structured outputs are compiled in a process of its own, which may die of them.
+
+llguidance is native code that a few bytes can make crash, or take minutes and gigabytes. So it
+never runs in the frontend, and rank 0 compiles only what this process has compiled before.
+
+``python -m razor_dist.frontend.grammar_process`` reads frames (`razor_dist.engine.messages`) from
+its standard input: first the model's vocabulary, then constraints, and answers each with a frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import resource
+import sys
+import threading
+from asyncio.subprocess import Process
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.engine.messages import (
+    HEADER_SIZE,
+    Message,
+    body_length,
+    decode,
+    encode,
+    error_message,
+    exception_of,
+)
+from razor_dist.engine.structured_outputs import (
+    FIELD,
+    GrammarText,
+    StructuredOutputsParams,
+    load_vocabulary,
+    stack_size,
+    vocabulary_of,
+)
+from razor_dist.frontend.child_process import ChildProcess, exchange
+
+if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
+    from transformers import PreTrainedTokenizerBase
+
+    from razor_dist.frontend.client import EngineInfo
+    from razor_dist.frontend.prompts import Checked
+
+# Seconds for one constraint, and for the process to start and load the vocabulary.
+_SECONDS, _START_SECONDS = 3.0, 120.0
+# Bytes that a constraint may take, and those with which the process is replaced afterwards.
+_MEMORY, _LARGEST = 1 << 30, 1 << 29
+# Bytes of the stack on which it compiles: an eighth of that of rank 0's thread.
+_STACK = 8 << 20
+# Constraints whose results are kept.
+_KEPT = 32
+_SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
+
+
+class GrammarProcess(ChildProcess):
+    """The frontend's handle of the process, which is started by the first constraint."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, info: Callable[[], EngineInfo]
+    ) -> None:
+        super().__init__("razor_dist.frontend.grammar_process", largest=_LARGEST)
+        self._tokenizer, self._info = tokenizer, info
+        # By the digest of the constraint: llguidance's text, or the refusal.
+        self._results: OrderedDict[bytes, Message] = OrderedDict()
+
+    async def compiled(self, prompts: Sequence[Checked], key: Hashable = None) -> list[Checked]:
+        """Return prompts whose constraints, if there are any, are `GrammarText` and good.
+
+        Requests of each ``key`` take turns with those of others.
+
+        Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory.
+        """
+        # A request's prompts share their parameters.
+        texts: dict[int, GrammarText] = {}
+        found = []
+        for prompt in prompts:
+            params, structured = prompt.params, prompt.params.structured_outputs
+            if structured is not None and not isinstance(structured, GrammarText):
+                if id(structured) not in texts:
+                    texts[id(structured)] = await self.compile(structured, key)
+                params = replace(params, structured_outputs=texts[id(structured)])
+            found.append(prompt._replace(params=params))
+        return found
+
+    async def compile(
+        self, structured: StructuredOutputsParams, key: Hashable = None
+    ) -> GrammarText:
+        """Return a constraint as llguidance's text, once it has been compiled; else as above."""
+        question = await asyncio.to_thread(_question, structured)
+        digest = hashlib.sha256(question).digest()
+        if digest in self._results:
+            self._results.move_to_end(digest)
+            result = self._results[digest]
+        else:
+            result = await self.in_turn(lambda: self._compile(digest, question), key)
+        if "error" in result:
+            raise exception_of(result["error"])
+        return GrammarText(**result)
+
+    async def _compile(self, digest: bytes, question: bytes) -> Message:
+        if digest in self._results:  # since it waited
+            return self._results[digest]
+        try:
+            result = await self.ask(_SECONDS, question)
+        except TimeoutError:
+            return _failure(f"compiling it took longer than {_SECONDS:g} s; {_SIMPLER}")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if self._ended:
+                raise EngineError("the server is ending") from None
+            # Not kept: something else may have killed the process.
+            return _failure(f"the process that compiled it crashed; {_SIMPLER}")
+        except RequestError as error:
+            return {"error": error_message("", error)}
+        self._results[digest] = result
+        if len(self._results) > _KEPT:
+            self._results.popitem(last=False)
+        return result
+
+    async def _prepare(self, process: Process) -> None:
+        vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer = await exchange(process, vocabulary)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError(
+                "the process that compiles structured outputs did not start"
+            ) from None
+        if "error" in answer:
+            raise exception_of(answer["error"])
+
+    def _encoded_vocabulary(self) -> bytes:
+        info = self._info()
+        ends = info.fields.get("eos_token_ids", ())
+        return encode(vocabulary_of(self._tokenizer, info.vocab_size, ends))
+
+
+def _question(structured: StructuredOutputsParams) -> bytes:
+    structured.check()
+    return encode(structured.to_wire())
+
+
+def _failure(problem: str) -> Message:
+    return {"error": error_message("", RequestError(f"{FIELD}: {problem}", param=FIELD))}
+
+
+class _Worker:
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source, self._sink = source, sink
+
+    def serve(self) -> None:
+        vocabulary = self._read()
+        if vocabulary is None:
+            return
+        try:
+            self._tokenizer = load_vocabulary(vocabulary)
+        except RequestError as error:
+            self._write({"error": error_message("", error)})
+            return
+        del vocabulary
+        _limit_memory()
+        # From now on native code may print what a client wrote.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        self._write({})
+        while (fields := self._read()) is not None:
+            self._write(self._answer(fields))
+
+    def _answer(self, fields: Message) -> Message:
+        try:
+            return StructuredOutputsParams.of(fields).compiled(self._tokenizer).to_wire()
+        except RequestError as error:
+            return {"error": error_message("", error)}
+        except MemoryError:
+            return _failure(f"compiling it took more than {_MEMORY >> 20} MiB; {_SIMPLER}")
+        except Exception as error:  # of native code, or of llguidance's converter
+            return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
+
+    def _read(self) -> Message | None:
+        header = self._source.read(HEADER_SIZE)
+        return decode(self._source.read(body_length(header))) if header else None
+
+    def _write(self, message: Message) -> None:
+        self._sink.write(encode(message))
+        self._sink.flush()
+
+
+def _limit_memory() -> None:
+    """Bound what is taken from now on; what is mapped already depends on the machine."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    # What native code may print must not get between the frames.
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with stack_size(_STACK):
+        thread = threading.Thread(target=_Worker(sys.stdin.buffer, sink).serve)
+        thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

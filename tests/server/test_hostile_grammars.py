@@ -1,0 +1,296 @@
+"""Structured outputs that crash or hold up what compiles them harm their own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.engine import grammar_bounds
+from razor_dist.engine.grammar_bounds import grammar_problem, schema_problem
+from razor_dist.engine.structured_outputs import GrammarText, StructuredOutputsParams
+from razor_dist.frontend import grammar_process
+from razor_dist.frontend.child_process import Turns
+from razor_dist.frontend.client import EngineInfo
+from razor_dist.frontend.grammar_process import GrammarProcess
+from razor_dist.server.request_parsing import parse_json
+from tests import fake_engine, hostile_grammars
+from tests.server.process import ServerProcess, fake_server
+from tests.tokenizer import smollm2_tokenizer
+
+CHAT: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with fake_server() as server:
+        yield server
+
+
+def status(server: ServerProcess, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+    answer = httpx.post(f"{server.url()}{path}", json=CHAT | fields, timeout=60)
+    error = answer.json().get("error") or {}
+    return answer.status_code, error.get("param"), error.get("message", "")
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        ({"grammar": hostile_grammars.chained_rules(1990)}, "has 1992 different rules; at most"),
+        ({"grammar": hostile_grammars.chained_rules(900)}, "902 rules of which each leads to"),
+        ({"grammar": hostile_grammars.chained_terminals(9990)}, "different rules; at most"),
+        ({"grammar": hostile_grammars.chained_gbnf(900)}, "902 rules of which each leads to"),
+        ({"grammar": hostile_grammars.chained_gbnf(11_000)}, "different rules; at most"),
+        ({"json": hostile_grammars.chained_references(2000)}, "different references; at most"),
+        ({"json": hostile_grammars.chained_references(900)}, "901 references of which each leads"),
+        ({"json": hostile_grammars.nested_schema(250)}, "nested more than 200 levels deep"),
+        ({"grammar": 'root ::= "a"\n' * 210_000}, "longer than 262144 characters"),
+        ({"grammar": hostile_grammars.doubling_terminals(15)}, "took longer than 3 s"),
+        ({"grammar": hostile_grammars.doubling_terminals(150)}, "grammar cannot be used"),
+        ({"grammar": hostile_grammars.CRASHES}, "crashed"),
+    ],
+)
+def test_what_explodes_is_refused_and_harms_nobody(
+    server: ServerProcess, structured: dict[str, Any], words: str
+) -> None:
+    for stream in (False, True):  # before a stream has begun
+        code, param, message = status(server, structured_outputs=structured, stream=stream)
+        assert (code, param) == (400, "structured_outputs"), message
+        assert words in message
+    assert server.process.poll() is None
+    assert status(server, structured_outputs={"regex": "a"})[0] == 200
+
+
+def test_errors_name_the_field_that_asks() -> None:
+    schema = hostile_grammars.chained_references(900)
+    crash = {"type": "string", "pattern": "("}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with fake_server() as server:
+        assert status(server, response_format=form)[:2] == (400, "response_format")
+        late = {"type": "json_schema", "json_schema": {"name": "x", "schema": crash}}
+        code, param, message = status(server, response_format=late)
+        assert (code, param) == (400, "response_format")
+        assert message.startswith("response_format: json cannot be used")
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        body = {"model": "smollm2", "input": "Hi", "text": text}
+        answer = httpx.post(f"{server.url()}/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
+        # A body that the parsing process reads.
+        long = CHAT | {"response_format": form, "user": "x" * 2**18}
+        answer = httpx.post(f"{server.url()}/v1/chat/completions", json=long, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_random_ones_are_answered_or_refused(server: ServerProcess) -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        structured = hostile_grammars.random_structured(rng)
+        code, param, message = status(server, structured_outputs=structured)
+        assert code == 200 or (code, param) == (400, "structured_outputs"), (message, structured)
+    assert httpx.get(f"{server.url()}/health").status_code == 200
+
+
+# ------------------------------------------------------------------ the process
+
+
+def process() -> GrammarProcess:
+    info = EngineInfo(512, fake_engine.VOCAB_SIZE, {"eos_token_ids": [2]})
+    return GrammarProcess(smollm2_tokenizer(), lambda: info)
+
+
+def good(name: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(choice=[name])
+
+
+def slow(number: int) -> StructuredOutputsParams:
+    grammar = hostile_grammars.doubling_terminals(16)
+    return StructuredOutputsParams(grammar=f"{grammar}// {number}\n")
+
+
+def test_what_was_compiled_is_known_and_the_process_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        grammars = process()
+        text = await grammars.compile(good("a"))
+        assert isinstance(text, GrammarText) and text.llguidance()
+        child = grammars._process
+        assert child is not None
+        child.kill()
+        await child.wait()
+        assert await grammars.compile(good("a")) == text  # without the process
+        assert grammars._process is child
+        await grammars.compile(good("b"))
+        again = grammars._process
+        assert again is not None and again is not child
+        with pytest.raises(RequestError, match=r"crashed; make it simpler") as crashed:
+            await grammars.compile(StructuredOutputsParams(grammar=hostile_grammars.CRASHES))
+        assert crashed.value.param == "structured_outputs"
+        await grammars.compile(good("c"))
+        monkeypatch.setattr(grammar_process, "_SECONDS", 0.2)
+        with pytest.raises(RequestError, match=r"took longer than 0.2 s"):
+            await grammars.compile(slow(0))
+        monkeypatch.undo()
+        # It is replaced when it has grown.
+        await grammars.compile(good("d"))
+        grammars._largest = 1
+        await grammars.compile(good("e"))
+        assert grammars._process is None
+        await grammars.compile(good("f"))
+        waiting = asyncio.create_task(grammars.compile(slow(1)))
+        while grammars._asking is None or grammars._asking.done():
+            await asyncio.sleep(0)
+        await grammars.aclose()
+        with pytest.raises((RequestError, EngineError)):
+            await waiting
+        with pytest.raises(EngineError, match="the server is ending"):
+            await grammars.compile(good("g"))
+
+    asyncio.run(main())
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child may take so much more than it has after it has loaded the vocabulary."""
+
+    async def main() -> None:
+        grammars = process()
+        await grammars.compile(good("a"))
+        assert grammars._process is not None
+        child = psutil.Process(grammars._process.pid)
+        bound, _ = child.rlimit(psutil.RLIMIT_AS)
+        assert 0 < bound - child.memory_info().vms < 2 * grammar_process._MEMORY
+        assert child.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_key_that_floods_delays_another_by_one_constraint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        grammars = process()
+        await grammars.compile(good("a"))
+        ended: list[str] = []
+
+        async def ask(key: str, structured: StructuredOutputsParams) -> None:
+            try:
+                await grammars.compile(structured, key)
+            except RequestError:
+                pass
+            finally:
+                ended.append(key)
+
+        monkeypatch.setattr(grammar_process, "_SECONDS", 0.3)
+        flood = [asyncio.create_task(ask("flood", slow(n))) for n in range(12)]
+        while not grammars._turn._waiting:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(ask("other", good("b")))
+        gone = asyncio.create_task(ask("gone", good("c")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await other
+        assert ended.count("flood") <= 2
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, gone, return_exceptions=True)
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.data())
+def test_keys_take_turns(keys: list[int], data: st.DataObject) -> None:
+    """Between a request's arrival and its turn no other key has two turns."""
+    cancelled = data.draw(st.sets(st.integers(0, len(keys) - 1)))
+
+    async def main() -> list[int]:
+        turns, served = Turns(), list[int]()
+        await turns.acquire(0)
+
+        async def wait(index: int) -> None:
+            await turns.acquire(keys[index])
+            served.append(index)
+            await asyncio.sleep(0)
+            turns.release()
+
+        tasks = [asyncio.create_task(wait(index)) for index in range(len(keys))]
+        await asyncio.sleep(0)
+        for index in cancelled:
+            tasks[index].cancel()
+        await asyncio.sleep(0)
+        turns.release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(turns.acquire(), 10)  # nobody has kept it
+        return served
+
+    served = asyncio.run(main())
+    assert sorted(served) == [index for index in range(len(keys)) if index not in cancelled]
+    for key in set(keys):
+        own = [index for index in served if keys[index] == key]
+        assert own == sorted(own)
+        first = [keys[index] for index in served].index(key) if own else 0
+        before = [keys[index] for index in served[:first]]
+        assert len(before) == len(set(before))
+
+
+def test_the_frontend_never_loads_llguidance() -> None:
+    with fake_server() as server:
+        assert status(server, structured_outputs={"regex": "b"})[0] == 200
+        assert status(server, structured_outputs={"regex": "("})[0] == 400
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        loaded = "llguidance" in maps
+    assert not loaded and "libc" in maps
+
+
+# ------------------------------------------------------------ static bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("start: a\n | b\na: b\nb: /x/ // start: c\n", None),
+        ('start: "r1: r2"\n' + "\n".join(f"r{i}: /r{i + 1}/" for i in range(900)), None),
+        ("\n".join(f"r{i}: start\n | r{i}" for i in range(900)) + "\nstart: r0 r1", None),
+        ("start: " + "(" * 201, "nested"),
+        ("start: r0\n" + "\n".join(f"r{i}[x=3]: y\n | r{i + 1}" for i in range(300)), "leads"),
+        ('root ::= r0\nr0 ::= [(("] # r0\n' * 3, None),
+    ],
+)
+def test_chains_of_rules_are_found(text: str, problem: str | None) -> None:
+    found = grammar_problem(text)
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_chains_of_references_are_found() -> None:
+    circle = hostile_grammars.chained_references(150)
+    circle["$defs"]["d150"] = {"$ref": "#/$defs/d0"}
+    assert schema_problem(circle) is None
+    assert schema_problem(hostile_grammars.chained_references(199)) is None
+    assert "201 references" in str(schema_problem(hostile_grammars.chained_references(200)))
+    assert schema_problem({"properties": {"a/b": {"$ref": "#/properties/a~1b"}}}) is None
+    assert schema_problem({"$ref": ["#"], "items": [{"$ref": "http://x"}, {"$ref": "#/9"}]}) is None
+    many = [{"$ref": f"#/{n}"} for n in range(grammar_bounds.MOST_RULES + 1)]
+    assert "1001 different references" in str(schema_problem({"anyOf": many}))
+
+
+@pytest.mark.parametrize("piece", ['"', "/", "[", "(", "a:", "a[", "?", "\n", "\\", "a\n", "start"])
+def test_bounds_are_checked_in_linear_time(piece: str) -> None:
+    """Looking at what is left open again and again would take hours."""
+    for before in ("", "start: a\n", "root ::= "):
+        grammar_problem(before + piece * (grammar_bounds.LONGEST // len(piece)))
+
+
+def test_a_key_given_twice_is_found_in_linear_time() -> None:
+    body = "{" + ",".join(f'"{i:x}":0' for i in range(400_000)) + ',"z":0,"z":1,"y":0,"y":0}'
+    with pytest.raises(RequestError, match="the key 'z' is given twice"):
+        parse_json(body.encode())
