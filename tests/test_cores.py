@@ -88,16 +88,24 @@ def test_threads_that_share_a_core_wait_for_it() -> None:
     assert done.stdout == "waited\n", done.stderr
 
 
+WARNING = "other programs use this machine's cores, so that requests take longer"
+FEWER = "; tokens are computed by 1 of 2 threads, which is faster"
+
+
 class Machine:
     """A simulated machine: seconds of a decode step by number of threads, and waiting."""
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(self, threads: int = 2, *, crowded: bool = False) -> None:
         self.now = self.waited = 0.0
         self.used: list[int] = []
-        self.in_use = threads
+        self.in_use = self.every = threads
         self.quiet()
         self.threads = DecodeThreads(
-            threads, clock=lambda: self.now, waited=lambda: self.waited, use=self.use
+            threads,
+            clock=lambda: self.now,
+            waited=lambda: self.waited,
+            use=self.use,
+            crowded=crowded,
         )
 
     def use(self, count: int) -> None:
@@ -114,10 +122,11 @@ class Machine:
         counts = []
         for _ in range(steps):
             with self.threads.step(decoded):
+                counts.append(self.in_use)
                 seconds = self.seconds(self.in_use)
                 self.now += seconds
                 self.waited += self.waits(self.in_use) * seconds
-            counts.append(self.in_use)
+            assert self.in_use == self.every  # for what else the process computes
         return counts
 
 
@@ -134,8 +143,7 @@ def test_beside_others_the_fastest_number_of_threads_computes(
     counts = machine.run(1000)
     assert set(counts[:100]) == {1}
     assert counts.count(2) <= 7 * 2  # compared again now and then
-    assert len(caplog.records) == 1
-    assert "1 of 2 threads (30 ms a step instead of 100)" in caplog.text
+    assert [record.message for record in caplog.records] == [WARNING + FEWER]
     assert machine.run(1, decoded=0) == [2]  # a chunk of a prompt has all threads
     assert machine.run(1) == [1]
     machine.quiet()
@@ -144,12 +152,29 @@ def test_beside_others_the_fastest_number_of_threads_computes(
     assert len(caplog.records) == 1  # it is said once
 
 
-def test_where_fewer_threads_are_no_faster_all_compute() -> None:
+def test_a_short_burst_of_others_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine()
+    machine.busy({2: 0.1, 1: 0.1})
+    machine.run(15)
+    machine.quiet()
+    machine.run(1000)
+    assert not caplog.records
+
+
+def test_ranks_that_wait_for_each_other_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(1, crowded=True)
+    machine.busy({1: 0.1})
+    assert set(machine.run(1000)) == {1}
+    assert not caplog.records
+
+
+def test_where_fewer_threads_are_no_faster_all_compute(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(16)
     machine.busy({16: 0.05, 15: 0.049, 8: 0.06, 1: 0.3})
     machine.run(100)
     counts = machine.run(2000)
     assert counts[:100] == [16] * 100
+    assert [record.message for record in caplog.records] == [WARNING]
     assert len(counts) - counts.count(16) <= 3 * 7 * 7  # comparisons, each 15 s after the last
 
 

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 # of all threads together, from which on other programs count as busy.
 _LOOK = 0.5
 _BUSY = 0.1
+# Looks in a row at which they are busy before the log says so: a frontend that tokenises a long
+# prompt takes a core for less.
+_LOOKS = 4
 # Decode steps timed with each number of threads; the median counts, since three of them may be
 # those that record and compare a step.
 _TIMED_STEPS = 7
@@ -63,6 +66,9 @@ class DecodeThreads:
         The number of all threads.
     clock, waited, use : callable
         The time, `seconds_waited`, and what sets the number of threads; replaced in tests.
+    crowded : bool
+        True if the ranks have more threads than there are cores: then they wait for each other,
+        and nothing is said of other programs.
     """
 
     def __init__(
@@ -72,15 +78,16 @@ class DecodeThreads:
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[], float | None] = seconds_waited,
         use: Callable[[int], None] = torch.set_num_threads,
+        crowded: bool = False,
     ) -> None:
         self._every, self._clock, self._waited, self._use = every, clock, waited, use
         self._candidates = sorted({every, every - 1, every // 2, 1} - {0}, reverse=True)
-        self._now = self._best = every  # in use, and the fastest for decode steps
+        self._best = every  # for decode steps
         self._timed: dict[int, list[float]] | None = None  # of a comparison, seconds of its steps
         self._sequences = 0  # of the steps that are compared
         self._compare_at = -float("inf")
         self._looked_at, self._waited_then = clock(), waited()
-        self._said = False
+        self._crowded, self._busy_looks, self._said = crowded, 0, False
 
     @contextmanager
     def step(self, decoded: int) -> Iterator[None]:
@@ -89,11 +96,14 @@ class DecodeThreads:
         ``decoded`` is the number of sequences of a step that reads no prompt, and 0 for others.
         """
         count = self._choose(decoded) if decoded else self._every
-        if count != self._now:
-            self._use(count)
-            self._now = count
         began = self._clock()
-        yield
+        if count != self._every:
+            self._use(count)
+        try:
+            yield
+        finally:
+            if count != self._every:
+                self._use(self._every)  # for all else that this process computes
         ended = self._clock()
         if decoded and self._timed is not None:
             self._timed[count].append(ended - began)
@@ -120,20 +130,29 @@ class DecodeThreads:
         faster = seconds[best] < _FASTER * seconds[self._every]
         self._best = best if faster else self._every
         self._timed, self._compare_at = None, now + _AGAIN
-        if faster and not self._said:
-            self._said = True
-            log.warning(
-                "other programs use this machine's cores: tokens are computed by %d of %d threads "
-                "(%.0f ms a step instead of %.0f) until that is no longer faster",
-                *(best, self._every, 1e3 * seconds[best], 1e3 * seconds[self._every]),
-            )
+        log.info(
+            "decode steps take %s ms with %s threads: %d are used",
+            ", ".join(f"{1e3 * of:.0f}" for of in seconds.values()),
+            ", ".join(map(str, seconds)),
+            self._best,
+        )
 
     def _look(self, now: float) -> None:
         """Begin a comparison if threads waited for cores, or fewer threads are in use already."""
         waited, since, before = self._waited(), self._looked_at, self._waited_then
         self._looked_at, self._waited_then = now, waited
-        if waited is None or before is None or len(self._candidates) == 1:
+        if waited is None or before is None:
             return
-        busy = waited - before >= _BUSY * (now - since)
-        if self._timed is None and now >= self._compare_at and (busy or self._best < self._every):
+        fewer = self._best < self._every
+        busy = fewer or waited - before >= _BUSY * (now - since)
+        self._busy_looks = self._busy_looks + 1 if busy else 0
+        if self._busy_looks >= _LOOKS and not (self._crowded or self._said):
+            self._said = True
+            log.warning(
+                "other programs use this machine's cores, so that requests take longer%s",
+                f"; tokens are computed by {self._best} of {self._every} threads, which is faster"
+                if fewer
+                else "",
+            )
+        if busy and self._timed is None and now >= self._compare_at and self._every > 1:
             self._begin()

@@ -34,6 +34,7 @@ from razor_dist.attention.sources import (
 )
 from razor_dist.attention.step import StepContext
 from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
+from razor_dist.config.cores import usable_cores
 from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.decode_threads import DecodeThreads
@@ -90,8 +91,8 @@ class ModelRunner:
             choose_ways()
             at_once = bool(comm.all_gather(self._integers([at_once]), "control").all())
             recorder = recorder if at_once else None
-        every = torch.get_num_threads() if self.device.type == "cpu" else 1
-        self._threads = DecodeThreads(every)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        self._threads = DecodeThreads(threads, crowded=comm.size * threads > usable_cores())
         self._batched = recorder is not None or at_once
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
