@@ -97,6 +97,9 @@ def test_the_state_at_any_cut_is_the_sequences_that_was_read_to_there(
     cache = make_cache(policy, length, tail=tail)
     slot, sinks = cache.allocate(length), policy.sinks
     read_positions(cache, slot, length)
+    # Rank 0 counts on no more than is there: here, and of the copy below.
+    expected = cache.arena.tail_begin(length)
+    assert slot.tail_begin <= expected
     cut = data.draw(st.sampled_from([n for n in range(1, length + 1) if cache.can_cut(slot, n)]))
     state = cache.state(slot, ALL, cut)
     # The next token's window, unless that has yet to be read: then still the last one's.
@@ -110,6 +113,7 @@ def test_the_state_at_any_cut_is_the_sequences_that_was_read_to_there(
         assert (sign * total[0]).tolist() == sums
     copy = cache.fork(slot, cut, cut, instead=True)
     assert copy.start in (start, 0) and max(copy.start, sinks) == start
+    assert copy.tail_begin <= cache.arena.tail_begin(cut, expected)
     if start > sinks:
         mean = sums[0] / (start - sinks)
         k, v = cache.view(ALL, copy, 1)
