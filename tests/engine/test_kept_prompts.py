@@ -369,6 +369,19 @@ def test_a_sequence_in_use_is_never_evicted() -> None:
     assert [m["id"] for m in messages if m["t"] == "token"].count("used") == 6
 
 
+def test_what_a_prompt_begins_from_is_not_evicted_for_it() -> None:
+    core, runner = make_core(pages=15, share=True)
+    add(core, "begun", 12)
+    run(core)
+    [begun] = runner.cached
+    add(core, "worth more", 16, salt="2")
+    run(core)
+    add(core, "longer", 20)
+    messages = run(core)
+    assert {m["cached"] for m in messages if m["t"] == "progress"} == {12}
+    assert begun in runner.cached and len(runner.cached) == 2
+
+
 def test_exact_prefill_needs_scratch_pages_for_the_prompt_alone() -> None:
     with pytest.raises(RequestError, match=r"20 in all\), which has 8; .* larger kv_tokens"):
         add(make_core(pages=4, scratch=20)[0], "long", 19)
