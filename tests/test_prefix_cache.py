@@ -165,12 +165,16 @@ def test_a_branch_anywhere_is_a_fresh_read(
 
 
 # A document in chunks and its answer; a question cut into the answer, one cut before the document's
-# end, and one that goes on after that one's answer.
+# end, and one that goes on after that one's answer. Then one that is read in a chunk so long that
+# not its queries travel, but the keys before it, as many as the ranks have of what it shares; and
+# one cut as far before that chunk's end as the tail allows that was stored there.
 TEXTS = (
     Text(-1, 0.0, 90, 33, 5, 12),
     Text(0, 0.9, 0, 1, 20, 6),
     Text(0, 0.0, 40, 16, 0, 9),
     Text(2, 0.5, 0, 1, 1, 5),
+    Text(0, 0.0, 100, 400, 0, 0),
+    Text(4, 0.0, 0, 1, 0, 1),
 )
 
 

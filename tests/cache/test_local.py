@@ -23,9 +23,10 @@ def make_cache(
     longest: int,
     dim: int = 2,
     queries: torch.dtype = torch.float32,
+    tail: int = 0,
 ) -> StreamingCache:
     """Room for two sequences; what nobody has written or cleared is NaN."""
-    arena, device = Arena.of(policy, queries, longest, 2), torch.device("cpu")
+    arena, device = Arena.of(policy, queries, longest, 2, tail), torch.device("cpu")
     cache = StreamingCache(1, 2, arena, dim, dtype=torch.float32, device=device)
     cache.k.fill_(math.nan)
     cache.v.fill_(math.nan)
@@ -48,6 +49,19 @@ def visible(cache: StreamingCache, slot: StreamingSlot, position: int) -> torch.
     return bias
 
 
+def read_positions(cache: StreamingCache, slot: StreamingSlot, length: int) -> None:
+    """Read tokens one by one, whose keys are their positions: it can be seen which are there.
+
+    Values are the same, negative.
+    """
+    for position in range(length):
+        start = max(cache.policy.sinks, cache.policy.start(position))
+        if start > slot.start:
+            cache.drop(slot, start)
+        key = torch.full((1, 1, 2), float(position))
+        cache.write(ALL, slot, cache.indices(slot, position, position + 1), key, -key)
+
+
 @settings(max_examples=80, deadline=None)
 @given(policy=policies(), length=st.integers(1, 150))
 def test_a_decoded_sequence_leaves_what_the_policy_keeps(
@@ -55,13 +69,7 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
 ) -> None:
     cache = make_cache(policy, length)
     slot = cache.allocate(length)
-    for position in range(length):
-        start = max(policy.sinks, policy.start(position))
-        if start > slot.start:
-            cache.drop(slot, start)
-        # The key of position p is p itself: what is visible can be read off the keys.
-        value = torch.full((1, 1, 2), float(position))
-        cache.write(ALL, slot, cache.indices(slot, position, position + 1), value, -value)
+    read_positions(cache, slot, length)
     last = length - 1
     bias = visible(cache, slot, last)
     seen = keys(cache, slot, len(bias))[1:][bias[1:] == 0].tolist()
@@ -75,6 +83,42 @@ def test_a_decoded_sequence_leaves_what_the_policy_keeps(
         assert math.isclose(cache.view(ALL, slot, 1)[1][0, 0, 1].item(), -mean, rel_tol=1e-6)
     expected = math.log(dropped) if dropped and policy.compensation else HIDDEN
     assert math.isclose(bias[0].item(), expected, rel_tol=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    policy=policies(),
+    length=st.integers(1, 100),
+    tail=st.integers(0, 100),
+    data=st.data(),
+)
+def test_the_state_at_any_cut_is_the_sequences_that_was_read_to_there(
+    policy: StreamingPolicy, length: int, tail: int, data: st.DataObject
+) -> None:
+    cache = make_cache(policy, length, tail=tail)
+    slot, sinks = cache.allocate(length), policy.sinks
+    read_positions(cache, slot, length)
+    # Rank 0 counts on no more than is there: here, and of the copy below.
+    expected = cache.arena.tail_begin(length)
+    assert slot.tail_begin <= expected
+    cut = data.draw(st.sampled_from([n for n in range(1, length + 1) if cache.can_cut(slot, n)]))
+    state = cache.state(slot, ALL, cut)
+    # The next token's window, unless that has yet to be read: then still the last one's.
+    start = max(sinks, policy.start(min(cut, length - 1)))
+    _, first, end = state["at"].tolist()
+    assert end == cut and max(sinks, start - tail) <= first <= start
+    seen = [*range(min(sinks, cut)), *range(first, cut)]
+    sums = [sum(range(sinks, start))] * 2
+    for sign, kept, total in zip((1, -1), (state["k"], state["v"]), state["sums"], strict=True):
+        assert (sign * kept[0, :, 0]).tolist() == seen
+        assert (sign * total[0]).tolist() == sums
+    copy = cache.fork(slot, cut, cut, instead=True)
+    assert copy.start in (start, 0) and max(copy.start, sinks) == start
+    assert copy.tail_begin <= cache.arena.tail_begin(cut, expected)
+    if start > sinks:
+        mean = sums[0] / (start - sinks)
+        k, v = cache.view(ALL, copy, 1)
+        assert k[0, 0, 0].item() == -v[0, 0, 0].item() == pytest.approx(mean, rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -351,6 +351,37 @@ def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
     run(core)
 
 
+def test_a_sequence_in_use_is_never_evicted() -> None:
+    """Not even one that is worth less than what is kept: it costs less to read again."""
+    core, runner = make_core(pages=14, share=True)
+    add(core, "kept", 12, salt="1")
+    run(core)
+    add(core, "used", 4, 6, salt="2")
+    messages = []
+    while not any(m["t"] == "token" for m in messages):
+        messages += step(core)
+    [kept] = runner.cached
+    used = core._requests["used"].key
+    add(core, "other", 10, salt="3")
+    messages += step(core)
+    assert kept not in runner.tables and used in runner.tables
+    messages += run(core)
+    assert [m["id"] for m in messages if m["t"] == "token"].count("used") == 6
+
+
+def test_what_a_prompt_begins_from_is_not_evicted_for_it() -> None:
+    core, runner = make_core(pages=15, share=True)
+    add(core, "begun", 12)
+    run(core)
+    [begun] = runner.cached
+    add(core, "worth more", 16, salt="2")
+    run(core)
+    add(core, "longer", 20)
+    messages = run(core)
+    assert {m["cached"] for m in messages if m["t"] == "progress"} == {12}
+    assert begun in runner.cached and len(runner.cached) == 2
+
+
 def test_exact_prefill_needs_scratch_pages_for_the_prompt_alone() -> None:
     with pytest.raises(RequestError, match=r"20 in all\), which has 8; .* larger kv_tokens"):
         add(make_core(pages=4, scratch=20)[0], "long", 19)
