@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.engine.messages import (
@@ -33,7 +33,9 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.structured_outputs import GrammarText
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
-from razor_dist.frontend.prompts import Checked
+
+if TYPE_CHECKING:  # `razor-dist serve --help` does not wait for transformers
+    from razor_dist.frontend.prompts import Checked
 
 log = logging.getLogger(__name__)
 

@@ -49,17 +49,19 @@ def visible(cache: StreamingCache, slot: StreamingSlot, position: int) -> torch.
     return bias
 
 
-def read_positions(cache: StreamingCache, slot: StreamingSlot, length: int) -> None:
-    """Read tokens one by one, whose keys are their positions: it can be seen which are there.
-
-    Values are the same, negative.
-    """
-    for position in range(length):
+def decoded(cache: StreamingCache, slot: StreamingSlot, values: torch.Tensor) -> None:
+    """Read tokens ``[0, n)`` one by one, with keys ``[n, D]`` and their negatives as values."""
+    for position, value in enumerate(values):
         start = max(cache.policy.sinks, cache.policy.start(position))
         if start > slot.start:
             cache.drop(slot, start)
-        key = torch.full((1, 1, 2), float(position))
-        cache.write(ALL, slot, cache.indices(slot, position, position + 1), key, -key)
+        at = cache.indices(slot, position, position + 1)
+        cache.write(ALL, slot, at, value.view(1, 1, -1), -value.view(1, 1, -1))
+
+
+def read_positions(cache: StreamingCache, slot: StreamingSlot, length: int) -> None:
+    """Read tokens whose keys are their positions: it can be seen which are there."""
+    decoded(cache, slot, torch.arange(float(length))[:, None].expand(-1, 2))
 
 
 @settings(max_examples=80, deadline=None)
@@ -252,16 +254,6 @@ def test_what_is_no_larger_than_what_is_free_is_allocated(
         cache.release(slot)
     assert cache.used_bytes == 0
     assert cache.allocate(99).offset == 0
-
-
-def decoded(cache: StreamingCache, slot: StreamingSlot, values: torch.Tensor) -> None:
-    """Read tokens ``[0, n)`` one by one, with keys ``[n, D]`` and their negatives as values."""
-    for position, value in enumerate(values):
-        start = max(cache.policy.sinks, cache.policy.start(position))
-        if start > slot.start:
-            cache.drop(slot, start)
-        at = cache.indices(slot, position, position + 1)
-        cache.write(ALL, slot, at, value.view(1, 1, -1), -value.view(1, 1, -1))
 
 
 def test_a_slot_that_moves_keeps_its_tail() -> None:

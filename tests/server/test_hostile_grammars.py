@@ -85,7 +85,7 @@ def test_errors_name_the_field_that_asks() -> None:
         answer = httpx.post(f"{server.url()}/v1/responses", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
         # A body that the parsing process reads.
-        long = CHAT | {"response_format": form, "user": "x" * 2**18}
+        long = CHAT | {"response_format": form, "prompt_cache_key": "x" * 2**18}
         answer = httpx.post(f"{server.url()}/v1/chat/completions", json=long, timeout=60)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
