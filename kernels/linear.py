@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
     rows = x.numel() // weight.shape[1]
     timed = _ROWS[min(bisect_left(_ROWS, rows), len(_ROWS) - 1)]
-    return fastest_way(timed, torch.get_num_threads())(x, weight, bias)
+    return fastest_way(timed)(x, weight, bias)
 
 
 def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -87,11 +87,11 @@ def by_compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def fastest_way(rows: int, threads: int) -> Way:
+def fastest_way(rows: int) -> Way:
     """Time the ways on this machine, and return the best: the first, unless one is much faster.
 
-    That is `by_compiled` for a few rows, where it can be had, and torch's own else. ``threads`` are
-    torch's present ones.
+    That is `by_compiled` for a few rows, where it can be had, and torch's own else. It stays for
+    this process, also when fewer threads compute some steps, since another way rounds otherwise.
     """
     few = rows <= FEW and operations() is not None
     ways: list[Way] = [by_compiled] if few else []
@@ -111,7 +111,7 @@ def fastest_way(rows: int, threads: int) -> Way:
 def choose_ways() -> None:
     """Time the ways for any number of rows now, and not in the first steps that have them."""
     for rows in _ROWS:
-        fastest_way(rows, torch.get_num_threads())
+        fastest_way(rows)
 
 
 def _seconds(way: Way, x: Tensor, matrices: Tensor) -> float:
@@ -159,7 +159,7 @@ class Int8Linear(nn.Linear):
         self._scales = _step(weight, 127).flatten()
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
         self._codes = (weight / self._scales[:, None]).round_().to(torch.int8)
-        slow = _onednn_is_slow(torch.get_num_threads())
+        slow = _onednn_is_slow()
         self._packed = None if slow else _packed_weights(self._codes)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _by_onednn_int8(rows: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor)
 
 
 @functools.cache
-def _onednn_is_slow(threads: int) -> bool:
+def _onednn_is_slow() -> bool:
     """Tell if 8-bit products take longer than float32's: on an EPYC 300 times as long."""
     _, outputs, inputs = _MATRICES
     codes = torch.ones(outputs, inputs, dtype=torch.int8)

@@ -94,7 +94,7 @@ def test_a_way_that_is_much_faster_is_taken(
     monkeypatch.setattr("razor_dist.kernels.linear._seconds", seconds)
     compiled = None if times[2] is None else object()
     monkeypatch.setattr("razor_dist.kernels.linear.operations", lambda: compiled)
-    found = [fastest_way.__wrapped__(rows, 1).__name__ for rows in (1, 24, 64)]
+    found = [fastest_way.__wrapped__(rows).__name__ for rows in (1, 24, 64)]
     assert found == ways
 
 
@@ -113,7 +113,7 @@ def test_the_way_of_its_rows_is_taken(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        "razor_dist.kernels.linear.fastest_way", lambda most, threads: asked.append(most) or way
+        "razor_dist.kernels.linear.fastest_way", lambda most: asked.append(most) or way
     )
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
     with torch.inference_mode(), torch.profiler.profile() as profile:

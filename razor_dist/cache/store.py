@@ -203,12 +203,18 @@ class PrefixStore:
         self._seen = 0, False
 
     def acquire(self) -> bool:
-        """Become the writer, unless another process is; remove what a dead one has left."""
+        """Become the writer, unless another process is; remove what nothing reads any more.
+
+        That is what a dead writer has left, and nodes of an older format.
+        """
         if self.lock.held:
             return True
         if not self.lock.acquire():
             return False
         remove_leftovers(self._root)
+        for path in node_folders(self.folder):
+            if _format_of(path) < FORMAT:
+                remove_node(path)
         return True
 
     def changed(self) -> bool:
@@ -224,8 +230,12 @@ class PrefixStore:
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the names of all nodes, with stamps that change when a node is written anew."""
-        with os.scandir(self.folder) as entries:
-            nodes = [entry for entry in entries if _is_node(entry.name)]
+        try:
+            with os.scandir(self.folder) as entries:
+                nodes = [entry for entry in entries if _is_node(entry.name)]
+        except OSError:
+            self._seen = 0, False  # this look has seen nothing
+            raise
         found: dict[str, Stamp] = {}
         for node in nodes:
             with contextlib.suppress(OSError):  # removed meanwhile
@@ -349,8 +359,16 @@ def check_node(path: Path) -> Manifest:
     return manifest
 
 
+def _format_of(path: Path) -> int:
+    """Return the format that a node's manifest names; the present one if it cannot be read."""
+    try:
+        return int(json.loads((path / _MANIFEST).read_bytes())["format"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return FORMAT
+
+
 def remove_node(path: Path) -> None:
-    """Remove a node; nobody finds a part of it."""
+    """Remove a node as a whole: no reader finds it without some of its parts."""
     old = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_OLD}")
     with contextlib.suppress(OSError):
         path.rename(old)

@@ -20,72 +20,81 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at how long threads waited for a core, and the share of these seconds,
-# of all threads together, from which on other programs count as busy.
+# Seconds between two looks at how long threads waited for a core.
 _LOOK = 0.5
+# Share of these seconds that one thread waited, from which on other programs count as busy.
 _BUSY = 0.1
 # Looks in a row at which they are busy before the log says so: a frontend that tokenises a long
 # prompt takes a core for less.
 _LOOKS = 4
-# Decode steps timed with each number of threads; the median counts, since three of them may be
-# those that record and compare a step.
+# Decode steps timed with each of two numbers of threads; the median counts, since three of them may
+# be those that record and compare a step.
 _TIMED_STEPS = 7
-# Fewer threads must take less than this share of the time of all threads.
+# Fewer threads must take less than this share of the time of the fastest number so far.
 _FASTER = 0.9
-# Seconds after which the numbers of threads are compared again.
-_AGAIN = 15.0
+# If two steps with fewer threads take more than this share, no smaller number is tried.
+_HOPELESS = 1.3
+# Steps after which a comparison ends that batches of other sizes begin anew again and again.
+_MOST_STEPS = 100
+# Seconds after which the numbers are compared again; doubled each time that all threads were the
+# fastest, up to the second number.
+_AGAIN, _LONGEST = 15.0, 240.0
 
 
-def seconds_waited() -> float | None:
-    """Return how long this process's threads have been ready to run without a core, in seconds.
+def seconds_waited() -> dict[str, float] | None:
+    """Return for each thread of this process how long it has been ready to run without a core.
 
     None where the kernel does not count that (`/proc/PID/task/TID/schedstat`, Linux).
     """
-    waited = 0
+    waited: dict[str, float] = {}
     try:
         for task in Path("/proc/self/task").iterdir():
             try:
-                waited += int((task / "schedstat").read_text().split()[1])
-            except ProcessLookupError:  # the thread has ended
+                waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+            except (ProcessLookupError, FileNotFoundError):  # the thread has ended
                 continue
     except (OSError, IndexError, ValueError):
         return None
-    return waited / 1e9
+    return waited or None
 
 
 class DecodeThreads:
     """Chooses the number of torch's threads for each step on a CPU.
 
-    All threads compute, unless these have waited for a core for `_BUSY` of the last `_LOOK` seconds
-    or more: then the next decode steps are timed with fewer, and the fastest number is kept for
-    `_AGAIN` seconds.
+    All threads compute, unless one of them has waited for a core for `_BUSY` of the last `_LOOK`
+    seconds or more. Then decode steps are timed with all threads and with fewer in turn, until
+    fewer are much slower, and the fastest number is kept for `_AGAIN` seconds.
 
     Parameters
     ----------
     every : int
         The number of all threads.
+    chooses : bool
+        False where fewer threads are never tried: ranks wait for each other in every step, so that
+        the time of a rank's own threads cannot be seen.
+    crowded : bool
+        True if the ranks of this host have more threads than there are cores: then they wait for
+        each other, and nothing is said of other programs.
     clock, waited, use : callable
         The time, `seconds_waited`, and what sets the number of threads; replaced in tests.
-    crowded : bool
-        True if the ranks have more threads than there are cores: then they wait for each other,
-        and nothing is said of other programs.
     """
 
     def __init__(
         self,
         every: int,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        waited: Callable[[], float | None] = seconds_waited,
-        use: Callable[[int], None] = torch.set_num_threads,
+        chooses: bool = True,
         crowded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], dict[str, float] | None] = seconds_waited,
+        use: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self._every, self._clock, self._waited, self._use = every, clock, waited, use
-        self._candidates = sorted({every, every - 1, every // 2, 1} - {0}, reverse=True)
-        self._best = every  # for decode steps
-        self._timed: dict[int, list[float]] | None = None  # of a comparison, seconds of its steps
-        self._sequences = 0  # of the steps that are compared
-        self._compare_at = -float("inf")
+        fewer = {every - 1, every * 3 // 4, every // 2, 1} - {0, every} if chooses else set()
+        self._fewer = sorted(fewer, reverse=True)
+        self._used = self._best = every  # now, and for decode steps
+        self._comparison: _Comparison | None = None
+        self._compare_at, self._again = clock(), _AGAIN
         self._looked_at, self._waited_then = clock(), waited()
         self._crowded, self._busy_looks, self._said = crowded, 0, False
 
@@ -95,47 +104,34 @@ class DecodeThreads:
 
         ``decoded`` is the number of sequences of a step that reads no prompt, and 0 for others.
         """
-        count = self._choose(decoded) if decoded else self._every
+        comparison = self._comparison if decoded else None
+        count = self._best if decoded else self._every
+        self._set(count if comparison is None else comparison.next(decoded))
         began = self._clock()
-        if count != self._every:
-            self._use(count)
-        try:
-            yield
-        finally:
-            if count != self._every:
-                self._use(self._every)  # for all else that this process computes
+        yield
         ended = self._clock()
-        if decoded and self._timed is not None:
-            self._timed[count].append(ended - began)
-            if all(len(seconds) >= _TIMED_STEPS for seconds in self._timed.values()):
-                self._decide(self._timed, ended)
+        if comparison is not None:
+            comparison.note(self._used, ended - began)
+            if comparison.over:
+                self._decide(comparison.best, ended)
         if ended - self._looked_at >= _LOOK:
             self._look(ended)
 
-    def _choose(self, decoded: int) -> int:
-        if self._timed is None:
-            return self._best
-        if decoded != self._sequences:  # their times cannot be compared
-            self._begin()
-            self._sequences = decoded
-        # In turn, as the machine may become busier meanwhile.
-        return min(self._timed, key=lambda count: len((self._timed or {})[count]))
+    def use_all(self) -> None:
+        """Return to all threads, for what else this process computes."""
+        self._set(self._every)
 
-    def _begin(self) -> None:
-        self._timed, self._sequences = {count: [] for count in self._candidates}, 0
+    def _set(self, count: int) -> None:
+        # Only where it changes: OpenMP ends threads that are no longer wanted, and starts new ones.
+        if count != self._used:
+            self._use(count)
+            self._used = count
 
-    def _decide(self, timed: dict[int, list[float]], now: float) -> None:
-        seconds = {count: statistics.median(of) for count, of in timed.items()}
-        best = min(seconds, key=lambda count: seconds[count])
-        faster = seconds[best] < _FASTER * seconds[self._every]
-        self._best = best if faster else self._every
-        self._timed, self._compare_at = None, now + _AGAIN
-        log.info(
-            "decode steps take %s ms with %s threads: %d are used",
-            ", ".join(f"{1e3 * of:.0f}" for of in seconds.values()),
-            ", ".join(map(str, seconds)),
-            self._best,
-        )
+    def _decide(self, best: int, now: float) -> None:
+        self._best, self._comparison = best, None
+        self._again = _AGAIN if best < self._every else min(2 * self._again, _LONGEST)
+        self._compare_at = now + self._again
+        log.debug("decode steps are computed by %d of %d threads", best, self._every)
 
     def _look(self, now: float) -> None:
         """Begin a comparison if threads waited for cores, or fewer threads are in use already."""
@@ -143,16 +139,51 @@ class DecodeThreads:
         self._looked_at, self._waited_then = now, waited
         if waited is None or before is None:
             return
+        longest = max(seconds - before.get(thread, 0.0) for thread, seconds in waited.items())
         fewer = self._best < self._every
-        busy = fewer or waited - before >= _BUSY * (now - since)
+        busy = fewer or longest >= _BUSY * (now - since)
         self._busy_looks = self._busy_looks + 1 if busy else 0
         if self._busy_looks >= _LOOKS and not (self._crowded or self._said):
             self._said = True
             log.warning(
-                "other programs use this machine's cores, so that requests take longer%s",
+                "threads wait for cores, which other programs or a CPU quota take: requests take "
+                "longer%s",
                 f"; tokens are computed by {self._best} of {self._every} threads, which is faster"
                 if fewer
                 else "",
             )
-        if busy and self._timed is None and now >= self._compare_at and self._every > 1:
-            self._begin()
+        if busy and self._fewer and self._comparison is None and now >= self._compare_at:
+            self._comparison = _Comparison(self._every, self._fewer)
+
+
+class _Comparison:
+    """Times decode steps with the fastest number of threads so far, ``best``, and a smaller one.
+
+    They take turns, since the machine may become busier meanwhile; then comes the next smaller
+    number. ``over`` tells if there is nothing more to compare.
+    """
+
+    def __init__(self, every: int, fewer: list[int]) -> None:
+        self.best, self.over, self._fewer = every, False, list(fewer)
+        self._decoded, self._steps = 0, 0
+        self._timed: dict[int, list[float]] = {}  # seconds of the steps with both numbers
+
+    def next(self, decoded: int) -> int:
+        """Return the number of threads for a step of so many sequences."""
+        if decoded != self._decoded or not self._timed:  # times of other batches do not compare
+            self._decoded, self._timed = decoded, {self.best: [], self._fewer[0]: []}
+        times = self._timed
+        return min(times, key=lambda count: (len(times[count]), -count))
+
+    def note(self, count: int, seconds: float) -> None:
+        """Note the time of a step with a number of threads that `next` returned."""
+        self._timed[count].append(seconds)
+        self._steps += 1
+        larger, smaller = self._timed[self.best], self._timed[self._fewer[0]]
+        hopeless = len(smaller) > 1 and min(smaller) > _HOPELESS * statistics.median(larger)
+        self.over = hopeless or self._steps >= _MOST_STEPS
+        if len(smaller) >= _TIMED_STEPS and not hopeless:
+            fewer = self._fewer.pop(0)
+            if statistics.median(smaller) < _FASTER * statistics.median(larger):
+                self.best = fewer
+            self._timed, self.over = {}, self.over or not self._fewer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence as Seq
 
@@ -92,7 +93,9 @@ class ModelRunner:
             at_once = bool(comm.all_gather(self._integers([at_once]), "control").all())
             recorder = recorder if at_once else None
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
-        self._threads = DecodeThreads(threads, crowded=comm.size * threads > usable_cores())
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        crowded = local * threads > usable_cores()
+        self._threads = DecodeThreads(threads, chooses=comm.size == 1, crowded=crowded)
         self._batched = recorder is not None or at_once
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
@@ -122,8 +125,10 @@ class ModelRunner:
             case Op.FORK:
                 self._fork(plan)
             case Op.CLOSE:
+                self._threads.use_all()
                 self._close(plan.sequence)
             case Op.KEEP:
+                self._threads.use_all()
                 self._keep(plan.sequence)
             case Op.STEP:
                 decoded = all(piece.single for piece in plan.pieces)

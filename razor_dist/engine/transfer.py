@@ -188,12 +188,14 @@ class Transfers:
         if sum(len(read.take) for read in reads) != sequence.table.tokens:
             self._complain(node, "manifest.json", BadPartError("its chunks leave tokens out"))
             yield FAILED, len(chain) - 1
+            return
         for read in reads:
             try:
                 self._load_tokens(sequence, chain[read.node], read)
             except BadPartError as error:
                 self._complain(chain[read.node], kv_part(read.rank, read.part), error)
                 yield FAILED, read.node
+                return
             left -= 1
             yield left, 0
 
