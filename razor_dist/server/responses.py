@@ -219,7 +219,8 @@ class ResponsesBody(Hints):
         form = form or TextFormat(type="text")
         if _is_long(form.model_dump()):
             name, schema = form.name and shortened(form.name, _NAME), form.json_schema and {}
-            form = TextFormat(type=form.type, name=name, schema=schema, strict=form.strict)
+            short = {"name": name, "description": None, "json_schema": schema}
+            form = form.model_copy(update=short)
         tools = [tool.model_dump() for tool in self.tools or []]
         if _is_long(tools):
             tools = [FunctionTool(type="function", name=t["name"]).model_dump() for t in tools]
