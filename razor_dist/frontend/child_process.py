@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 import psutil
 
-from razor_dist.config.errors import EngineError
+from razor_dist.config.errors import ProcessKilledError
 from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
 
 T = TypeVar("T")
 
+# What a question hears for which there is no process any more.
+CLOSED = "the process that was to work on the request is being closed"
 # Bytes that are written to the process at a time.
 _PIECE = 1 << 20
 
@@ -117,7 +119,7 @@ class ChildProcess:
 
     async def _running(self) -> Process:
         if self._ended:
-            raise EngineError("the server is ending")
+            raise ProcessKilledError(CLOSED)
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -128,7 +130,7 @@ class ChildProcess:
             )
             if self._ended:  # meanwhile
                 await self.aclose()
-                raise EngineError("the server is ending")
+                raise ProcessKilledError(CLOSED)
             await self._prepare(self._process)
         return self._process
 

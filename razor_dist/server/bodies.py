@@ -42,7 +42,7 @@ class Body(bytearray):
     def answered(self, answer: bytes) -> Response:
         """Return a response of JSON, which counts in the body's place until it is sent.
 
-        Raises `RequestError` (``bodies_full``) if there is no room for it.
+        Raises `RequestError` as `BodyReader.response` does.
         """
         self.drop()
         return self._reader.response(answer)
@@ -63,7 +63,18 @@ class BodyReader:
         self.used = 0
 
     def response(self, answer: bytes) -> Response:
-        """Return a response of JSON that counts as a body until it is sent; raises as `read`."""
+        """Return a response of JSON that counts as a body until it is sent.
+
+        Raises `RequestError` if there is no room for it now (``bodies_full``), or if there never
+        is (``answer_too_large``).
+        """
+        if len(answer) > self._room(len(answer)):
+            raise RequestError(
+                f"the answer would have {len(answer)} bytes, more than the {self._max_total} that "
+                "all requests and such answers may take (--max-total-body-mb); ask for less at "
+                "once",
+                code="answer_too_large",
+            )
         body = Body(self)
         self._make_room(body, len(answer), asyncio.get_running_loop().time())
         body.grow(answer)
@@ -127,9 +138,13 @@ class BodyReader:
             self._reading.pop(limit, None)
         return body
 
+    def _room(self, size: int) -> int:
+        """Return the bytes that all bodies may have with one that has ``size`` of them."""
+        return self._max_total + (_RESERVE if size <= _SMALL else 0)
+
     def _make_room(self, body: Body, size: int, now: float) -> None:
         """See to it that a body can grow by ``size`` bytes, or raise `RequestError`."""
-        room = self._max_total + (_RESERVE if len(body) + size <= _SMALL else 0)
+        room = self._room(len(body) + size)
         while size and self.used + size > room:
             limit, stalled = next(iter(self._reading.items()), (None, body))
             if limit is None or stalled is body or now - stalled.progress_at < PATIENCE:

@@ -25,15 +25,13 @@ _OTHER_FILES = 128
 # With fewer there would be no room for connections beside those.
 _LEAST_FILES = 256
 _SECONDS_BETWEEN_WARNINGS = 10.0
-
+# Bytes of a request line and headers: uvicorn's default. Its ``h11_max_incomplete_event_size`` is
+# without effect, since `BoundedProtocol` makes the connection itself.
+_LARGEST_HEAD = 64 * 1024
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
 )
-
-
-# Bytes of a request line and headers.
-_LARGEST_HEAD = 64 * 1024
 _HEAD_END = re.compile(rb"\n\r?\n")
 _FOLDED = re.compile(rb"\n[ \t]")
 _FRAMING = re.compile(rb"\n(content-length|transfer-encoding):", re.IGNORECASE)
@@ -44,17 +42,37 @@ class StrictConnection(h11.Connection):
 
     Such a head has both ``Content-Length`` and ``Transfer-Encoding``, or a folded line: a proxy
     before this server might end the request elsewhere, and take the rest for another client's.
+
+    A head is looked at when it is complete, so that one that comes in many small pieces costs no
+    more than one that comes at once.
     """
 
+    # The last bytes received, where a blank line may have begun; and whether one has been received
+    # that may end a head, or be a part of a body.
+    _last = b""
+    _has_blank_line = False
+
+    def receive_data(self, data: bytes) -> None:
+        super().receive_data(data)
+        recent = self._last + data
+        self._has_blank_line = self._has_blank_line or _HEAD_END.search(recent) is not None
+        self._last = recent[-2:]
+
     def next_event(self) -> Any:
-        if self.their_state is h11.IDLE:
-            head, _ = self.trailing_data
-            if end := _HEAD_END.search(head):
-                head = head[: end.start() + 1]
-            framing = {name.lower() for name in _FRAMING.findall(head)}
-            if len(framing) > 1 or _FOLDED.search(head):
-                raise h11.RemoteProtocolError("the head is ambiguous")
+        if self.their_state is h11.IDLE and self._has_blank_line:
+            received, _ = self.trailing_data
+            end = _HEAD_END.search(received)
+            if end is None:  # it was in the body of the request before
+                self._has_blank_line = False
+            else:
+                _check_head(received[: end.start() + 1])
         return super().next_event()
+
+
+def _check_head(head: bytes) -> None:
+    framing = {name.lower() for name in _FRAMING.findall(head)}
+    if len(framing) > 1 or _FOLDED.search(head):
+        raise h11.RemoteProtocolError("the head is ambiguous")
 
 
 class BoundedProtocol(H11Protocol):

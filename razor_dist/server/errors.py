@@ -17,6 +17,7 @@ _STATUS_OF_CODE = {
     "timeout": 408,
     "body_timeout": 408,
     "body_too_large": 413,
+    "answer_too_large": 413,
     "too_many_tokens": 413,
     "unsupported_media_type": 415,
     "unreadable_document": 422,

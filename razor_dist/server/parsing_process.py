@@ -35,7 +35,7 @@ from razor_dist.engine.messages import (
     unpack,
 )
 from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.child_process import ChildProcess
+from razor_dist.frontend.child_process import CLOSED, ChildProcess
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ class ParsingProcess(ChildProcess):
         waits is forgotten, and one that is being read is read to its end.
 
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
-        dies or is stuck (`_PATIENCE`); the next body then gets a new one.
+        dies, is stuck (`_PATIENCE`; the next body then gets a new one) or is closed.
         """
         answer = await self.in_turn(lambda: self._read(endpoint, raw, limits), key)
         if "error" in answer:
@@ -87,6 +87,8 @@ class ParsingProcess(ChildProcess):
                 f"the request was not read within {patience:.0f} s and is given up"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
+            if self._ended:
+                raise ProcessKilledError(CLOSED) from None
             raise ProcessKilledError(
                 "the process that reads long requests has died; send the request again"
             ) from None

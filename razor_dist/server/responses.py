@@ -29,11 +29,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Names of fields here, by those of a chat.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 NAMES["response_format"] = "text.format"
-
-
-# Characters of the instructions, of all tools and of the schema that a response repeats. A stream
-# repeats them three times.
+# Characters of the instructions, of all tools and of the text's format that a response repeats. A
+# stream repeats them three times.
 _MOST_REPEATED = 64 * 1024
+# Characters of its name that are repeated of a longer format: OpenAI's bound of names.
+_NAME = 64
 
 
 class _Item(Strict):
@@ -212,16 +212,20 @@ class ResponsesBody(Hints):
     def described(self, params: SamplingParams) -> Json:
         """Return what a response repeats of its request, whose sampling is by ``params``.
 
-        Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, and the
-        schema is empty.
+        Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, or none
+        if even these are longer, and the text's format has no description and an empty schema.
         """
         form = TextFormat(type="text") if self.text is None else self.text.format
         form = form or TextFormat(type="text")
-        if _is_long(form.json_schema):
-            form = form.model_copy(update={"json_schema": {}})
+        if _is_long(form.model_dump()):
+            name, schema = form.name and shortened(form.name, _NAME), form.json_schema and {}
+            short = {"name": name, "description": None, "json_schema": schema}
+            form = form.model_copy(update=short)
         tools = [tool.model_dump() for tool in self.tools or []]
         if _is_long(tools):
             tools = [FunctionTool(type="function", name=t["name"]).model_dump() for t in tools]
+        if _is_long(tools):
+            tools = []
         choice = self.tool_choice
         return {
             "instructions": self.instructions and shortened(self.instructions, _MOST_REPEATED),

@@ -46,11 +46,11 @@ class TokenizeBody(Strict):
             arguments = {**arguments, "add_generation_prompt": generation}
             text = encoder.chat_text(messages, **arguments)
             _check_text(encoder, text, max_model_len, "messages")
-            tokens = encoder.chat(messages, **arguments)
+            special = False  # the template has written them
         else:
-            special, text = self.add_special_tokens is not False, self.prompt or ""
+            text, special = self.prompt or "", self.add_special_tokens is not False
             _check_text(encoder, text, max_model_len, "prompt")
-            tokens = encoder.text(text, special_tokens=special)
+        tokens = encoder.text(text, special_tokens=special)
         tokenizer = encoder.tokenizer
         strings = None
         if self.return_token_strs and tokenizer is not None:
@@ -85,15 +85,20 @@ class DetokenizeBody(Strict):
 def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:
     """Refuse a text of too many tokens, without having all of them in memory.
 
-    Tokens across the border of two pieces may be counted twice, which is nothing beside the bound.
+    Only of a text of more bytes than that are tokens counted, until what follows cannot have too
+    many: no token is less than a byte of UTF-8. Tokens across the border of two pieces may be
+    counted twice, which is nothing beside the bound.
     """
     most = _MOST_CONTEXTS * max_model_len
-    # No token is less than a byte of UTF-8, which has at most four for a character.
-    if len(text) <= most // 4 or len(text.encode()) <= most:
+    if len(text) <= most // 4:  # a character has at most four bytes
         return
-    count = 0
+    count, rest = 0, len(text.encode())
     for begin in range(0, len(text), _PIECE):
-        count += len(encoder.text(text[begin : begin + _PIECE], special_tokens=False))
+        if count + rest <= most:
+            return
+        piece = text[begin : begin + _PIECE]
+        count += len(encoder.text(piece, special_tokens=False))
+        rest -= len(piece.encode())
         if count > most:
             found = f"its first {begin + _PIECE} characters alone are {count} tokens"
             raise _too_many(found, max_model_len, param)

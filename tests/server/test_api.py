@@ -19,6 +19,7 @@ import razor_dist
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import encode
+from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
@@ -28,6 +29,8 @@ from razor_dist.server.app import build_app
 from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Limits, parse_value
+from razor_dist.server.responses import ResponsesBody
+from razor_dist.server.schema import parse
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import fake_server, wait_until
@@ -131,6 +134,31 @@ def test_what_a_response_repeats_is_bounded() -> None:
     assert whole["instructions"] == long[: 2**16 - 1] + "\N{HORIZONTAL ELLIPSIS}"
     [named] = whole["tools"]
     assert (named["name"], named["description"], named["parameters"]) == ("find", None, None)
+
+
+def test_what_a_response_repeats_is_bounded_whatever_was_asked() -> None:
+    def described(**fields: Any) -> dict[str, Any]:
+        body = parse(ResponsesBody, {"model": "smollm2", "input": "Hi"} | fields)
+        told = body.described(SamplingParams())
+        assert len(json.dumps(told)) < 4 * 2**16
+        return told
+
+    def tools(count: int, **fields: Any) -> list[dict[str, Any]]:
+        names = [f"{index:064}" for index in range(count)]
+        return [{"type": "function", "name": name} | fields for name in names]
+
+    few = described(tools=tools(128, description="word " * 1000))["tools"]
+    assert [tool["name"] for tool in few] == [tool["name"] for tool in tools(128)]
+    long = "word " * 100_000
+    schema = {"type": "json_schema", "name": long, "description": long, "schema": {"a": long}}
+    told = described(tools=tools(100_000), instructions=long, text={"format": schema})
+    assert told["tools"] == [] and len(told["instructions"]) == 2**16
+    form = told["text"]["format"]
+    assert form == {
+        "type": "json_schema",
+        "name": f"{long[:63]}\N{HORIZONTAL ELLIPSIS}",
+        "schema": {},
+    }
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import select
 import socket
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import Mock
 
+import h11
 import httpx
 import pytest
 import uvicorn
@@ -22,12 +24,15 @@ from uvicorn.server import ServerState
 
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.server import bodies
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.server import bodies, tokenize
 from razor_dist.server import connections as connections_module
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.connections import bounded_protocol
+from razor_dist.server.errors import Failure
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server, health, wait_until
+from tests.tokenizer import smollm2_tokenizer
 
 JSON = {"Content-Type": "application/json"}
 TEXT = {"model": "smollm2", "prompt": "Hello"}
@@ -125,6 +130,52 @@ def test_heads_that_others_may_read_differently_are_refused(
     # The plain one is answered, and the connection ends with the other one's refusal.
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.count(b"HTTP/1.1 400") == 1 and answer.count(b"HTTP/1.1") == 2
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_head_in_small_packets_costs_no_more_than_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    looked_at = 0
+
+    def counting(pattern: re.Pattern[bytes], method: str) -> Any:
+        def look(data: bytes) -> Any:
+            nonlocal looked_at
+            looked_at += len(data)
+            return getattr(pattern, method)(data)
+
+        return Mock(**{f"{method}.side_effect": look})
+
+    class Counting(connections_module.StrictConnection):
+        @property
+        def trailing_data(self) -> tuple[bytes, bool]:
+            nonlocal looked_at
+            looked_at += len(super().trailing_data[0])
+            return super().trailing_data
+
+    for name, method in (("_HEAD_END", "search"), ("_FOLDED", "search"), ("_FRAMING", "findall")):
+        pattern = getattr(connections_module, name)
+        monkeypatch.setattr(connections_module, name, counting(pattern, method))
+    connection = Counting(h11.SERVER, 1 << 16)
+    head = HEAD + b"X-Long: " + b"a" * 10_000
+    for end in (b"\r\n\r\n", b"\r\n\r\n", b"\r\n folded\r\n\r\n"):
+        sent = head + end
+        for begin in range(0, len(sent) - 1, size):
+            connection.receive_data(sent[begin : min(begin + size, len(sent) - 1)])
+            assert connection.next_event() is h11.NEED_DATA
+        connection.receive_data(sent[-1:])
+        if b"folded" in end:
+            with pytest.raises(h11.RemoteProtocolError, match="ambiguous"):
+                connection.next_event()
+        else:
+            assert isinstance(connection.next_event(), h11.Request)
+            assert isinstance(connection.next_event(), h11.EndOfMessage)
+            connection.send(h11.Response(status_code=200, headers=[("Content-Length", "0")]))
+            connection.send(h11.EndOfMessage())
+            connection.start_next_cycle()
+        # Each byte with the two before it, and the whole head once by each of four.
+        assert looked_at <= 8 * len(sent)
+        looked_at = 0
 
 
 def test_a_body_may_look_like_an_ambiguous_head(tight: ServerProcess) -> None:
@@ -333,18 +384,58 @@ def test_tokens_to_count_or_to_read_are_bounded(tight: ServerProcess) -> None:
     assert int(back.headers["content-length"]) == len(back.content)
 
 
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_text_is_rendered_and_tokenised_once(field: str) -> None:
+    class Counting(PromptEncoder):
+        rendered = tokenised = 0
+
+        def chat_text(self, *given: Any, **template: Any) -> str:
+            self.rendered += 1
+            return super().chat_text(*given, **template)
+
+        def chat(self, *given: Any, **template: Any) -> list[int]:
+            self.rendered += 1
+            return super().chat(*given, **template)
+
+        def text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+            self.tokenised += len(text)
+            return super().text(text, special_tokens=special_tokens)
+
+    encoder = Counting(smollm2_tokenizer())
+    content = "wonderful " * 1000
+    messages = [{"role": "user", "content": content}]
+    given = {"prompt": content, "messages": messages}[field]
+    body = tokenize.TokenizeBody.model_validate({field: given})
+    plain = PromptEncoder(smollm2_tokenizer())
+    chat = field == "messages"
+    text = plain.chat_text(messages) if chat else content
+    assert body.answer(encoder, 10_000)["tokens"] == (
+        plain.chat(messages) if chat else plain.text(content)
+    )
+    assert (encoder.rendered, encoder.tokenised) == (int(chat), len(text))
+    # Of a text that may have too many tokens, no more is counted than is needed to know.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize, "_PIECE", 100)
+        encoder.tokenised = 0
+        body.answer(encoder, len(text) // 5)
+    assert len(text) < encoder.tokenised < 1.5 * len(text)
+
+
 def test_an_answer_takes_the_room_of_a_body_until_it_is_sent() -> None:
     async def main() -> None:
         reader = BodyReader(ServerConfig(max_body_mb=1, max_total_body_mb=2))
         size = 9 * 2**20  # with the reserve of small bodies it would fit
         with pytest.raises(RequestError) as full:
             reader.response(b"x" * size)
-        assert full.value.code == "bodies_full"
+        # Larger than all of the room: to try again would be in vain.
+        assert full.value.code == "answer_too_large" and Failure.of(full.value).status == 413
+        assert f"{size} bytes" in str(full.value) and "--max-total-body-mb" in str(full.value)
         first = reader.response(b"x" * 2**20)
         second = reader.response(b"y" * 2**20)
         assert reader.used == 2**21
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestError) as full:
             reader.response(b"z" * 2**19)
+        assert full.value.code == "bodies_full" and Failure.of(full.value).status == 429
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:

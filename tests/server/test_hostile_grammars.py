@@ -152,7 +152,7 @@ def test_what_was_compiled_is_known_and_the_process_is_replaced(
         await grammars.aclose()
         with pytest.raises((RequestError, EngineError)):
             await waiting
-        with pytest.raises(EngineError, match="the server is ending"):
+        with pytest.raises(EngineError, match="is being closed"):
             await grammars.compile(good("g"))
 
     asyncio.run(main())

@@ -23,6 +23,7 @@ import pytest
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.messages import HEADER_SIZE, decode
+from razor_dist.frontend.child_process import CLOSED
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
@@ -30,6 +31,7 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server import service as service_module
 from razor_dist.server.app import build_app
+from razor_dist.server.errors import Failure
 from razor_dist.server.main import Frontend, bind
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
@@ -169,11 +171,15 @@ def test_another_process_reads_bodies_as_this_one_does(
         ]
         while process._asking is None or process._asking.done():
             await asyncio.sleep(0)
+        begun = process._asking
         tasks[0].cancel()
         await process.aclose()
+        with pytest.raises(ProcessKilledError, match=CLOSED):  # of the one that was being read
+            await begun
         gone, *refused = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(gone, asyncio.CancelledError)
-        assert [str(error) for error in refused] == ["the server is ending"] * 2
+        assert [str(error) for error in refused] == [CLOSED] * 2
+        assert all(Failure.of(e).status == 503 for e in refused if isinstance(e, Exception))
         assert process._process is None
         gc.collect()
         assert not caplog.records
