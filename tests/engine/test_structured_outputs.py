@@ -28,6 +28,7 @@ from razor_dist.engine.structured_outputs import (
     GrammarCompiler,
     StructuredOutputsParams,
     load_vocabulary,
+    serialized,
     vocabulary_of,
 )
 from tests.engine.test_core import make_core, run, tokens
@@ -237,7 +238,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}
 
 @cache
 def vocabulary() -> LLTokenizer:
-    return load_vocabulary(vocabulary_of(smollm2_tokenizer(), 49152, [2]))
+    return load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2]))
 
 
 @pytest.mark.parametrize(
