@@ -229,13 +229,10 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True)
-class GrammarText(StructuredOutputsParams):
+class GrammarText:
     """A constraint as llguidance's own text, which the frontend's child process has compiled."""
 
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        """There is nothing of the other fields to check."""
+    text: str
 
     def check(self) -> None:
         """Raise `RequestError` if no frontend can have compiled it."""
@@ -301,7 +298,7 @@ class GrammarCompiler:
         """Begin to load the vocabulary, if structured outputs can be had at all."""
         self._submit(self._vocabulary)
 
-    def compile(self, params: StructuredOutputsParams) -> Future[Grammar]:
+    def compile(self, params: StructuredOutputsParams | GrammarText) -> Future[Grammar]:
         """Return a future grammar, to be copied; its exception is a `RequestError`."""
 
         def compiled() -> Grammar:

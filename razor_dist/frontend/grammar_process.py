@@ -3,8 +3,9 @@
 llguidance is native code that a few bytes can make crash, or take minutes and gigabytes. So it
 never runs in the frontend, and rank 0 compiles only what this process has compiled before.
 
-``python -m razor_dist.frontend.grammar_process BYTES`` reads frames (`razor_dist.engine.messages`) from
-its standard input: first the model's vocabulary, then constraints, and answers each with a frame.
+``python -m razor_dist.frontend.grammar_process BYTES`` reads frames (`razor_dist.engine.messages`)
+from its standard input: first the model's vocabulary, then constraints, of which each may take as
+many bytes, and answers each with a frame.
 """
 
 from __future__ import annotations
@@ -262,6 +263,7 @@ def _limit_memory(memory: int) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the other signals that end a process
     # What native code may print must not get between the frames.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
