@@ -9,7 +9,9 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,16 @@ import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
 from razor_dist.engine.messages import as_tokens
+from razor_dist.frontend import grammar_process
 from razor_dist.frontend.client import RequestStream
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
+from razor_dist.llm.loop_thread import LoopThread
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
 from tests import fake_engine
-from tests.hostile_grammars import CRASHES
+from tests.hostile_grammars import CRASHES, doubling_terminals
+from tests.server.process import wait_until
 from tests.tokenizer import smollm2_tokenizer
 
 EOS = fake_engine.EOS
@@ -462,3 +467,66 @@ def test_a_constraint_that_crashes_what_compiles_it_is_an_error_of_its_request(l
         with pytest.raises(RequestError, match="crashed"):
             list(llm.stream([5, 6, 7], crash))
         assert llm.generate([5, 6, 7], good)[0].finished
+
+
+# Longer than anybody waits here.
+SLOW = [
+    SamplingParams(structured_outputs={"grammar": f"{doubling_terminals(15)}// {n}\n"})
+    for n in range(2)
+]
+GOOD = SamplingParams(structured_outputs={"choice": ["a"]})
+
+
+def _one_waits(llm: LLM) -> bool:
+    grammars = llm._engine.client.grammars
+    return grammars is not None and bool(grammars._turn._waiting)
+
+
+def test_closing_fails_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
+    llm = FakeLLM()
+    llm.generate([[5]], GOOD)  # starts the process
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(llm.generate, [[5]], params) for params in SLOW]
+        assert wait_until(lambda: _one_waits(llm), 60)
+        llm.close()
+        for future in asked:
+            with pytest.raises(EngineError, match="the LLM was closed"):
+                future.result(60)
+
+
+def test_closing_fails_what_is_being_compiled_for_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
+
+    async def main() -> None:
+        engine = FakeAsyncLLM()
+
+        async def answer(params: SamplingParams) -> None:
+            async for _ in engine.generate([5], params):
+                pass
+
+        await answer(GOOD)
+        tasks = [asyncio.create_task(answer(params)) for params in SLOW]
+        while not _one_waits(engine.llm):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.close)
+        for task in tasks:
+            with pytest.raises(EngineError, match="the LLM was closed"):
+                await asyncio.wait_for(task, 60)
+
+    asyncio.run(main())
+
+
+def test_nobody_waits_for_a_loop_that_has_ended() -> None:
+    loop, begun = LoopThread(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(loop.run, endless())
+        assert begun.wait(60)
+        loop.finish(asyncio.sleep(0))
+        with pytest.raises(EngineError, match="the LLM was closed"):
+            waiting.result(60)

@@ -38,8 +38,8 @@ _KINDS = {
 KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
 _NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"], "docx": ["docx"]}
 BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Signals that come from outside: by the operating system when memory is short, or by a person.
-_KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+# Exit codes by signals from outside: of the operating system when memory is short, or a person.
+KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # Environment variables of a reader's process: it reads files of strangers, so no keys are there.
 _KEPT = re.compile("PATH|HOME|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|PYTHON.*")
 # A reader's exit code when standard output is what is wrong with the document.
@@ -164,7 +164,7 @@ def reader_output(code: int, output: bytes, limits: ReadLimits) -> tuple[bytes, 
         raise DocumentError(f"takes more than {seconds} s of the processor to read; split it")
     if code == _REFUSED:
         raise DocumentError(output.decode())
-    if code in _KILLED:
+    if code in KILLED:
         name = signal.Signals(-code).name
         raise ReaderKilledError(f"was not read, since its reader was ended by {name}; try again")
     if code:

@@ -86,7 +86,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | GrammarText | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _tuple("stop", stop, str, "strings"))
         ids = _tuple("stop_token_ids", self.stop_token_ids, int, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
-        if self.structured_outputs is not None:
+        if not isinstance(self.structured_outputs, GrammarText | None):
             structured = StructuredOutputsParams.of(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", structured)
         self._check_types()

@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.grammar_bounds import LONGEST, grammar_problem, schema_problem
@@ -229,13 +229,10 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True)
-class GrammarText(StructuredOutputsParams):
+class GrammarText:
     """A constraint as llguidance's own text, which the frontend's child process has compiled."""
 
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        """There is nothing of the other fields to check."""
+    text: str
 
     def check(self) -> None:
         """Raise `RequestError` if no frontend can have compiled it."""
@@ -301,7 +298,7 @@ class GrammarCompiler:
         """Begin to load the vocabulary, if structured outputs can be had at all."""
         self._submit(self._vocabulary)
 
-    def compile(self, params: StructuredOutputsParams) -> Future[Grammar]:
+    def compile(self, params: StructuredOutputsParams | GrammarText) -> Future[Grammar]:
         """Return a future grammar, to be copied; its exception is a `RequestError`."""
 
         def compiled() -> Grammar:
@@ -320,7 +317,8 @@ class GrammarCompiler:
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
-            vocabulary = vocabulary_of(self._load(), self._vocab_size, self._ends)
+            tokenizer = serialized(self._load())
+            vocabulary = vocabulary_of(tokenizer, self._vocab_size, self._ends)
             self._tokenizer = load_vocabulary(vocabulary)
         return self._tokenizer
 
@@ -336,32 +334,40 @@ def stack_size(size: int) -> Iterator[None]:
 
 
 def vocabulary_of(
-    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, ends: Sequence[int]
+    tokenizer: SerializedTokenizer, vocab_size: int, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what `load_vocabulary` takes, and a message may hold.
+    """Return what `load_vocabulary` takes, and a message may hold."""
+    end = list(ends) or tokenizer.eos_token_id
+    return {"tokenizer": tokenizer.json, "n_vocab": vocab_size, "eos_token": end}
 
-    Raises `RequestError` if llguidance cannot use the tokenizer, or there is none.
+
+class SerializedTokenizer(NamedTuple):
+    """A tokenizer as the JSON of the tokenizers library, and its end-of-sequence token."""
+
+    json: str
+    eos_token_id: int | None
+
+
+def serialized(tokenizer: PreTrainedTokenizerBase | None) -> SerializedTokenizer:
+    """Return a tokenizer as llguidance takes it.
+
+    Raises `RequestError` if there is none, or not of the tokenizers library, or it has parts in
+    Python, which have no JSON. For 49,152 tokens it takes 0.2 s with the interpreter's lock held.
     """
     if tokenizer is None:
         raise _refusal("the model has no tokenizer, which structured outputs need")
-    end = list(ends) or tokenizer.eos_token_id
-    return {"tokenizer": serialized(tokenizer), "n_vocab": vocab_size, "eos_token": end}
-
-
-@lru_cache(maxsize=4)
-def serialized(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a tokenizer as JSON; `RequestError` if it is not of the tokenizers library.
-
-    For 49,152 tokens it takes 0.2 s with the interpreter's lock held.
-    """
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise _refusal("the model's tokenizer cannot be used: it is not of the tokenizers library")
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    return str(backend.to_str())
+    try:
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return SerializedTokenizer(str(backend.to_str()), tokenizer.eos_token_id)
+    except Exception as error:  # the library raises nothing more special
+        problem = f"the model's tokenizer cannot be used: {_short(str(error))}"
+        raise _refusal(problem) from None
 
 
 def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:

@@ -22,6 +22,16 @@ T = TypeVar("T")
 CLOSED = "the process that was to work on the request is being closed"
 # Bytes that are written to the process at a time.
 _PIECE = 1 << 20
+# Seconds that a process whose pipes are closed gets to end by itself, for its exit code.
+_LAST_SECONDS = 1.0
+
+
+class ProcessDiedError(ConnectionError):
+    """The process died; ``code`` is its exit code, a signal's number with a minus."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the process ended with {code}")
+        self.code = code
 
 
 class Turns:
@@ -41,7 +51,8 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came at the same moment
+            # It came at the same moment.
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.release()
             raise
 
@@ -58,6 +69,14 @@ class Turns:
                 turn.set_result(None)
                 return
         self._locked = False
+
+    def refuse(self, error: Exception) -> None:
+        """Raise an error in all that wait."""
+        waiting, self._waiting = self._waiting, {}
+        for turns in waiting.values():
+            for turn in turns:
+                if not turn.done():
+                    turn.set_exception(error)
 
     def _push_back(self, key: Hashable) -> None:
         if key in self._waiting:
@@ -76,6 +95,7 @@ class ChildProcess:
         self._command = guarded(module, *arguments)
         self._largest = largest
         self._process: Process | None = None
+        self._killed: Process | None = None  # the last that `close` has killed
         self._turn = Turns()
         self._asking: asyncio.Task[Any] | None = None
         self._ended = False
@@ -86,7 +106,10 @@ class ChildProcess:
         Those of each ``key`` take turns with those of others. If this is cancelled, since a client
         hung up, work that waits is forgotten; what has begun goes on to its end, and the result is
         dropped: the answer must be taken from the process before the next question.
+        `ProcessKilledError` once `end` was called.
         """
+        if self._ended:
+            raise ProcessKilledError(CLOSED)
         await self._turn.acquire(key)
         self._asking = asyncio.create_task(self._work(work))
         # If nobody waits any more, nobody need hear of an error either.
@@ -106,8 +129,8 @@ class ChildProcess:
     async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
         """Write a question and return the answer; only for what `in_turn` runs.
 
-        The process is killed if it fails: `TimeoutError` after ``seconds``,
-        `asyncio.IncompleteReadError` or `ConnectionError` if it dies.
+        The process is killed if it fails: `TimeoutError` after ``seconds``, `ProcessDiedError` if
+        it dies.
         """
         try:
             process = await self._running()
@@ -128,8 +151,7 @@ class ChildProcess:
                 env=child_environment(),
                 start_new_session=True,  # a terminal's Ctrl-C is the frontend's to handle
             )
-            if self._ended:  # meanwhile
-                await self.aclose()
+            if self._ended:  # meanwhile; `ask` kills it
                 raise ProcessKilledError(CLOSED)
             await self._prepare(self._process)
         return self._process
@@ -145,28 +167,47 @@ class ChildProcess:
         return 0
 
     async def aclose(self) -> None:
-        """Kill the process and wait for its end; no question that still waits starts another."""
+        """As `end`, and wait until the process, and the work that used it, have ended."""
+        self.end()
+        while self._asking is not None and not self._asking.done():
+            await asyncio.wait({self._asking})
+        if self._killed is not None:
+            await self._killed.wait()
+
+    def end(self) -> None:
+        """Kill the process for good: what waits for it, and what comes, fails. Never waits."""
         self._ended = True
-        process = self._process
+        self._turn.refuse(ProcessKilledError(CLOSED))
         self.close()
-        if process is not None:
-            await process.wait()
 
     def close(self) -> None:
         """Kill the process, whatever it is doing. Never waits."""
-        process, self._process = self._process, None
-        if process is not None:
-            send_signal(process, signal.SIGKILL)
+        if self._process is not None:
+            self._killed, self._process = self._process, None
+            send_signal(self._killed, signal.SIGKILL)
 
 
 async def exchange(process: Process, *parts: bytes | bytearray) -> Message:
-    """Write a question to a process and read its answer."""
+    """Write a question to a process and read its answer; `ProcessDiedError` if it dies."""
     assert process.stdin is not None and process.stdout is not None
-    for part in parts:
-        # In pieces: each write copies what the pipe does not take at once.
-        view = memoryview(part)
-        for begin in range(0, len(part), _PIECE):
-            process.stdin.write(view[begin : begin + _PIECE])
-            await process.stdin.drain()
-    header = await process.stdout.readexactly(HEADER_SIZE)
-    return decode(await process.stdout.readexactly(body_length(header)))
+    try:
+        for part in parts:
+            # In pieces: each write copies what the pipe does not take at once.
+            view = memoryview(part)
+            for begin in range(0, len(part), _PIECE):
+                process.stdin.write(view[begin : begin + _PIECE])
+                await process.stdin.drain()
+        header = await process.stdout.readexactly(HEADER_SIZE)
+        return decode(await process.stdout.readexactly(body_length(header)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise ProcessDiedError(await _exit_code(process)) from None
+
+
+async def _exit_code(process: Process) -> int:
+    """Return the exit code of a process that has closed its pipes; it is killed if it stays."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_SECONDS):
+            return await process.wait()
+    send_signal(process, signal.SIGKILL)
+    await process.wait()
+    return 1  # not by a signal from outside

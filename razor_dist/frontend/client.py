@@ -181,7 +181,12 @@ class EngineClient:
         if all(prompt.params.structured_outputs is None for prompt in prompts):
             return list(prompts)
         assert self.grammars is not None
-        return await self.grammars.compiled(prompts, key)
+        try:
+            return await self.grammars.compiled(prompts, key)
+        except EngineError:
+            if self.status.state == "closed":
+                raise EngineError(self.status.reason) from None
+            raise
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is ready; `EngineError` if it failed for good or was closed."""
@@ -326,6 +331,8 @@ class EngineClient:
         self._send({"t": "shutdown"})
         self._set(Status("closed", reason))
         self._fail_requests(reason)
+        if self.grammars is not None:
+            self.grammars.end()
 
     async def close(self) -> None:
         self.shutdown()

@@ -3,26 +3,30 @@
 llguidance is native code that a few bytes can make crash, or take minutes and gigabytes. So it
 never runs in the frontend, and rank 0 compiles only what this process has compiled before.
 
-``python -m razor_dist.frontend.grammar_process`` reads frames (`razor_dist.engine.messages`) from
-its standard input: first the model's vocabulary, then constraints, and answers each with a frame.
+``python -m razor_dist.frontend.grammar_process BYTES`` reads frames (`razor_dist.engine.messages`)
+from its standard input: first the model's vocabulary, then constraints, of which each may take as
+many bytes, and answers each with a frame.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import resource
+import signal
 import sys
 import threading
 from asyncio.subprocess import Process
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
+from razor_dist.documents.read import KILLED
 from razor_dist.engine.messages import (
     HEADER_SIZE,
     Message,
@@ -35,12 +39,14 @@ from razor_dist.engine.messages import (
 from razor_dist.engine.structured_outputs import (
     FIELD,
     GrammarText,
+    SerializedTokenizer,
     StructuredOutputsParams,
     load_vocabulary,
+    serialized,
     stack_size,
     vocabulary_of,
 )
-from razor_dist.frontend.child_process import ChildProcess, exchange
+from razor_dist.frontend.child_process import CLOSED, ChildProcess, ProcessDiedError, exchange
 
 if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +60,8 @@ _SECONDS, _START_SECONDS = 3.0, 120.0
 _MEMORY, _LARGEST = 1 << 30, 1 << 29
 # Bytes of the stack on which it compiles: an eighth of that of rank 0's thread.
 _STACK = 8 << 20
-# Constraints whose results are kept.
-_KEPT = 32
+# Constraints whose results are kept, and those of one key that may wait to be compiled.
+_KEPT, _MOST_WAITING = 32, 16
 _SIMPLER = "make it simpler: fewer, shorter or less nested rules, terminals and repetitions"
 
 
@@ -65,17 +71,31 @@ class GrammarProcess(ChildProcess):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, info: Callable[[], EngineInfo]
     ) -> None:
-        super().__init__("razor_dist.frontend.grammar_process", largest=_LARGEST)
+        super().__init__("razor_dist.frontend.grammar_process", str(_MEMORY), largest=_LARGEST)
         self._tokenizer, self._info = tokenizer, info
+        # What `load` made of the tokenizer; the refusal if structured outputs cannot be had.
+        self._serialized: SerializedTokenizer | None = None
+        self._refusal: RequestError | None = None
         # By the digest of the constraint: llguidance's text, or the refusal.
         self._results: OrderedDict[bytes, Message] = OrderedDict()
+        # Digests of each key's constraints that wait, or are being compiled.
+        self._waiting: dict[Hashable, Counter[bytes]] = {}
+
+    def load(self) -> None:
+        """Serialise the tokenizer: now, since it would hold up the loop later (`serialized`)."""
+        try:
+            self._serialized = serialized(self._tokenizer)
+        except RequestError as error:
+            self._refusal = error
 
     async def compiled(self, prompts: Sequence[Checked], key: Hashable = None) -> list[Checked]:
         """Return prompts whose constraints, if there are any, are `GrammarText` and good.
 
         Requests of each ``key`` take turns with those of others.
 
-        Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory.
+        Raises `RequestError` if a constraint cannot be compiled within bounds of time and memory,
+        with code ``rate_limit_exceeded`` if `_MOST_WAITING` others of the key wait, and
+        `ProcessKilledError` if the process was killed from outside, twice.
         """
         # A request's prompts share their parameters.
         texts: dict[int, GrammarText] = {}
@@ -99,7 +119,8 @@ class GrammarProcess(ChildProcess):
             self._results.move_to_end(digest)
             result = self._results[digest]
         else:
-            result = await self.in_turn(lambda: self._compile(digest, question), key)
+            with self._place(digest, key):
+                result = await self.in_turn(lambda: self._compile(digest, question), key)
         if "error" in result:
             raise exception_of(result["error"])
         return GrammarText(**result)
@@ -107,38 +128,81 @@ class GrammarProcess(ChildProcess):
     async def _compile(self, digest: bytes, question: bytes) -> Message:
         if digest in self._results:  # since it waited
             return self._results[digest]
+        if self._serialized is None and self._refusal is None:
+            await asyncio.to_thread(self.load)
+        if self._refusal is not None:
+            return {"error": error_message("", self._refusal)}
         try:
-            result = await self.ask(_SECONDS, question)
+            result = await self._ask_twice(question)
         except TimeoutError:
-            return _failure(f"compiling it took longer than {_SECONDS:g} s; {_SIMPLER}")
-        except (asyncio.IncompleteReadError, ConnectionError):
+            result = _failure(f"compiling it took longer than {_SECONDS:g} s; {_SIMPLER}")
+        except ProcessDiedError as death:
             if self._ended:
-                raise EngineError("the server is ending") from None
-            # Not kept: something else may have killed the process.
-            return _failure(f"the process that compiled it crashed; {_SIMPLER}")
+                raise ProcessKilledError(CLOSED) from None
+            if death.code in KILLED:
+                raise ProcessKilledError(
+                    "the process that compiles structured outputs was ended by "
+                    f"{signal.Signals(-death.code).name}; send the request again"
+                ) from None
+            result = _failure(f"the process that compiled it crashed; {_SIMPLER}")
         except RequestError as error:
+            self._refusal = error  # of the vocabulary: the next process would refuse it as well
             return {"error": error_message("", error)}
         self._results[digest] = result
         if len(self._results) > _KEPT:
             self._results.popitem(last=False)
         return result
 
+    async def _ask_twice(self, question: bytes) -> Message:
+        """As `ask`, again if the process was killed from outside: perhaps while it was idle."""
+        try:
+            return await self.ask(_SECONDS, question)
+        except ProcessDiedError as death:
+            if self._ended or death.code not in KILLED:
+                raise
+        return await self.ask(_SECONDS, question)
+
     async def _prepare(self, process: Process) -> None:
         vocabulary = await asyncio.to_thread(self._encoded_vocabulary)
+        problem = "the process that compiles structured outputs did not start"
         try:
             async with asyncio.timeout(_START_SECONDS):
                 answer = await exchange(process, vocabulary)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError(
-                "the process that compiles structured outputs did not start"
-            ) from None
+        except TimeoutError:
+            raise EngineError(problem) from None
+        except ProcessDiedError as death:
+            if death.code in KILLED:
+                raise
+            raise EngineError(problem) from None
         if "error" in answer:
             raise exception_of(answer["error"])
 
     def _encoded_vocabulary(self) -> bytes:
+        assert self._serialized is not None
         info = self._info()
         ends = info.fields.get("eos_token_ids", ())
-        return encode(vocabulary_of(self._tokenizer, info.vocab_size, ends))
+        return encode(vocabulary_of(self._serialized, info.vocab_size, ends))
+
+    @contextlib.contextmanager
+    def _place(self, digest: bytes, key: Hashable) -> Iterator[None]:
+        """Count a constraint of a key that waits; `RequestError` if too many others of it do."""
+        digests = self._waiting.setdefault(key, Counter())
+        if key is not None and digest not in digests and len(digests) >= _MOST_WAITING:
+            raise RequestError(
+                f"{FIELD}: {len(digests)} other constraints of yours wait to be compiled, as many "
+                "as may; try again later",
+                param=FIELD,
+                code="rate_limit_exceeded",
+            )
+        digests[digest] += 1
+        try:
+            yield
+        finally:
+            digests[digest] -= 1
+            if not digests[digest]:
+                del digests[digest]
+            if not digests:
+                del self._waiting[key]
 
 
 def _question(structured: StructuredOutputsParams) -> bytes:
@@ -151,8 +215,8 @@ def _failure(problem: str) -> Message:
 
 
 class _Worker:
-    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
-        self._source, self._sink = source, sink
+    def __init__(self, source: BinaryIO, sink: BinaryIO, memory: int) -> None:
+        self._source, self._sink, self._memory = source, sink, memory
 
     def serve(self) -> None:
         vocabulary = self._read()
@@ -164,7 +228,7 @@ class _Worker:
             self._write({"error": error_message("", error)})
             return
         del vocabulary
-        _limit_memory()
+        _limit_memory(self._memory)
         # From now on native code may print what a client wrote.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._write({})
@@ -177,7 +241,7 @@ class _Worker:
         except RequestError as error:
             return {"error": error_message("", error)}
         except MemoryError:
-            return _failure(f"compiling it took more than {_MEMORY >> 20} MiB; {_SIMPLER}")
+            return _failure(f"compiling it took more than {self._memory >> 20} MiB; {_SIMPLER}")
         except Exception as error:  # of native code, or of llguidance's converter
             return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
 
@@ -190,20 +254,22 @@ class _Worker:
         self._sink.flush()
 
 
-def _limit_memory() -> None:
-    """Bound what is taken from now on; what is mapped already depends on the machine."""
+def _limit_memory(memory: int) -> None:
+    """Bound the bytes that are taken from now on; what is mapped already depends on the machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + _MEMORY
+    limit = pages * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the other signals that end a process
     # What native code may print must not get between the frames.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    worker = _Worker(sys.stdin.buffer, sink, int(sys.argv[1]))
     with stack_size(_STACK):
-        thread = threading.Thread(target=_Worker(sys.stdin.buffer, sink).serve)
+        thread = threading.Thread(target=worker.serve)
         thread.start()
     thread.join()
 

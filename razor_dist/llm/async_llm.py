@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from razor_dist.config.errors import EngineError
 from razor_dist.engine.messages import Message
 from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.llm.generation import Conversation, Prompt
 from razor_dist.llm.llm import LLM, closed
+from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
 
 T = TypeVar("T")
@@ -94,4 +96,11 @@ class AsyncLLM:
         async def awaited() -> T:
             return await work
 
-        return await asyncio.wrap_future(self.llm.loop.submit(awaited()))
+        future = self.llm.loop.submit(awaited())
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.llm.loop.finished and not (task and task.cancelling()):
+                raise EngineError(CLOSED) from None
+            raise

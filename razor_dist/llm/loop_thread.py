@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from razor_dist.config.errors import EngineError
@@ -20,6 +20,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.finished = False
+        # Reentrant: garbage collection may finish it in a thread that submits.
+        self._submitting = threading.RLock()
         self._loop = asyncio.new_event_loop()
         # A daemon: else the interpreter would wait for it before it runs the exit handlers.
         self._thread = threading.Thread(
@@ -28,15 +30,20 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if self.finished:
-            coroutine.close()
-            raise EngineError(CLOSED)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._submitting:
+            if not self.finished:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise EngineError(CLOSED)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            if not self.finished:
+                raise
+            raise EngineError(CLOSED) from None
         except BaseException:
             future.cancel()
             raise
@@ -55,14 +62,22 @@ class LoopThread:
             self.run(coroutine)
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run what ends everything, cancel what is left, and end the thread."""
+
         async def last() -> None:
             try:
                 await coroutine
             finally:
+                # They would never go on, and their callers wait for them for ever.
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
                 self._loop.call_soon(self._loop.stop)
 
-        self.finished = True
-        future = asyncio.run_coroutine_threadsafe(last(), self._loop)
+        with self._submitting:  # what was submitted before is a task by then
+            self.finished = True
+            future = asyncio.run_coroutine_threadsafe(last(), self._loop)
         # Garbage collection may end an LLM in this very thread, which cannot wait for itself.
         if threading.current_thread() is not self._thread:
             future.result()

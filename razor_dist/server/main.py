@@ -27,11 +27,10 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import uvicorn
 
-from razor_dist.config.errors import ConfigError, EngineError, RazorError, RequestError
+from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
 from razor_dist.engine.sampling_params import sampling_defaults
-from razor_dist.engine.structured_outputs import vocabulary_of
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
@@ -191,14 +190,14 @@ class Frontend:
             await self.start()
         tokenizer = await in_daemon_thread(load_tokenizer, folder, trust_remote_code=trust)
         # Now, since it would hold up the loop when the first request needs it.
-        with contextlib.suppress(RequestError):
-            await in_daemon_thread(vocabulary_of, tokenizer, 0, ())
+        grammars = GrammarProcess(tokenizer, self.client.require_ready)
+        await in_daemon_thread(grammars.load)
         # What has been loaded stays: a full collection would look at all of it again, for a
         # quarter of a second in which nobody is answered.
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)
-        self.client.grammars = GrammarProcess(tokenizer, self.client.require_ready)
+        self.client.grammars = grammars
         self._service.reader = RequestReader(PromptEncoder(tokenizer), process, defaults)
         await self.client.ready()
 

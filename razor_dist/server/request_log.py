@@ -31,8 +31,14 @@ class RequestRecord:
 
     request_id: str
     key: str | None = None  # `KeyHolder.id`
+    address: str | None = None  # the client's; it is not logged
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+    @property
+    def turn(self) -> str | None:
+        """With whom requests take turns: the key, or the client's address without keys."""
+        return self.key or self.address
 
 
 _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
@@ -60,6 +66,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         record = RequestRecord(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        record.address = (scope.get("client") or [None])[0]
         begun, status, complete = time.perf_counter(), 0, False
 
         async def noting(message: Message) -> None:

@@ -188,14 +188,14 @@ class Service:
             room = config.max_queue - self.client.unfinished + 1  # in its own place, too
             limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
-                key = current_record().key
+                key = current_record().turn
                 return await reader.process.parse_request(endpoint, raw, limits, key)
             return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
 
     async def _compiled(self, parsed: ParsedRequest) -> list[Checked]:
         """Compile what the answers must match; the request counts for ``max_queue`` meanwhile."""
         with self.client.reading(), naming(parsed.constrained_by):
-            return await self.client.compiled(parsed.prompts, current_record().key)
+            return await self.client.compiled(parsed.prompts, current_record().turn)
 
     def _salt(self, given: str | None) -> str | None:
         """The salt of a request's cached prefixes: timing must not tell what others have read."""

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLTokenizer
+from tokenizers.pre_tokenizers import PreTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
@@ -26,10 +28,14 @@ from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.structured_outputs import (
     Grammar,
     GrammarCompiler,
+    GrammarText,
     StructuredOutputsParams,
     load_vocabulary,
+    serialized,
     vocabulary_of,
 )
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
 from tests.tokenizer import smollm2_tokenizer, write_letters
@@ -237,7 +243,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}
 
 @cache
 def vocabulary() -> LLTokenizer:
-    return load_vocabulary(vocabulary_of(smollm2_tokenizer(), 49152, [2]))
+    return load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2]))
 
 
 @pytest.mark.parametrize(
@@ -269,10 +275,19 @@ def vocabulary() -> LLTokenizer:
 def test_what_cannot_be_matched_is_refused(value: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         params = SamplingParams(structured_outputs=value)
-        assert params.structured_outputs is not None
+        assert isinstance(params.structured_outputs, StructuredOutputsParams)
         params.structured_outputs.check()
         params.structured_outputs.compiled(vocabulary())
     assert refused.value.param == "structured_outputs"
+
+
+def test_a_tokenizer_with_parts_in_python_is_refused() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
+    with pytest.raises(RequestError, match="tokenizer cannot be used: Custom PreTokenizer") as no:
+        GrammarCompiler(lambda: tokenizer, 49152, [2]).compile(GrammarText("start: /a/")).result()
+    assert no.value.param == "structured_outputs"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from razor_dist.config.errors import EngineError, RequestError
+from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.engine import grammar_bounds
 from razor_dist.engine.grammar_bounds import grammar_problem, schema_problem
+from razor_dist.engine.messages import Message
 from razor_dist.engine.structured_outputs import GrammarText, StructuredOutputsParams
 from razor_dist.frontend import grammar_process
 from razor_dist.frontend.child_process import Turns
 from razor_dist.frontend.client import EngineInfo
 from razor_dist.frontend.grammar_process import GrammarProcess
+from razor_dist.models.registry import resolve_model
+from razor_dist.server.errors import Failure
 from razor_dist.server.request_parsing import parse_json
 from tests import fake_engine, hostile_grammars
 from tests.server.process import ServerProcess, fake_server
@@ -158,7 +163,7 @@ def test_what_was_compiled_is_known_and_the_process_is_replaced(
     asyncio.run(main())
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded() -> None:
     """The child may take so much more than it has after it has loaded the vocabulary."""
 
     async def main() -> None:
@@ -172,6 +177,195 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await grammars.aclose()
 
     asyncio.run(main())
+
+
+def test_what_takes_more_memory_is_refused_and_the_next_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_process, "_MEMORY", 24 << 20)
+    monkeypatch.setattr(grammar_process, "_SECONDS", 60.0)
+
+    async def main() -> None:
+        grammars = process()
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"crashed|more than 24 MiB") as refused:
+                await grammars.compile(slow(0))
+            assert refused.value.param == "structured_outputs"
+            await grammars.compile(good("a"))
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+class Killed(GrammarProcess):
+    """One whose first ``times`` questions find a process that a signal has just ended."""
+
+    number, times = signal.SIGKILL, 0
+
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
+        if self.times:
+            self.times -= 1
+            (await self._running()).send_signal(self.number)
+        return await super().ask(seconds, *parts)
+
+
+def killed() -> Killed:
+    info = EngineInfo(512, fake_engine.VOCAB_SIZE, {"eos_token_ids": [2]})
+    return Killed(smollm2_tokenizer(), lambda: info)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_process_that_is_killed_from_outside_does_not_blame_the_constraint(
+    number: signal.Signals,
+) -> None:
+    async def main() -> None:
+        grammars = killed()
+        grammars.number, grammars.times = number, 1
+        await grammars.compile(good("a"))
+        grammars.times = 2
+        with pytest.raises(ProcessKilledError, match=f"ended by {number.name}") as refused:
+            await grammars.compile(good("b"))
+        assert Failure.of(refused.value).status == 503
+        await grammars.compile(good("b"))
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+def test_a_process_that_crashes_blames_the_constraint(number: signal.Signals) -> None:
+    async def main() -> None:
+        grammars = killed()
+        grammars.number, grammars.times = number, 1
+        with pytest.raises(RequestError, match="crashed; make it simpler"):
+            await grammars.compile(good("a"))
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_time_out_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "_SECONDS", 0.2)
+
+    async def main() -> None:
+        grammars = process()
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"took longer than 0.2 s"):
+                await grammars.compile(slow(0))
+            asked, grammars._asking = grammars._asking, None
+        assert asked is None  # the second time
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_vocabulary_that_cannot_be_used_starts_one_process_at_most() -> None:
+    async def main() -> None:
+        info = EngineInfo(512, 5, {"eos_token_ids": [2]})  # fewer than the tokenizer has
+        for grammars in (GrammarProcess(None, lambda: info), killed()):
+            grammars._info = lambda: info
+            for _ in range(2):
+                with pytest.raises(RequestError, match="tokenizer"):
+                    await grammars.compile(good("a"))
+                assert grammars._process is None
+            started = grammars._killed
+            with pytest.raises(RequestError, match="tokenizer"):
+                await grammars.compile(good("b"))
+            assert grammars._killed is started
+            await grammars.aclose()
+
+    asyncio.run(main())
+
+
+def test_few_constraints_of_a_key_may_wait() -> None:
+    async def main() -> None:
+        grammars = process()
+        await grammars._turn.acquire("before")
+        most = grammar_process._MOST_WAITING
+        asked = [asyncio.create_task(grammars.compile(good(f"{n}"), "a")) for n in range(most)]
+        while len(grammars._waiting.get("a", ())) < most:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match=f"{most} other constraints") as refused:
+            await grammars.compile(good("x"), "a")
+        assert Failure.of(refused.value).response(2).headers["Retry-After"] == "2"
+        assert Failure.of(refused.value).status == 429
+        # The same as one that waits, another key's, and those of a batch.
+        others = [("0", "a"), ("x", "b"), *((f"{n}", None) for n in range(most + 1))]
+        asked += [asyncio.create_task(grammars.compile(good(name), key)) for name, key in others]
+        while len(grammars._waiting.get(None, ())) <= most:
+            await asyncio.sleep(0)
+        grammars._turn.release()
+        await asyncio.gather(*asked)
+        assert not grammars._waiting
+        await grammars.aclose()
+
+    asyncio.run(main())
+
+
+def test_addresses_take_turns_where_there_are_no_keys() -> None:
+    async def main(url: str) -> None:
+        async def ask(local: str, structured: dict[str, Any]) -> httpx.Response:
+            transport = httpx.AsyncHTTPTransport(local_address=local)
+            async with httpx.AsyncClient(transport=transport, timeout=120) as client:
+                body = CHAT | {"structured_outputs": structured}
+                return await client.post(f"{url}/v1/chat/completions", json=body)
+
+        most = grammar_process._MOST_WAITING
+        grammars = [{"grammar": slow(n).grammar} for n in range(most + 2)]
+        flood = [asyncio.create_task(ask("127.0.0.1", grammar)) for grammar in grammars]
+        refused: list[httpx.Response] = []
+        while not refused:
+            await asyncio.sleep(0.01)
+            ended = [task.result() for task in flood if task.done()]
+            refused = [answer for answer in ended if answer.status_code == 429]
+        assert refused[0].headers["Retry-After"] == "1"
+        assert (await ask("127.0.0.2", {"regex": "a"})).status_code == 200
+        assert sum(not task.done() for task in flood) > most // 2
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    with fake_server() as server:
+        asyncio.run(main(server.url()))
+
+
+_OWN_TOKENIZER = """
+from tokenizers.pre_tokenizers import PreTokenizer
+from transformers import PreTrainedTokenizerFast
+
+class Whole:
+    def pre_tokenize(self, text):
+        pass
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
+"""
+
+
+def test_a_tokenizer_with_parts_in_python_is_refused_structured_outputs_alone(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    shutil.copy(resolve_model("smollm2") / "tokenizer.json", tmp_path)
+    (tmp_path / "own.py").write_text(_OWN_TOKENIZER)
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "OwnTokenizer",'
+        ' "auto_map": {"AutoTokenizer": [null, "own.OwnTokenizer"]}}'
+    )
+    with fake_server("--model", str(tmp_path), "--trust-remote-code") as server:
+        name = httpx.get(f"{server.url()}/v1/models").json()["data"][0]["id"]
+        body = {"model": name, "prompt": [5, 6], "max_tokens": 3}
+        url = f"{server.url()}/v1/completions"
+        assert httpx.post(url, json=body, timeout=60).status_code == 200
+        for _ in range(2):
+            answer = httpx.post(
+                url, json=body | {"structured_outputs": {"choice": ["a"]}}, timeout=60
+            )
+            assert answer.status_code == 400
+            assert "the model's tokenizer cannot be used: Custom" in answer.text
 
 
 def test_a_key_that_floods_delays_another_by_one_constraint(

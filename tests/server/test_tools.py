@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.structured_outputs import load_vocabulary, vocabulary_of
+from razor_dist.engine.structured_outputs import load_vocabulary, serialized, vocabulary_of
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
@@ -247,7 +247,7 @@ def test_each_tools_references_begin_at_its_own_schema() -> None:
 
     structured = forced({"a": tool("here"), "b": tool("there")}, "required")
     structured.check()
-    structured.compiled(load_vocabulary(vocabulary_of(smollm2_tokenizer(), 49152, [2])))
+    structured.compiled(load_vocabulary(vocabulary_of(serialized(smollm2_tokenizer()), 49152, [2])))
     call = {"name": "a", "parameters": {"inner": {"place": "here"}}}
     jsonschema.validate([call], structured.json)
     call["parameters"] = {"inner": {"place": "there"}}
