@@ -285,7 +285,7 @@ def test_a_tokenizer_with_parts_in_python_is_refused() -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
-    with pytest.raises(RequestError, match="cannot be used: .*Custom PreTokenizer") as no:
+    with pytest.raises(RequestError, match=r"cannot be used: .*Custom PreTokenizer") as no:
         GrammarCompiler(lambda: tokenizer, 49152, [2]).compile(GrammarText("start: /a/")).result()
     assert no.value.param == "structured_outputs"
 
