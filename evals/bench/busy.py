@@ -1,4 +1,4 @@
-"""How much slower engines become beside processes that compute without end.
+"""Factors by which engines slow down beside processes that compute without end.
 
 transformers' own ``generate`` runs with OpenMP's defaults, as its users have it; ours as ranks of
 an `LLM`, with its defaults. Each engine is loaded in a process of its own, warmed up, and timed
@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from razor_dist.config.cores import usable_cores
+from razor_dist.config.errors import ConfigError
 from razor_dist.evals.bench.engine import STOCK, rank_name, stock_engine, timed_generate
 from razor_dist.evals.bench.measure import BenchRecord, Generate, Table, random_tokens
 from razor_dist.evals.bench.process import call
@@ -49,7 +50,7 @@ def run(settings: BusyBenchSettings) -> BenchRecord:
         log.info("%s ...", name)
         rows = call(__name__, "measure", settings.values(), size, env=plain)
         if "failed" in rows:
-            raise RuntimeError(f"{name}: {rows['failed']}")
+            raise ConfigError(f"{name}: {rows['failed']}")
         found[name] = rows
     table = [["", "tokens", "busy", "prefill, s", "factor", "decode, ms/token", "factor", "CPU s"]]
     ratios: dict[str, float] = {}

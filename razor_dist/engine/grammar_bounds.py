@@ -1,4 +1,4 @@
-"""What of a grammar or a schema is refused before anything compiles it, in linear time.
+"""Bounds of grammars and schemas that are checked before compiling them, in linear time.
 
 llguidance recurses along rules and references that lead to each other and overflows a thread's
 stack at some 2,000 of them.
