@@ -133,7 +133,25 @@ class Machine:
 
 
 def test_on_a_quiet_machine_all_threads_compute() -> None:
-    assert set(Machine().run(2000)) == {2}
+    machine = Machine()
+    assert set(machine.run(2000)) == {2}
+    assert machine.threads.slowdown == 1.0
+
+
+@pytest.mark.parametrize(
+    ("waits", "crowded", "slowdown"), [(0.25, False, 4 / 3), (1.0, False, 8), (0.25, True, 1)]
+)
+def test_waiting_for_cores_is_told_as_a_slowdown(
+    waits: float, crowded: bool, slowdown: float
+) -> None:
+    machine = Machine(crowded=crowded)
+    machine.busy({2: 0.10, 1: 1.0})
+    machine.waits = waits
+    machine.run(20, decoded=0)
+    assert machine.threads.slowdown == pytest.approx(slowdown)
+    machine.quiet()
+    machine.run(40, decoded=0)  # two looks
+    assert machine.threads.slowdown == 1.0
 
 
 def test_beside_others_the_fastest_number_of_threads_computes(

@@ -260,6 +260,7 @@ class EngineCore:
         logits = self._run(plan)
         self.runner.synchronize()
         seconds = self._clock() - began
+        self.scheduler.turns.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
         self._run_all(self.scheduler.copies([request for request, _ in step]))
         reads = any(read for _, read in step)

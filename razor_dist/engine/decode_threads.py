@@ -27,6 +27,9 @@ _BUSY = 0.1
 # Looks in a row at which they are busy before the log says so: a frontend that tokenises a long
 # prompt takes a core for less.
 _LOOKS = 4
+# Largest slowdown that is reported. It bounds how long a request may wait for the end of a chunk
+# that was started while nothing else was there.
+_MAX_SLOWDOWN = 8.0
 # Decode steps timed with each of two numbers of threads; the median counts, since three of them may
 # be those that record and compare a step.
 _TIMED_STEPS = 7
@@ -97,6 +100,9 @@ class DecodeThreads:
         self._compare_at, self._again = clock(), _AGAIN
         self._looked_at, self._waited_then = clock(), waited()
         self._crowded, self._busy_looks, self._said = crowded, 0, False
+        #: Estimated time of a step over its time on a quiet machine, 1 to `_MAX_SLOWDOWN`: the
+        #: time between the last two looks, over the part in which no thread waited for a core.
+        self.slowdown = 1.0
 
     @contextmanager
     def step(self, decoded: int) -> Iterator[None]:
@@ -140,6 +146,9 @@ class DecodeThreads:
         if waited is None or before is None:
             return
         longest = max(seconds - before.get(thread, 0.0) for thread, seconds in waited.items())
+        if not self._crowded:
+            running = max(now - since - longest, (now - since) / _MAX_SLOWDOWN)
+            self.slowdown = max(1.0, (now - since) / running)
         fewer = self._best < self._every
         busy = fewer or longest >= _BUSY * (now - since)
         self._busy_looks = self._busy_looks + 1 if busy else 0

@@ -111,6 +111,11 @@ class ModelRunner:
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
 
+    @property
+    def slowdown(self) -> float:
+        """Factor by which other programs on this host slow down this rank's steps; 1: not at all."""
+        return self._threads.slowdown
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.

@@ -57,6 +57,10 @@ class Turns:
         # How often the work of a short prompt is done, among all ranks.
         self.repeats = 1 if shared else world_size
         self._max_step, self.by_priority = max_step, by_priority
+        # Factor by which other programs slow down steps now. Cutting a prompt that nothing waits
+        # for into more chunks because of it would slow it down once more: each of the some 400
+        # parallel regions of a step waits for the thread that has no core.
+        self.slowdown = 1.0
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
         # Seconds of chunks since somebody else was served, and between those that were.
@@ -152,6 +156,7 @@ class Turns:
         if beside:
             self._somebody_came()
         else:
+            longer *= self.slowdown
             base = self.cost.seconds(0, prompt.prefilled_to)
             between = max(self._alone, self._between)
             step = max(longer, base / _MOST_IDLE, min(base / _IDLE, _ALONE * between))

@@ -40,6 +40,8 @@ WIDEST = Arena.of(POLICY, torch.float32, MAX_LEN, 1, TAIL).places
 class PagesOnly:
     """Executes step plans for all ranks at once, as far as pages and slots go."""
 
+    slowdown = 1.0
+
     def __init__(
         self,
         ranks: int,

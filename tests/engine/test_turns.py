@@ -218,6 +218,16 @@ def test_long_prompts_are_not_cut_for_each_other() -> None:
     assert answered == pytest.approx(100, abs=1)
 
 
+def test_a_lone_prompt_is_not_cut_into_more_chunks_beside_other_programs() -> None:
+    turns, quiet, long = learned(), learned(), request(0, 20_000, 0.0)
+    turns.slowdown = 4.0
+    for beside in ([], [0]):  # nothing else to do, and one sequence that decodes
+        slowed = turns.piece(long, [], answering=beside)[0]
+        usual = quiet.piece(long, [], answering=beside)[0]
+        # While something waits for the step, it takes `max_step`, whatever slows it down.
+        assert slowed == pytest.approx(usual if beside else 4 * usual, rel=0.1)
+
+
 arrivals = st.lists(
     st.tuples(st.integers(1, 20_000), st.floats(0, 60)), min_size=1, max_size=12
 ).map(lambda found: [request(key, n, at) for key, (n, at) in enumerate(found)])
