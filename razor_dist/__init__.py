@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from razor_dist.config.schema import EngineConfig
-    from razor_dist.engine.sampling_params import SamplingParams
-    from razor_dist.engine.structured_outputs import StructuredOutputsParams
     from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
     from razor_dist.llm.async_llm import AsyncLLM
     from razor_dist.llm.llm import LLM
     from razor_dist.llm.prefix import Prefix
+    from razor_dist.protocol.sampling_params import SamplingParams
+    from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,8 +33,8 @@ _HOMES = {
     "EngineConfig": "razor_dist.config.schema",
     "Prefix": "razor_dist.llm.prefix",
     "RequestOutput": "razor_dist.frontend.outputs",
-    "SamplingParams": "razor_dist.engine.sampling_params",
-    "StructuredOutputsParams": "razor_dist.engine.structured_outputs",
+    "SamplingParams": "razor_dist.protocol.sampling_params",
+    "StructuredOutputsParams": "razor_dist.protocol.structured_outputs",
 }
 
 

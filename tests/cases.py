@@ -10,19 +10,20 @@ import torch
 from transformers import PreTrainedModel
 
 from razor_dist.attention.sources import QueryHeads
-from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.caches import CacheConfig
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.streaming import Arena
-from razor_dist.engine.capacity import CacheConfig, streaming_dtype
+from razor_dist.engine.capacity import streaming_dtype
 from razor_dist.engine.graph import Recorder
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.step import Op, Piece, StepPlan
+from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
 from razor_dist.heads.layout import HeadLayout, HeadShare
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.tensor import TensorParallel, is_compact
+from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import chunks
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
 # Models that compute a rank's part of short steps, as the last runner wants it.
 _SHARED: dict[str, TensorParallel] = {}

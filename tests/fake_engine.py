@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from razor_dist.engine.messages import (
+from razor_dist.protocol.messages import (
     HEADER_SIZE,
     Message,
     answer_ids,

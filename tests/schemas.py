@@ -18,8 +18,8 @@ import torch
 
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.sampler import Adjusted, sample
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import GrammarCompiler, StructuredOutputsParams
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import GrammarCompiler, StructuredOutputsParams
 from tests.tokenizer import smollm2_tokenizer
 
 Schema = dict[str, Any]

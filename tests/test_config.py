@@ -11,12 +11,12 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.commands.options import with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, ServerConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.sources import build_config, load_config
-from razor_dist.heads.policy import StreamingPolicy
 
 
 def test_each_source_outranks_the_next(tmp_path: Path) -> None:

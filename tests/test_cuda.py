@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, HostLinks
 from tests.cases import Case, logits_of
 from tests.ranks import RankPool

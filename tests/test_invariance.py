@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from razor_dist.cache import streaming
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.streaming import compensation_entries
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, logits_of, make_runner, model_and_shape, one_chunk
 from tests.literal import literal_logits
 from tests.ranks import RankPool

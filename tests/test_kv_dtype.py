@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.capacity import streaming_dtype
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels.quantized import quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from razor_dist.attention import decode
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine import runner
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.models.loader import load_model

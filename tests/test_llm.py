@@ -21,7 +21,6 @@ import pytest
 import razor_dist
 from razor_dist import LLM, AsyncLLM, SamplingParams
 from razor_dist.config.errors import ConfigError, EngineError, ModelError, RequestError
-from razor_dist.engine.messages import as_tokens
 from razor_dist.frontend import grammar_process
 from razor_dist.frontend.client import RequestStream
 from razor_dist.frontend.prompts import PromptEncoder
@@ -29,6 +28,7 @@ from razor_dist.frontend.ranks import RankGroup
 from razor_dist.llm.loop_thread import LoopThread
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
+from razor_dist.protocol.messages import as_tokens
 from tests import fake_engine
 from tests.hostile_grammars import CRASHES, doubling_terminals
 from tests.server.process import wait_until

@@ -13,7 +13,7 @@ from torch import Tensor
 from razor_dist.attention import streaming as streaming_attention
 from razor_dist.attention.streaming import SpanKeys, SpanQueries, window_attention
 from razor_dist.attention.window_plan import QuerySpan
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels import query as query_module
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.zigzag import Interval

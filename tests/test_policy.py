@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
-from razor_dist.heads.policy import StreamingPolicy
 
 
 @st.composite

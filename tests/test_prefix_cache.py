@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist.engine.step import Op, Piece, StepPlan
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool

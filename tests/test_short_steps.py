@@ -16,13 +16,13 @@ from torch import Tensor
 
 from razor_dist.attention import decode
 from razor_dist.cache.pages import PagePool
-from razor_dist.cache.sequence import is_even
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.engine import runner
-from razor_dist.engine.step import Op, Piece, StepPlan
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool

@@ -20,17 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.decode_mode import share_short_steps, why_replicated
+from razor_dist.engine.tensor_parallel import is_compact, part_of, why_not
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.layout import HeadLayout, HeadShare
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import load_model
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.tensor import is_compact, part_of, why_not
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
@@ -274,8 +274,8 @@ def test_models_without_a_plan_are_not_shared_and_the_reason_is_told(
 
 def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, str, str, list[int]]:
     """Return an engine's decode mode, as it says twice, why, and its answer to a prompt."""
-    from razor_dist.engine.sampling_params import SamplingParams
     from razor_dist.engine.worker import follow
+    from razor_dist.protocol.sampling_params import SamplingParams
 
     given: dict[str, Any] = {} if decode is None else {"decode": decode}
     config = EngineConfig(

@@ -14,13 +14,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.evals.baselines.presses import PRESSES, BaselineConfig
 from razor_dist.frontend.guard import child_environment, guarded
 from razor_dist.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from razor_dist.jobs.task import ExternalEngineConfig
 from razor_dist.models.loader import eos_token_ids
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.sampling_params import SamplingParams
 
 _WORKER = "razor_dist.evals.baselines.model"
 # Seconds that the process gets to end by itself.
@@ -32,10 +32,12 @@ class PressLLM:
 
     It is a process of its own because kvpress replaces transformers' attention functions, and
     because attention weights of a long text (H2O) may need more memory than there is.
+
+    ``method`` is the press's name; ``eager`` says that it needs the attention weights.
     """
 
-    def __init__(self, config: BaselineConfig) -> None:
-        self.config = config
+    def __init__(self, config: ExternalEngineConfig, method: str, *, eager: bool) -> None:
+        self.config, self._method, self._eager = config, method, eager
         trust = config.trust_remote_code
         folder = resolve_model(config.model, trust_remote_code=trust)
         self._tokenizer = load_tokenizer(folder, trust_remote_code=trust)
@@ -145,10 +147,10 @@ class PressLLM:
                 self._process.kill()
                 code = self._process.wait()
                 advice = ""
-                if PRESSES[self.config.press].attention == "eager":
+                if self._eager:
                     advice = "; the attention weights of a long text may need more memory than is"
                 raise EngineError(
-                    f"the process of the method {self.config.press} ended (code {code}){advice}"
+                    f"the process of the method {self._method} ended (code {code}){advice}"
                 ) from error
         if status == "failed":
             raise value

@@ -69,7 +69,8 @@ class BaselineConfig(ExternalEngineConfig):
     def open(self) -> PressLLM:
         from razor_dist.evals.baselines.client import PressLLM
 
-        return PressLLM(self)
+        eager = PRESSES[self.press].attention == "eager"
+        return PressLLM(self, self.press, eager=eager)
 
 
 class ComparingConfig(JobConfig):

@@ -23,8 +23,6 @@ from torch import Tensor
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, build_engine
 from razor_dist.engine.device import torch_device
-from razor_dist.engine.messages import exception_of
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.model import load_stock
 from razor_dist.evals.bench.floor import Floor, Rates, floor, measure_rates
 from razor_dist.evals.bench.measure import (
@@ -43,6 +41,8 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
+from razor_dist.protocol.messages import exception_of
+from razor_dist.protocol.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

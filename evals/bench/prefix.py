@@ -29,10 +29,10 @@ import torch
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 
 QUESTIONS = (
     "What is this text about?",

@@ -27,10 +27,10 @@ from razor_dist.evals.bench.measure import BenchRecord, Table, cost_on, random_t
 from razor_dist.evals.bench.process import call
 from razor_dist.evals.bench.settings import RECALLED_TOKENS, ProbeBenchSettings
 from razor_dist.evals.bench.shape import random_model, shape_config
-from razor_dist.heads.duo.train import train
-from razor_dist.heads.passkeys import PasskeySample
-from razor_dist.heads.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
-from razor_dist.heads.settings import DuoSettings, RazorSettings
+from razor_dist.identify.duo.train import train
+from razor_dist.identify.passkeys import PasskeySample
+from razor_dist.identify.razor import ProbeContext, ProbeScores, plain_vocabulary, probe_input
+from razor_dist.identify.settings import DuoSettings, RazorSettings
 from razor_dist.kernels.query import Query
 from razor_dist.models.adapters import is_alibi
 from razor_dist.models.bridge import run_body

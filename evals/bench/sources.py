@@ -14,8 +14,8 @@ import time
 from statistics import median
 
 from razor_dist.documents.corpus import reference_paragraphs
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.llm.llm import LLM
+from razor_dist.protocol.sampling_params import SamplingParams
 
 QUESTION = "\n\nWhat is this text about? Give its main points."
 

@@ -11,8 +11,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.fidelity.config import SETTINGS, FidelityConfig
 from razor_dist.evals.needle.config import STREAMING_SETTINGS
 from razor_dist.evals.needle.replay import Method
-from razor_dist.heads.decision import choose, kv_budget
-from razor_dist.heads.head_map import HeadMap, default_head_map
+from razor_dist.heads.head_map import HeadMap, choose, default_head_map, kv_budget
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape

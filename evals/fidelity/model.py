@@ -19,9 +19,9 @@ from torch.nn.functional import kl_div
 
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.messages import exception_of
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, Observer, ReplayModel
+from razor_dist.protocol.messages import exception_of
+from razor_dist.protocol.sampling_params import SamplingParams
 
 # Rows of the vocabulary's size that are compared at once; a chunk's logits are there besides.
 _ROWS = 64

@@ -237,3 +237,7 @@ def sigmoid(percent: float) -> float:
     if percent in (0, 100):
         return float(percent)
     return round(100 / (1 + math.exp(-0.1 * (percent - 50))), 3)
+
+
+def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
+    return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}

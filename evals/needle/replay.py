@@ -26,7 +26,6 @@ from razor_dist.engine.build import RankEngine, check_model, load, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.results import FULL
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
@@ -42,6 +41,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.sampling_params import SamplingParams
 
 Layers = Sequence[tuple[Tensor, ...]]  # of each layer, keys and values [K, T, D]
 

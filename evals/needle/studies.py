@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.validation import check_least
-from razor_dist.evals.needle.grid import streaming_settings
+from razor_dist.evals.needle.config import streaming_settings
 from razor_dist.evals.needle.replay import FULL_METHOD, Method
 from razor_dist.evals.needle.results import FULL, NeedleResults, score_heads
 from razor_dist.evals.run_notes import join, markdown, section
 from razor_dist.heads.compare import Overlap
-from razor_dist.heads.decision import Choice, Flags, choose, decide, flags, kv_budget
-from razor_dist.heads.head_map import HeadMap
+from razor_dist.heads.decision import Flags, decide, flags
+from razor_dist.heads.head_map import Choice, HeadMap, choose, kv_budget
 
 INDUCTION = (5.0, 8.0, 11.0, 14.0)  # Table 4's percentages of heads
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
 from razor_dist.evals.needle.documents import (
@@ -39,6 +38,7 @@ from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import Item, Task
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
+from razor_dist.protocol.sampling_params import SamplingParams
 
 _UNITS = ("seconds", "cpu_seconds")
 

@@ -15,7 +15,6 @@ from typing import Any
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.baselines.presses import KVPRESS
 from razor_dist.evals.needle.documents import Prompter, same_paragraphs
 from razor_dist.evals.ruler.config import RulerConfig
@@ -33,6 +32,7 @@ from razor_dist.jobs.results import read_job
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.registry import display_name
+from razor_dist.protocol.sampling_params import SamplingParams
 
 PAGE = "report.md"
 KIND = "ruler"  # ``settings.task.kind`` of a folder of results

@@ -25,10 +25,9 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.device import torch_device
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.grid import PRESET, place_seed
 from razor_dist.evals.needle.task import run_here, same_haystack
 from razor_dist.evals.ruler.job import data_fingerprints, material_of
 from razor_dist.evals.ruler.synthetic import Sample, Span
@@ -38,6 +37,7 @@ from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
 class Document(NamedTuple):

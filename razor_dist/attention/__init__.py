@@ -1,0 +1,1 @@
+"""Attention of a step: transformers' bridge calls it for each layer."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import BlockTables, StepInputs
+from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels.decode import Pages, Windows, implementation, mixes_dtypes
 from razor_dist.kernels.query import Query

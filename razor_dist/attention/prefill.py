@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from razor_dist.attention.streaming_prefill import StreamingChunk, StreamingTransfers
+from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import Sequence, SharedWindow, shard_positions
-from razor_dist.cache.streaming import StreamingCache
-from razor_dist.heads.layout import HeadLayout, LayerHeads, StreamingGroup
+from razor_dist.cache.sequence import Sequence, SharedWindow
+from razor_dist.heads.layout import LayerHeads, StreamingGroup
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import Earlier, positions_of
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import RingAttention, ring_attention
+from razor_dist.parallel.sharding import shard_positions
 from razor_dist.parallel.zigzag import Chunk, Interval
-
-
-@dataclass
-class Caches:
-    """The stores of one rank."""
-
-    layout: HeadLayout
-    pages: PagePool  # retrieval heads
-    streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
-    scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
-
-    @property
-    def stores(self) -> list[PagePool | StreamingCache]:
-        return [self.pages, *self.streaming, *([] if self.scratch is None else [self.scratch])]
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(store.reserved_bytes for store in self.stores)
 
 
 class PrefillContext:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
+from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import Sequence, SharedWindow
 from razor_dist.cache.streaming import SinksAndSums, StreamingCache, StreamingSlot
 from razor_dist.parallel.comm import Communicator

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import ReadExtent, StepInputs
 from razor_dist.attention.streaming_prefill import StreamingChunk
+from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import Segments
-from razor_dist.cache.sequence import Sequence, owned_tokens, shard_sizes
+from razor_dist.cache.sequence import Sequence
 from razor_dist.cache.streaming import StreamingCache
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels import Partial, merge, merge_stacked
@@ -27,6 +27,7 @@ from razor_dist.kernels.alibi import Distance, Places
 from razor_dist.kernels.query import Keys, Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
+from razor_dist.parallel.sharding import owned_tokens, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 
 

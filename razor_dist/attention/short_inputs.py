@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
+from razor_dist.cache.caches import Caches
 from razor_dist.cache.pages import Span
-from razor_dist.cache.sequence import Sequence, owner_of, shard_sizes
+from razor_dist.cache.sequence import Sequence
 from razor_dist.cache.streaming import StreamingSlot
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import owner_of, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class StepInputs(NamedTuple):
     # ranks that do not keep them.
     at: Tensor
     stored: Tensor  # tokens of this rank's shard, the new one included where it is kept
-    # [windows, n], for each streaming cache: ``s`` of the query (`razor_dist.heads.policy`), the
+    # [windows, n], for each streaming cache: ``s`` of the query (`razor_dist.cache.policy`), the
     # slot's first place, and the tokens that its ring holds.
     start: Tensor
     offset: Tensor

@@ -16,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import exact_extent
-from razor_dist.cache.sequence import Sequence, shard_positions
+from razor_dist.cache.caches import Caches
+from razor_dist.cache.sequence import Sequence
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import shard_positions
 
 # Positions that are told for each head and token.
 TOP = 8

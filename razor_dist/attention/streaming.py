@@ -1,4 +1,4 @@
-"""Attention of streaming heads in a prefill chunk: `razor_dist.heads.policy` by segments.
+"""Attention of streaming heads in a prefill chunk: `razor_dist.cache.policy` by segments.
 
 A query attends to its window, to the sinks and to the compensation token, each by a call of its
 own; the partial results are merged. The queries of a *run* share where their window starts::
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention.window_plan import QuerySpan
-from razor_dist.heads.policy import StreamingPolicy, WindowRun
+from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.kernels import Partial, merge
 from razor_dist.kernels.alibi import Places
 from razor_dist.kernels.query import Query

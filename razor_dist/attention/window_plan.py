@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from razor_dist.heads.policy import StreamingPolicy, WindowRun
+from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.parallel.halo import Exchange, KVPiece
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 

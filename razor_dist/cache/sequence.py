@@ -1,12 +1,9 @@
-"""One sequence's state on one rank, and the arithmetic of its shards."""
+"""One sequence's state on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from razor_dist.cache.pages import PageTable
 from razor_dist.cache.streaming import SinksAndSums, StreamingSlot
@@ -55,77 +52,3 @@ class Sequence:
         self.shard_tokens = [n + new for n, new in zip(self.shard_tokens, sizes, strict=True)]
         self.table.tokens += sizes[rank]
         self.length += sum(sizes)
-
-
-def owner_of(position: int, world_size: int) -> int:
-    """The rank that stores the retrieval keys and values of a token that all ranks compute."""
-    return position % world_size
-
-
-def owned_tokens(at: Interval, rank: int, world_size: int) -> range:
-    """The tokens that a rank stores, of consecutive ones of a sequence that all ranks compute."""
-    return range(at.begin + (rank - at.begin) % world_size, at.end, world_size)
-
-
-def is_even(chunk: Chunk) -> bool:
-    """Tell if every rank stores as many of its tokens if all ranks compute all of them."""
-    size = chunk.world_size
-    return all(len(owned_tokens(chunk.span, r, size)) == chunk.tokens(r) for r in range(size))
-
-
-def shard_positions(done: Seq[Chunk], end: int, rank: int, world_size: int) -> list[range]:
-    """Positions of the tokens of a rank's shard of ``end`` tokens, in its order.
-
-    What is not in the chunks ``done``, which are in order, was computed by all ranks.
-    """
-    found: list[range] = []
-    begin = 0
-    for chunk in done:
-        found += [owned_tokens(Interval(begin, chunk.begin), rank, world_size), *chunk.ranges(rank)]
-        begin = chunk.end
-    return [run for run in (*found, owned_tokens(Interval(begin, end), rank, world_size)) if run]
-
-
-def held_positions(
-    chunks: Seq[Chunk], begin: int, end: int, rank: int, world_size: int
-) -> npt.NDArray[np.int64]:
-    """Positions of a rank's tokens in ``[begin, end)`` of a sequence of these chunks, in order."""
-    runs = shard_positions(chunks, end, rank, world_size)
-    found = np.concatenate([np.arange(0), *(np.arange(r.start, r.stop, r.step) for r in runs)])
-    return found[found >= begin]
-
-
-def cut_chunks(chunks: Seq[Chunk], end: int, begin: int = 0) -> list[Chunk]:
-    """Return what a part ``[begin, end)`` of a sequence of these chunks has of them."""
-    return [
-        chunk.cut(end, begin) if chunk.end > end or chunk.begin < begin else chunk
-        for chunk in chunks
-        if chunk.begin < end and begin < chunk.end
-    ]
-
-
-def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:
-    """Tokens of every rank's shard of a sequence of these chunks that is cut at ``end``.
-
-    They are the first ones of the shard that it was cut from, for a shard is in order of position.
-    """
-    cut = cut_chunks(chunks, end)
-    return [
-        sum(map(len, shard_positions(cut, end, rank, world_size))) for rank in range(world_size)
-    ]
-
-
-def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> list[int]:
-    """Tokens ``[begin, total)`` of a sequence that each rank will hold.
-
-    ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), or in
-    parts that are even (`is_even`), and the rest computed by all ranks.
-    """
-    sizes = [
-        len(owned_tokens(Interval(chunks_end, total), rank, world_size))
-        for rank in range(world_size)
-    ]
-    if chunks_end > begin:
-        chunk = Chunk(begin, chunks_end, world_size)
-        sizes = [size + chunk.tokens(rank) for rank, size in enumerate(sizes)]
-    return sizes

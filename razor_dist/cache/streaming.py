@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import EngineError
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import HIDDEN
 
 # E in bfloat16: each entry takes what it can of the weight that is left, all but a tenth at least.

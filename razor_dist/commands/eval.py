@@ -159,7 +159,7 @@ def grid(
     ] = "all",
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    from razor_dist.evals.needle.grid import METHODS, named_method
+    from razor_dist.evals.grid import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     results = _run_grid(config, list(map(named_method, names)), (), out)
@@ -219,7 +219,7 @@ def ablations(
 def _run_grid(
     config: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap], out: Path
 ) -> NeedleResults:
-    from razor_dist.evals.needle.grid import GridTask
+    from razor_dist.evals.grid import GridTask
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     return GridTask.plan(config, methods, head_maps).run_in(out)

@@ -44,7 +44,7 @@ def import_(
     """Make a head map from the pattern in FOLDER, of DuoAttention's form."""
     # Imported here, like below, so that --help does not wait.
     from razor_dist.heads.compare import HeadMapSummary
-    from razor_dist.heads.duo import pattern as duo_pattern
+    from razor_dist.identify.duo import pattern as duo_pattern
 
     pattern = duo_pattern.read_pattern(folder)
     # Transformers takes seconds to import: first the pattern.
@@ -69,8 +69,8 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
 ) -> None:
     """Write a head map as a pattern of DuoAttention's form."""
-    from razor_dist.heads.duo.pattern import write_pattern
     from razor_dist.heads.head_map import HeadMap
+    from razor_dist.identify.duo.pattern import write_pattern
 
     own = write_pattern(HeadMap.load(head_map), folder)
     what = "the map's gates" if own else "1 for every KV head that keeps the whole context, else 0"

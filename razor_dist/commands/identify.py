@@ -16,7 +16,7 @@ from typing_extensions import Doc
 from razor_dist.commands.options import with_options
 from razor_dist.config.errors import ConfigError
 from razor_dist.files import check_writable
-from razor_dist.heads.settings import DuoSettings, OnTheFlySettings, RazorSettings, ScopeSettings
+from razor_dist.identify.settings import DuoSettings, OnTheFlySettings, RazorSettings, ScopeSettings
 
 _NO_VALUE = ("--verify", "--trust-remote-code", "--no-trust-remote-code")
 # Flags that are not named like their settings.

@@ -23,14 +23,14 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.device import torch_device, torch_dtype
-from razor_dist.evals.needle.grid import Check
-from razor_dist.heads import onthefly, razor, scope
+from razor_dist.evals.grid import Check
 from razor_dist.heads.compare import HeadMapSummary
 from razor_dist.heads.decision import Scores
-from razor_dist.heads.duo import train as duo
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.passkeys import Passkeys, open_passkeys, start_tokens
-from razor_dist.heads.settings import (
+from razor_dist.identify import onthefly, razor, scope
+from razor_dist.identify.duo import train as duo
+from razor_dist.identify.passkeys import Passkeys, open_passkeys, start_tokens
+from razor_dist.identify.settings import (
     DuoSettings,
     OnTheFlySettings,
     PasskeySettings,

@@ -42,11 +42,11 @@ def prefill(
     """
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
-    from razor_dist.cache.store import WriterLock
     from razor_dist.config.logs import set_up_logging
     from razor_dist.documents.collect import collect
     from razor_dist.documents.read import require_readers
     from razor_dist.llm.llm import LLM
+    from razor_dist.prefix.store import WriterLock
 
     sources, left_out = collect(inputs, encoding)
     require_readers(source.kind for source in sources)
@@ -89,7 +89,7 @@ def page_text(path: str, text: str) -> str:
 
 def _read(llm: Any, text: str) -> tuple[int, int]:
     """Read a text as the first message, until it is on disk; its tokens, and those found there."""
-    from razor_dist.engine.sampling_params import SamplingParams
+    from razor_dist.protocol.sampling_params import SamplingParams
 
     tokenizer, params = llm.get_tokenizer(), SamplingParams(max_tokens=1, temperature=0)
     if getattr(tokenizer, "chat_template", None):

@@ -12,7 +12,7 @@ import typer
 from razor_dist.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from razor_dist.cache.store import Manifest
+    from razor_dist.prefix.store import Manifest
 
 store = typer.Typer(
     help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None
@@ -27,8 +27,8 @@ def list_(directory: Directory) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from razor_dist.cache.parts import BadPartError
-    from razor_dist.cache.store import read_about, read_node
+    from razor_dist.prefix.parts import BadPartError
+    from razor_dist.prefix.store import read_about, read_node
 
     for folder in _folders(directory):
         about = read_about(folder)
@@ -52,8 +52,8 @@ def list_(directory: Directory) -> None:
 @store.command()
 def verify(directory: Directory) -> None:
     """Read everything and name what is damaged; the exit code is 1 then."""
-    from razor_dist.cache.parts import BadPartError
-    from razor_dist.cache.store import check_node
+    from razor_dist.prefix.parts import BadPartError
+    from razor_dist.prefix.store import check_node
 
     whole, damaged = 0, 0
     for folder in _folders(directory):
@@ -84,8 +84,8 @@ def prune(
     ] = None,
 ) -> None:
     """Remove what is damaged or lost what it follows on; what is old or too much, if wanted."""
-    from razor_dist.cache.parts import BadPartError
-    from razor_dist.cache.store import WriterLock, check_node, remove_leftovers, remove_node
+    from razor_dist.prefix.parts import BadPartError
+    from razor_dist.prefix.store import WriterLock, check_node, remove_leftovers, remove_node
 
     folders = _folders(directory)
     lock = WriterLock(directory)
@@ -126,7 +126,7 @@ def prune(
 
 
 def _folders(directory: Path) -> list[Path]:
-    from razor_dist.cache.store import folders
+    from razor_dist.prefix.store import folders
 
     found = folders(directory)
     if not found:
@@ -135,7 +135,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _nodes(folder: Path) -> list[Path]:
-    from razor_dist.cache.store import node_folders
+    from razor_dist.prefix.store import node_folders
 
     return node_folders(folder)
 

@@ -1,0 +1,1 @@
+"""Settings, the places they come from, sizes and errors."""

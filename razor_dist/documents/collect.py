@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.documents.detect import BOMS_OF_UTF16
 from razor_dist.documents.read import (
-    BOMS_OF_UTF16,
     KIND_OF_SUFFIX,
     Document,
     ReadLimits,

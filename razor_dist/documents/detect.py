@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 import zipfile
 
 from razor_dist.config.errors import DocumentError
-from razor_dist.documents.read import BOMS_OF_UTF16
 
+BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # How many first bytes are looked at.
 _HEAD = 8192
 _COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")

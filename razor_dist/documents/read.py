@@ -6,7 +6,6 @@ that a file that was made to exhaust time or memory, or crashes its reader, fail
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import json
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError, DocumentError, ReaderKilledError
 from razor_dist.config.memory import resident_bytes
+from razor_dist.documents.detect import BOMS_OF_UTF16, detect_kind
 
 # Kinds by the names' ends; `read` of `razor_dist.documents.KIND` yields the pages' texts.
 _KINDS = {
@@ -37,7 +37,6 @@ _KINDS = {
 }
 KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
 _NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"], "docx": ["docx"]}
-BOMS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Exit codes by signals from outside: of the operating system when memory is short, or a person.
 KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # Environment variables of a reader's process: it reads files of strangers, so no keys are there.
@@ -188,8 +187,7 @@ def main() -> None:
                 data = file.read(limits.memory // 2 + 1)
             limits.check_bytes(len(data))
         if kind is None:
-            detect = import_module("razor_dist.documents.detect")
-            kind = detect.detect_kind(data, given["named"])
+            kind = detect_kind(data, given["named"])
             require_readers([kind])
         text, pages = _read(data, kind, given["encoding"], limits)
         answer, code = f"{json.dumps(pages)}\n{text}", 0

@@ -1,0 +1,1 @@
+"""The ranks: scheduler, prefill policy, model runner, sampler, recorded decode steps."""

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from razor_dist.cache.radix import Tokens, common_tokens
-from razor_dist.cache.sequence import shard_lengths, shard_sizes
-from razor_dist.engine.capacity import CacheConfig
+from razor_dist.cache.accounting import Bools, Holding, Ints, Ledger
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.demand import Demand
-from razor_dist.engine.ledger import Bools, Holding, Ints, Ledger
-from razor_dist.engine.prefix_cache import Hit, PrefixCache
 from razor_dist.engine.request import Request
-from razor_dist.engine.step import Op, StepPlan
-from razor_dist.engine.tiers import Candidate, Tiers
 from razor_dist.engine.turns import Turns
+from razor_dist.parallel.sharding import shard_lengths, shard_sizes
+from razor_dist.prefix.device import Hit, PrefixCache
+from razor_dist.prefix.radix import Tokens, common_tokens
+from razor_dist.prefix.tiers import Candidate, Tiers
+from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages of tokens that a prompt must have in common with another to wait for it, or for the caches
 # to be kept where they part.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.policy import StreamingPolicy
 
 # A head map that keeps more than this of the KV heads saves next to nothing.
 _NEARLY_ALL = 0.85

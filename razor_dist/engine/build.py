@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from razor_dist.attention.sources import QueryHeads
-from razor_dist.cache.store import PrefixStore
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.advice import about_settings
@@ -30,13 +30,9 @@ from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import recorder_of
-from razor_dist.engine.nodes import Tier
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.tiers import Tiers
-from razor_dist.engine.transfer import PART_BYTES, Transfers
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.sources import source_heads
 from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.loader import (
@@ -56,6 +52,10 @@ from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
 from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
+from razor_dist.prefix.nodes import Tier
+from razor_dist.prefix.store import PrefixStore
+from razor_dist.prefix.tiers import Tiers
+from razor_dist.prefix.transfer import PART_BYTES, Transfers
 
 log = logging.getLogger(__name__)
 

@@ -7,22 +7,20 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import psutil
 import torch
 
-from razor_dist.attention.prefill import Caches
-from razor_dist.cache.pages import PagePool
-from razor_dist.cache.sequence import shard_sizes
-from razor_dist.cache.streaming import Arena, StreamingCache
+from razor_dist.cache.caches import CacheConfig, new_caches
+from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.cache.streaming import Arena
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import whole_shards
 
 log = logging.getLogger(__name__)
@@ -48,21 +46,6 @@ _SHARE = 0.7
 _CACHED = 4
 # A chunk's activations take about so many times its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    arenas: tuple[Arena, ...]  # of the streaming heads, one for each of `HeadLayout.windows`
-    max_sequences: int
-    max_tokens: int  # of the longest sequence
-    num_pages: int
-    page_size: int  # tokens
-    scratch_pages: int  # for exact prefill; 0 with local prefill
-    dtype: torch.dtype  # of retrieval heads' keys and values, in the caches and between ranks
-    streaming_dtype: torch.dtype  # of streaming heads'
-    max_cached: int = 0  # sequences that are kept when nobody uses them
-    page_bytes: int = 1
-    place_bytes: tuple[int, ...] = ()  # of each arena
 
 
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -179,47 +162,6 @@ def streaming_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 def cached_tail(config: EngineConfig) -> int:
     """Tokens that streaming caches keep after their windows have left them."""
     return config.prefix_tail_tokens if config.caches_prefixes else 0
-
-
-def new_caches(
-    layout: HeadLayout,
-    shape: ModelShape,
-    cache: CacheConfig,
-    device: torch.device,
-    *,
-    rows: Sequence[int] | None = None,
-) -> Caches:
-    """A rank's empty caches on ``device``.
-
-    ``rows``, by default the layout's, are the heads in each streaming cache.
-    """
-    size, dim = cache.page_size, shape.head_dim
-    pages = PagePool(
-        layout.retrieval_rows,
-        cache.num_pages,
-        size,
-        dim,
-        dtype=cache.dtype,
-        device=device,
-        track_positions=shape.alibi,
-    )
-    scratch, dtype = None, cache.streaming_dtype
-    if cache.scratch_pages and layout.streaming_rows:
-        rows_kept, pages_kept = layout.streaming_rows, cache.scratch_pages
-        scratch = PagePool(rows_kept, pages_kept, size, dim, dtype=dtype, device=device)
-    streaming = tuple(
-        # Two more than are held: a copy is made before another one goes, and one may be loaded.
-        StreamingCache(
-            heads,
-            cache.max_sequences + cache.max_cached + 2,
-            arena,
-            dim,
-            dtype=dtype,
-            device=device,
-        )
-        for heads, arena in zip(rows or layout.rows, cache.arenas, strict=True)
-    )
-    return Caches(layout, pages, streaming, scratch)
 
 
 def free_memory(comm: Communicator, device: torch.device) -> float:

@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.engine.logits import LogitsProcessors
-from razor_dist.engine.messages import (
+from razor_dist.engine.request import Request
+from razor_dist.engine.runner import ModelRunner
+from razor_dist.engine.sampler import Sampled, sample
+from razor_dist.engine.scheduler import Scheduler
+from razor_dist.engine.step_cost import StepSeconds
+from razor_dist.engine.turns import Turns
+from razor_dist.parallel.comm import PURPOSES
+from razor_dist.protocol.messages import (
     Message,
     Tokens,
     answer_ids,
@@ -24,15 +31,9 @@ from razor_dist.engine.messages import (
     prompt_message,
     token_message,
 )
-from razor_dist.engine.request import Request
-from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampler import Sampled, sample
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.scheduler import Scheduler
-from razor_dist.engine.step import Op, StepPlan, StepSeconds
-from razor_dist.engine.structured_outputs import GrammarCompiler
-from razor_dist.engine.turns import Turns
-from razor_dist.parallel.comm import PURPOSES
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, StepPlan
+from razor_dist.protocol.structured_outputs import GrammarCompiler
 
 # With log-probabilities of the prompt, every position's logits are computed: short chunks keep
 # that many rows of the vocabulary's size in bounds.
@@ -430,7 +431,7 @@ class EngineCore:
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
-        """Counters of all ranks; see the ``stats`` message of `razor_dist.engine.messages`."""
+        """Counters of all ranks; see the ``stats`` message of `razor_dist.protocol.messages`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         kv, peak, retrieval, cached, rss, peak_rss, cpu, *sent = table.T.tolist()

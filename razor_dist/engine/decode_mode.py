@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import Recorder
+from razor_dist.engine.tensor_parallel import TensorParallel, is_compact, why_not
 from razor_dist.heads.decision import Windows
 from razor_dist.heads.layout import HeadLayout, HeadShare
 from razor_dist.kernels.query import Query
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.tensor import TensorParallel, is_compact, why_not
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from razor_dist.cache.sequence import shard_lengths, shard_sizes
+from razor_dist.cache.accounting import Holding, Ints, Ledger
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.capacity import CacheConfig
-from razor_dist.engine.ledger import Holding, Ints, Ledger
 from razor_dist.engine.request import Request, prefixes
+from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 
 
 class Demand:

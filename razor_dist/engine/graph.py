@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from razor_dist.attention.prefill import Caches
 from razor_dist.attention.short_inputs import (
     BlockTables,
     StepInputs,
@@ -37,11 +36,13 @@ from razor_dist.attention.short_inputs import (
     padded_inputs,
     streaming_widths,
 )
-from razor_dist.cache.sequence import Sequence, owner_of
+from razor_dist.cache.caches import Caches
+from razor_dist.cache.sequence import Sequence
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.tape import Tape
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
+from razor_dist.parallel.sharding import owner_of
 
 log = logging.getLogger(__name__)
 

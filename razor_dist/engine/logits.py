@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import Tokens
 from razor_dist.engine.request import Request
 from razor_dist.engine.sampler import Adjusted
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.scheduler import prefixes
-from razor_dist.engine.structured_outputs import Grammar
+from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import Grammar
 
 # Added to the count of a token that the prompt has.
 _IN_PROMPT = 1 << 30

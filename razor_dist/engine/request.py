@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from razor_dist.engine.ledger import Holding
-from razor_dist.engine.messages import Tokens
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import Grammar
+from razor_dist.cache.accounting import Holding
+from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import Grammar
 
 
 @dataclass(eq=False)

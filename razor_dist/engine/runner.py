@@ -34,15 +34,14 @@ from razor_dist.attention.sources import (
     TracedContext,
 )
 from razor_dist.attention.step import StepContext
-from razor_dist.cache.sequence import Sequence, cut_chunks, shard_lengths, shard_sizes
+from razor_dist.cache.caches import CacheConfig, new_caches
+from razor_dist.cache.sequence import Sequence
 from razor_dist.config.cores import usable_cores
 from razor_dist.config.memory import resident_bytes
-from razor_dist.engine.capacity import CacheConfig, new_caches
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
-from razor_dist.engine.step import Op, Piece, StepPlan
-from razor_dist.engine.transfer import Transfers, of_payload
+from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.decode import available
 from razor_dist.kernels.linear import choose_ways
@@ -52,8 +51,10 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
-from razor_dist.parallel.tensor import TensorParallel
+from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.transfer import Transfers, of_payload
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class ModelRunner:
 
     @property
     def slowdown(self) -> float:
-        """Factor by which other programs on this host slow down this rank's steps; 1: not at all."""
+        """Factor by which other programs on this host slow down this rank's steps, at least 1."""
         return self._threads.slowdown
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from razor_dist.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
 
 # Below this a temperature is 0. Logits divided by less can exceed float32, and what is drawn is
 # the likeliest token anyway unless another's logit is within 1e-4 of its.

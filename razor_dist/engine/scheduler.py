@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from razor_dist.cache.sequence import is_even
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.admission import Admission
-from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.request import Request, prefixes
-from razor_dist.engine.step import Piece, StepPlan
 from razor_dist.engine.step_cost import Work
 from razor_dist.engine.turns import Turns
+from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
+from razor_dist.protocol.step_plan import Piece, StepPlan
 
 
 class Scheduler:

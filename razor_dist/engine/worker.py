@@ -23,8 +23,10 @@ from razor_dist.config.logs import inherit_logging
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, load, start
 from razor_dist.engine.device import torch_device
-from razor_dist.engine.heartbeat import heartbeat, interval
-from razor_dist.engine.messages import (
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.process_group import init_distributed
+from razor_dist.protocol.heartbeat import heartbeat, interval
+from razor_dist.protocol.messages import (
     EXIT_USER_ERROR,
     HEADER_SIZE,
     FrontendUnreachableError,
@@ -36,10 +38,8 @@ from razor_dist.engine.messages import (
     error_message,
     unpack,
 )
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.step import Op, StepPlan
-from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.process_group import init_distributed
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The process beside the ranks: client, launcher, prompts, detokenizer, passages."""

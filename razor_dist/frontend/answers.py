@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.messages import Message, Tokens
 from razor_dist.frontend.assembler import Assembler, TextPiece
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import Trace
 from razor_dist.frontend.prompts import Checked
+from razor_dist.protocol.messages import Message, Tokens
 
 
 @dataclass(frozen=True)

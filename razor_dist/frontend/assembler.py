@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher, token_texts
 from razor_dist.frontend.outputs import AnswerSentence, Logprob, TokenLogprobs
+from razor_dist.protocol.messages import Message
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

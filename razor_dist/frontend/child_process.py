@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import psutil
 
 from razor_dist.config.errors import ProcessKilledError
-from razor_dist.engine.messages import HEADER_SIZE, Message, body_length, decode
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
+from razor_dist.protocol.messages import HEADER_SIZE, Message, body_length, decode
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Turns:
 class ChildProcess:
     """The handle of a process that runs a module, and is started by the first question.
 
-    Frames (`razor_dist.engine.messages`) go to its standard input and come from its standard
+    Frames (`razor_dist.protocol.messages`) go to its standard input and come from its standard
     output. It is killed with this process, when a question fails, and between two questions when
     it has grown beyond ``largest`` bytes; the next question then starts another.
     """

@@ -13,13 +13,16 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from razor_dist.config.errors import EngineError, RequestError
-from razor_dist.engine.messages import (
+from razor_dist.frontend.grammar_process import GrammarProcess
+from razor_dist.frontend.observer import Observer
+from razor_dist.protocol.messages import (
     HEADER_SIZE,
+    EngineInfo,
     Message,
     Tokens,
     answer_ids,
@@ -29,10 +32,8 @@ from razor_dist.engine.messages import (
     exception_of,
     pack,
 )
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import GrammarText
-from razor_dist.frontend.grammar_process import GrammarProcess
-from razor_dist.frontend.observer import Observer
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import GrammarText
 
 if TYPE_CHECKING:  # `razor-dist serve --help` does not wait for transformers
     from razor_dist.frontend.prompts import Checked
@@ -50,15 +51,6 @@ class Status:
 
     state: State
     reason: str = ""
-
-
-@dataclass
-class EngineInfo:
-    """Rank 0's description of the engine; `fields` is its whole message."""
-
-    max_model_len: int
-    vocab_size: int
-    fields: Message = field(default_factory=dict)
 
 
 class EngineBusyError(EngineError):

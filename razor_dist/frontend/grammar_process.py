@@ -3,9 +3,9 @@
 llguidance is native code that a few bytes can make crash, or take minutes and gigabytes. So it
 never runs in the frontend, and rank 0 compiles only what this process has compiled before.
 
-``python -m razor_dist.frontend.grammar_process BYTES`` reads frames (`razor_dist.engine.messages`)
-from its standard input: first the model's vocabulary, then constraints, of which each may take as
-many bytes, and answers each with a frame.
+``python -m razor_dist.frontend.grammar_process BYTES`` reads frames
+(`razor_dist.protocol.messages`) from its standard input: first the model's vocabulary, then
+constraints of up to that many bytes each, and answers each with a frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.documents.read import KILLED
-from razor_dist.engine.messages import (
+from razor_dist.frontend.child_process import CLOSED, ChildProcess, ProcessDiedError, exchange
+from razor_dist.protocol.messages import (
     HEADER_SIZE,
     Message,
     body_length,
@@ -36,7 +37,7 @@ from razor_dist.engine.messages import (
     error_message,
     exception_of,
 )
-from razor_dist.engine.structured_outputs import (
+from razor_dist.protocol.structured_outputs import (
     FIELD,
     GrammarText,
     SerializedTokenizer,
@@ -46,13 +47,12 @@ from razor_dist.engine.structured_outputs import (
     stack_size,
     vocabulary_of,
 )
-from razor_dist.frontend.child_process import CLOSED, ChildProcess, ProcessDiedError, exchange
 
 if TYPE_CHECKING:  # it takes seconds and megabytes that the process need not
     from transformers import PreTrainedTokenizerBase
 
-    from razor_dist.frontend.client import EngineInfo
     from razor_dist.frontend.prompts import Checked
+    from razor_dist.protocol.messages import EngineInfo
 
 # Seconds for one constraint, and for the process to start and load the vocabulary.
 _SECONDS, _START_SECONDS = 3.0, 120.0

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from razor_dist.config.errors import RazorError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.heartbeat import interval
-from razor_dist.engine.messages import EXIT_USER_ERROR
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.ranks import RankExit, RankGroup, Ranks, StartRanks
+from razor_dist.protocol.heartbeat import interval
+from razor_dist.protocol.messages import EXIT_USER_ERROR
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.messages import Message
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
 class Observer:

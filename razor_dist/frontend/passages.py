@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.messages import Tokens
 from razor_dist.frontend.outputs import AnswerSentence, Source
+from razor_dist.protocol.messages import Tokens
 
 # A sequence's first tokens, to which heads attend when they have nothing to look for.
 SINKS = 4

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import Tokens, as_tokens
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.passages import Part, PromptText, conversation_parts, question_begin
+from razor_dist.protocol.messages import Tokens, as_tokens
+from razor_dist.protocol.sampling_params import SamplingParams
 
 # Tokens before a border that must come out again when their text is tokenised.
 _SAME = 4

@@ -1,0 +1,1 @@
+"""Head maps: which heads keep the whole context, and how a model's layers are split by it."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import check_fraction, check_percent
-
-if TYPE_CHECKING:
-    from razor_dist.heads.head_map import HeadMap
 
 Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Scores: TypeAlias = tuple[tuple[Score, ...], ...]
@@ -24,9 +20,6 @@ Windows: TypeAlias = tuple[tuple[Annotated[int, Field(ge=1)] | None, ...], ...]
 """``[layers][KV heads]``: each streaming head's window, in tokens; None for a retrieval head."""
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """``(layer, head)`` pairs, the highest score first."""
-
-# RazorAttention's Table 4 varies the share of induction heads beside 1 % of echo heads.
-_ECHO_PERCENT: Final = 1.0
 
 
 class Decision(NamedTuple):
@@ -126,54 +119,3 @@ def spread(kept: float, layers: int, kv_heads: int) -> Flags:
     count = max(1, round(kept * total))
     flat = [(i + 1) * count // total > i * count // total for i in range(total)]
     return tuple(tuple(flat[i : i + kv_heads]) for i in range(0, total, kv_heads))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The KV heads that a map would keep at a budget."""
-
-    kept: Pairs  # in the order chosen: a larger budget's begins with a smaller one's
-    retrieval: Flags
-    selected: dict[str, int]  # query heads by each score of theirs, if the map has any
-
-
-def kv_budget(head_map: HeadMap, percent: float) -> int:
-    """Count the KV heads that are ``percent`` of all; raise `ConfigError` unless 0 < it <= 100."""
-    if not 0 < percent <= 100:
-        raise ConfigError(f"a budget must be a percentage above 0 and up to 100, got {percent:g}")
-    return heads_of_percent(percent, sum(map(len, head_map.retrieval)))
-
-
-def choose(head_map: HeadMap, kv_heads: int) -> Choice:
-    """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
-
-    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
-    1 % of all by echo score, whatever the budget, then one by one by induction score, until the
-    groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
-    is met exactly. Raise `HeadMapError` if the map has neither kind of scores.
-    """
-    selected: dict[str, int] = {}
-    if head_map.scores.keys() >= {"induction", "echo"}:
-        selected = {"echo": 0, "induction": 0}
-        # Insertion-ordered: the KV heads, first come first.
-        found: dict[tuple[int, int], None] = {}
-        echo, induction = (ranked(head_map.scores[kind]) for kind in selected)
-        echo = echo[: heads_of_percent(_ECHO_PERCENT, len(echo))]
-        for kind, order in (("echo", echo), ("induction", induction)):
-            for layer, head in order:
-                if len(found) == kv_heads:
-                    break
-                selected[kind] += 1
-                found[layer, head // head_map.group] = None
-        kept = tuple(found)
-    elif len(head_map.kv_scores) == 1 and not head_map.scores:
-        (scores,) = head_map.kv_scores.values()
-        kept = ranked(scores)[:kv_heads]
-    else:
-        kinds = [*head_map.scores, *head_map.kv_scores]
-        raise HeadMapError(
-            f"a head map of method {head_map.method!r} with scores {kinds} ranks no KV heads: it "
-            "needs induction and echo scores, or one score of KV heads"
-        )
-    retrieval = flags(kept, len(head_map.retrieval), len(head_map.retrieval[0]))
-    return Choice(kept, retrieval, selected)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from razor_dist.config.errors import HeadMapError
-from razor_dist.heads.decision import Flags, Pairs, Scores, Windows
+from razor_dist.config.errors import ConfigError, HeadMapError
+from razor_dist.heads.decision import Flags, Pairs, Scores, Windows, flags, heads_of_percent, ranked
 from razor_dist.models import smollm2
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 1
 FOLDER_HEAD_MAP: Final = "head_map.json"  # a model's own, in its folder
+# RazorAttention's Table 4 varies the share of induction heads beside 1 % of echo heads.
+_ECHO_PERCENT: Final = 1.0
 _STRICT = ConfigDict(strict=True, extra="forbid")
 # A string, or an innermost array of numbers and flags.
 _STRING_OR_ROW: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
@@ -277,3 +279,54 @@ def first_fault(error: ValidationError) -> str:
 def _on_one_line(match: re.Match[str]) -> str:
     text = match[0]
     return text if text[0] == '"' else "[" + " ".join(text[1:-1].split()) + "]"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The KV heads that a map would keep at a budget."""
+
+    kept: Pairs  # in the order chosen: a larger budget's begins with a smaller one's
+    retrieval: Flags
+    selected: dict[str, int]  # query heads by each score of theirs, if the map has any
+
+
+def kv_budget(head_map: HeadMap, percent: float) -> int:
+    """Count the KV heads that are ``percent`` of all; raise `ConfigError` unless 0 < it <= 100."""
+    if not 0 < percent <= 100:
+        raise ConfigError(f"a budget must be a percentage above 0 and up to 100, got {percent:g}")
+    return heads_of_percent(percent, sum(map(len, head_map.retrieval)))
+
+
+def choose(head_map: HeadMap, kv_heads: int) -> Choice:
+    """Choose the best KV heads by a map's own scores; equal scores by layer, then head.
+
+    A score of KV heads ranks them directly. RazorAttention's scores are of query heads: the best
+    1 % of all by echo score, whatever the budget, then one by one by induction score, until the
+    groups that they promote are as many as the budget. Each adds one KV head at most, so the budget
+    is met exactly. Raise `HeadMapError` if the map has neither kind of scores.
+    """
+    selected: dict[str, int] = {}
+    if head_map.scores.keys() >= {"induction", "echo"}:
+        selected = {"echo": 0, "induction": 0}
+        # Insertion-ordered: the KV heads, first come first.
+        found: dict[tuple[int, int], None] = {}
+        echo, induction = (ranked(head_map.scores[kind]) for kind in selected)
+        echo = echo[: heads_of_percent(_ECHO_PERCENT, len(echo))]
+        for kind, order in (("echo", echo), ("induction", induction)):
+            for layer, head in order:
+                if len(found) == kv_heads:
+                    break
+                selected[kind] += 1
+                found[layer, head // head_map.group] = None
+        kept = tuple(found)
+    elif len(head_map.kv_scores) == 1 and not head_map.scores:
+        (scores,) = head_map.kv_scores.values()
+        kept = ranked(scores)[:kv_heads]
+    else:
+        kinds = [*head_map.scores, *head_map.kv_scores]
+        raise HeadMapError(
+            f"a head map of method {head_map.method!r} with scores {kinds} ranks no KV heads: it "
+            "needs induction and echo scores, or one score of KV heads"
+        )
+    retrieval = flags(kept, len(head_map.retrieval), len(head_map.retrieval[0]))
+    return Choice(kept, retrieval, selected)

@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.errors import Failure
+from razor_dist.api.fields import naming
+from razor_dist.api.parsing import Endpoint, Limits, parse_json, parse_value
+from razor_dist.api.responses_format import make_format
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
@@ -32,10 +36,6 @@ from razor_dist.jobs.task import Item
 from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
-from razor_dist.server.errors import Failure
-from razor_dist.server.fields import naming
-from razor_dist.server.request_parsing import Endpoint, Limits, parse_json, parse_value
-from razor_dist.server.service import make_format
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",

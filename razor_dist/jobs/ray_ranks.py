@@ -20,8 +20,8 @@ from razor_dist.config.cores import bound_spinning
 from razor_dist.config.errors import RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.messages import EXIT_USER_ERROR, FrontendUnreachableError
 from razor_dist.frontend.ranks import RankExit, Ranks
+from razor_dist.protocol.messages import EXIT_USER_ERROR, FrontendUnreachableError
 
 # Seconds that killed actors are waited for. Their successors wait for their room in any case.
 _KILLED = 10.0

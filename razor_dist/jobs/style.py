@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import check_least
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.sampling_params import SamplingParams
 
 # The question comes last, so that every head that keeps recent tokens has it when it is answered.
 TEMPLATE = """Below is {kind}.

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from razor_dist.config.errors import EngineError
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.llm.generation import Conversation, Prompt
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
+from razor_dist.protocol.messages import Message
+from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

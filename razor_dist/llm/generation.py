@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.answers import LiveChoices
 from razor_dist.frontend.assembler import TextPiece, prompt_logprobs
 from razor_dist.frontend.client import EngineClient
@@ -20,6 +19,7 @@ from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import PromptBar, UseTqdm
+from razor_dist.protocol.sampling_params import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
 

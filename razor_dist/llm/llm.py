@@ -13,9 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams, sampling_defaults
-from razor_dist.frontend.client import EngineClient, EngineInfo
+from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.outputs import RequestOutput
@@ -37,6 +35,8 @@ from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import UseTqdm
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.sampling_params import SamplingParams, sampling_defaults
 
 
 class LLM:
@@ -269,7 +269,7 @@ class LLM:
         return self._answer(encoded, params, use_tqdm, prefix)
 
     def stats(self) -> Message:
-        """The engine's counters: see ``stats`` in `razor_dist.engine.messages`."""
+        """The engine's counters: see ``stats`` in `razor_dist.protocol.messages`."""
         return self.loop.run(self._client.stats())
 
     @property

@@ -8,10 +8,10 @@ import weakref
 from typing import Self
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import Tokens
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
 from razor_dist.llm.progress import PromptBar, UseTqdm
+from razor_dist.protocol.messages import Tokens
 
 # Tokens at a prefix's end that decide how the text after them is tokenised.
 _BORDER = 64

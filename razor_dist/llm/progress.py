@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from razor_dist.engine.messages import Message
+from razor_dist.protocol.messages import Message
 
 log = logging.getLogger(__name__)
 

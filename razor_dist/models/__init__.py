@@ -1,0 +1,1 @@
+"""What each model family needs beyond transformers: loading, positions, adapters."""

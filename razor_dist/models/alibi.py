@@ -19,7 +19,7 @@ from razor_dist.models.bridge import AttentionContext
 
 
 class LayerWeights(NamedTuple):
-    """The weights behind a layer's scores, as `razor_dist.heads.scope` needs them.
+    """The weights behind a layer's scores, as `razor_dist.identify.scope` needs them.
 
     With ``z`` the normalised hidden state, the attention's input is ``x = gain * z + shift``, and
     its scores are ``scale * (query x + query_bias) . (key x + ...) - slope * distance``; a bias of

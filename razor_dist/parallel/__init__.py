@@ -1,0 +1,1 @@
+"""Ranks: communicators, shards of a sequence, ring, halo, sharded weights."""

@@ -20,7 +20,7 @@ P ranks, K heads of D numbers, G query heads each:
 * merge: per decode step and layer with retrieval heads, P-1 times ``4·K·G·(D+1)``;
 * tensor: in tensor mode, per decode step two all-reduces of the hidden state in every layer, and a
   rank's part of the logits to rank 0;
-* control: the frames of step plans (`razor_dist.engine.step`).
+* control: the frames of step plans (`razor_dist.protocol.step_plan`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
-from razor_dist.cache.sequence import shard_sizes
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.streaming import compensation_entries
-from razor_dist.engine.step import FRAME, HEADER, payload_length
+from razor_dist.engine.tensor_parallel import part_of
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.earlier import queries_travel
 from razor_dist.parallel.ring import is_short
-from razor_dist.parallel.tensor import part_of
+from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment, StreamingHeads
 from razor_dist.plan.devices import Device
+from razor_dist.protocol.step_plan import FRAME, HEADER, payload_length
 
 _CHUNK = 1 << 20
 _INT64 = 8

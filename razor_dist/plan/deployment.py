@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from razor_dist.cache.caches import CacheConfig
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.capacity import (
-    CacheConfig,
     cache_config,
     cache_room,
     cached_tail,
@@ -24,16 +25,15 @@ from razor_dist.engine.capacity import (
 )
 from razor_dist.engine.decode_mode import why_replicated
 from razor_dist.engine.device import torch_dtype, torch_kv_dtype
+from razor_dist.engine.tensor_parallel import TensorParallel, is_compact
 from razor_dist.heads.decision import spread
 from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
 from razor_dist.heads.layout import HeadLayout, HeadShare
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels.quantized import row_bytes
 from razor_dist.models.loader import model_fingerprint, model_from_config, read_config
 from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.tensor import TensorParallel, is_compact
 from razor_dist.parallel.zigzag import Chunk, chunks
 
 # The paper's fraction for contexts of a million tokens (28 % + 2 %), of KV heads here.

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from razor_dist.attention.shared_window import share_windows
+from razor_dist.cache.caches import CacheConfig
+from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.step import Op, Piece, StepPlan
 from razor_dist.heads.layout import HeadLayout
-from razor_dist.heads.policy import StreamingPolicy, WindowRun
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.ring import ring_attention
@@ -34,6 +33,7 @@ from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
 # Contexts beyond so many times what the model was made for are not asked about: the plan of windows
 # that grow with millions of tokens alone takes a minute.

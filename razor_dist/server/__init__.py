@@ -1,0 +1,1 @@
+"""HTTP: routes, server-sent events, access, metrics, and the page."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from razor_dist.api.errors import Failure
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig, is_key
 from razor_dist.config.sources import read_text
-from razor_dist.server.errors import Failure
 from razor_dist.server.request_log import current_record
 
 log = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from razor_dist import __version__
+from razor_dist.api.errors import Failure
+from razor_dist.api.parsing import Endpoint, check_model
 from razor_dist.config.errors import RazorError
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import docs_page
 from razor_dist.server.documents import DocumentReader
-from razor_dist.server.errors import Failure
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
-from razor_dist.server.request_parsing import Endpoint, check_model
 from razor_dist.server.service import Service
 
 # nginx's code for a client that hung up; nobody reads it but the access log.

@@ -30,7 +30,6 @@ import uvicorn
 from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
-from razor_dist.engine.sampling_params import sampling_defaults
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
@@ -39,6 +38,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.models.registry import check_local_model, resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.sampling_params import sampling_defaults
 from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
 from razor_dist.server.connections import TlsProtocol, bounded_protocol, quiet_loop

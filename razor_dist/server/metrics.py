@@ -22,9 +22,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.observer import Observer
+from razor_dist.protocol.messages import Message
+from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.request_log import RequestRecord, current_record
 
 PREFIX = "razor:"

@@ -5,7 +5,7 @@ than /health and the heartbeats of other requests may wait (numbers in docs/LOG.
 sends long bodies to this process and gets token ids back, which it need not look at.
 
 ``python -m razor_dist.server.parsing_process FOLDER [--trust-remote-code]`` reads from its standard
-input a msgpack frame (`razor_dist.engine.messages`) and the body that it announces, and answers
+input a msgpack frame (`razor_dist.protocol.messages`) and the body that it announces, and answers
 with a frame on its standard output.
 """
 
@@ -21,9 +21,15 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import BinaryIO
 
+from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.logs import inherit_logging
-from razor_dist.engine.messages import (
+from razor_dist.frontend.child_process import CLOSED, ChildProcess
+from razor_dist.frontend.passages import PromptText
+from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.messages import (
     HEADER_SIZE,
     Message,
     body_length,
@@ -34,13 +40,7 @@ from razor_dist.engine.messages import (
     pack,
     unpack,
 )
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.child_process import CLOSED, ChildProcess
-from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import Checked, PromptEncoder
-from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.server.tools import ToolUse
+from razor_dist.protocol.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

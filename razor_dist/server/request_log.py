@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from razor_dist.server.errors import Failure
+from razor_dist.api.errors import Failure
 
 log = logging.getLogger(__name__)
 

@@ -6,32 +6,30 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
-from transformers import PreTrainedTokenizerBase
 
+from razor_dist.api.errors import NotReadyError
+from razor_dist.api.fields import naming
+from razor_dist.api.openapi import openapi
+from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
+from razor_dist.api.responses_format import make_format
+from razor_dist.api.tools import knows_tools
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.engine.messages import Message
-from razor_dist.engine.sampling_params import SamplingDefaults
-from razor_dist.frontend.answers import Choice, ChoiceEvent, LiveChoices
-from razor_dist.frontend.client import EngineClient, EngineInfo, Status
+from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
+from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
+from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
-from razor_dist.server.errors import NotReadyError
-from razor_dist.server.fields import naming
-from razor_dist.server.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.server.metrics import Metrics
-from razor_dist.server.openapi import openapi
 from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
-from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.server.responses_format import ResponsesFormat
 from razor_dist.server.sse import EventStream, stream
-from razor_dist.server.tools import knows_tools
 
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
@@ -42,24 +40,6 @@ _SCRAPE_PATIENCE = 1.0
 # Seconds that a stream waits for the engine to refuse the request, which then is an HTTP error
 # and not an event in a stream that has begun with 200.
 _REFUSAL_WAIT = 1.0
-
-
-def make_format(
-    endpoint: Endpoint,
-    parsed: ParsedRequest,
-    model: str,
-    choices: Sequence[Choice],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Format:
-    """Return the shape of the answers to a request."""
-    if parsed.described is not None:
-        own: Any = {"described": parsed.described, "tools": parsed.tools}
-        return ResponsesFormat(model, choices, tokenizer, **own)
-    if endpoint == "chat":
-        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
-    return CompletionFormat(
-        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
-    )
 
 
 class RequestReader(NamedTuple):

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from razor_dist.api.errors import Failure
+from razor_dist.api.formats import Format, Json
 from razor_dist.config.errors import RazorError
 from razor_dist.frontend.answers import ChoiceEvent
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.server.errors import Failure
-from razor_dist.server.formats import Format, Json
 
 log = logging.getLogger(__name__)
 

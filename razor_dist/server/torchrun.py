@@ -23,9 +23,9 @@ import psutil
 from razor_dist.config.errors import ConfigError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, ServerConfig
-from razor_dist.engine.messages import FrontendUnreachableError
 from razor_dist.frontend.guard import child_environment, independent
 from razor_dist.frontend.managed_engine import lock_folder
+from razor_dist.protocol.messages import FrontendUnreachableError
 
 RunRank = Callable[[EngineConfig, str | None], None]
 FRONTEND = "razor_dist.server.main"

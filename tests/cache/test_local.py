@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot, _shares
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import HIDDEN, attend
 from tests.test_policy import policies
 

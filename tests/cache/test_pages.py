@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from razor_dist.cache import pages
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import owner_of, shard_positions
 from razor_dist.config.errors import EngineError
 from razor_dist.kernels.quantized import packed, unpacked
+from razor_dist.parallel.sharding import owner_of, shard_positions
 from razor_dist.parallel.zigzag import Chunk, chunks
 
 ROWS, SIZE, PAGES, DIM = 2, 4, 12, 3

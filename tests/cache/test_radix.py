@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from razor_dist.cache.radix import RadixIndex, Tokens
+from razor_dist.prefix.radix import RadixIndex, Tokens
 
 TEXTS = st.lists(st.integers(0, 2), max_size=12)
 SPACES = st.sampled_from(["a", "b"])

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -15,22 +15,17 @@ import psutil
 import pytest
 import torch
 
+from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
-from razor_dist.engine.capacity import (
-    CacheConfig,
-    cache_config,
-    chunk_length,
-    free_memory,
-    new_caches,
-)
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.engine.capacity import cache_config, chunk_length, free_memory
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ import pytest
 
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.messages import encode
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend import managed_engine
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.ranks import RankGroup
+from razor_dist.protocol.messages import encode
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests import fake_engine
 
 fake_ranks = partial(RankGroup.start, module="tests.fake_engine")

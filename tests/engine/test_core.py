@@ -18,9 +18,9 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

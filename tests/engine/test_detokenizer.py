@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend import detokenizer
 from razor_dist.frontend.assembler import Assembler, TextPiece, decode_one
 from razor_dist.frontend.detokenizer import (
@@ -20,6 +19,7 @@ from razor_dist.frontend.detokenizer import (
     text_offsets,
     token_texts,
 )
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
 TOKENIZER = smollm2_tokenizer()

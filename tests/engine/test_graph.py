@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from razor_dist.attention.short_inputs import drop_outdated, step_inputs
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
     CudaRecorder,
@@ -33,10 +34,9 @@ from razor_dist.engine.graph import (
     recorder_of,
 )
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.tape import Tape
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.cases import Case, answer, make_runner, prefill
 from tests.ranks import RankPool
 from tests.tape import CountingTape

@@ -16,18 +16,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.sequence import cut_chunks, shard_lengths, shard_sizes
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.capacity import CacheConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.step import Op, Piece, StepPlan
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40

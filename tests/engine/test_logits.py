@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from razor_dist.engine.logits import LogitsProcessors
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.sampling_params import SamplingParams
 
 VOCABULARY, EOS = 7, 5
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=8)

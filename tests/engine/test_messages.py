@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import HEADER_SIZE, as_tokens, decode, encode, pack, unpack
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.messages import HEADER_SIZE, as_tokens, decode, encode, pack, unpack
+from razor_dist.protocol.sampling_params import SamplingParams
 
 VOCABULARY = 151_552
 

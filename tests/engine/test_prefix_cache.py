@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.step import StepPlan
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import model_and_shape
 from tests.engine.test_core import make_core, prompt, run
 from tests.ranks import RankPool
@@ -298,7 +298,7 @@ def test_a_hit_above_a_thousand_tokens_is_logged(
     tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     asks = (Ask("a", ids((1, 1100))), Ask("b", ids((1, 1100), (2, 3))))
-    with caplog.at_level(logging.INFO, "razor_dist.engine.prefix_cache"):
+    with caplog.at_level(logging.INFO, "razor_dist.prefix.device"):
         serve(Communicator(None), str(tiny("llama")), {"max_model_len": 1200}, asks)
     assert [r.message for r in caplog.records] == ["1100 of 1103 prompt tokens are cached"]
 
@@ -308,7 +308,7 @@ def test_what_a_pinned_prefix_has_is_not_counted_as_found(
 ) -> None:
     doc = Ask("doc", ids((1, 1100)), pin=True)
     asks = (doc, *(Ask(name, ids((2, 21)), prefix="doc") for name in ("a", "b")))
-    with caplog.at_level(logging.INFO, "razor_dist.engine.prefix_cache"):
+    with caplog.at_level(logging.INFO, "razor_dist.prefix.device"):
         changed = {"max_model_len": 1200}
         _, cached, stats = serve(Communicator(None), str(tiny("llama")), changed, asks)
     assert cached["b"] == 1100 + 20 and caplog.records == []

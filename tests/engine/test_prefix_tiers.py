@@ -20,9 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist.cache.parts import BadPartError
-from razor_dist.cache.sequence import cut_chunks, held_positions
-from razor_dist.cache.store import (
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.engine import build
+from razor_dist.engine.build import RankEngine, make_engine
+from razor_dist.engine.core import EngineCore
+from razor_dist.engine.worker import follow
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import cut_chunks, held_positions
+from razor_dist.prefix import transfer
+from razor_dist.prefix.parts import BadPartError
+from razor_dist.prefix.store import (
     PrefixStore,
     WriterLock,
     check_node,
@@ -30,13 +38,6 @@ from razor_dist.cache.store import (
     node_folders,
     read_node,
 )
-from razor_dist.config.errors import ConfigError
-from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build, transfer
-from razor_dist.engine.build import RankEngine, make_engine
-from razor_dist.engine.core import EngineCore
-from razor_dist.engine.worker import follow
-from razor_dist.parallel.comm import Communicator
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_prefix_cache import (

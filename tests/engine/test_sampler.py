@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.messages import HEADER_SIZE, decode, encode
 from razor_dist.engine.sampler import Adjusted, Sampled, sample
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.messages import HEADER_SIZE, decode, encode
+from razor_dist.protocol.sampling_params import SamplingParams
 
 
 def draws(logits: list[float], count: int = 200, **settings: Any) -> Counter[int | None]:

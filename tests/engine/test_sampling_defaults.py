@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from razor_dist.api.schema import CompletionBody, parse
 from razor_dist.config.errors import ModelError
-from razor_dist.engine.sampling_params import sampling_defaults
-from razor_dist.server.schema import CompletionBody, parse
+from razor_dist.protocol.sampling_params import sampling_defaults
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": [1, 2]}
 

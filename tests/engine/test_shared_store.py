@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from razor_dist.cache.store import folders, node_folders, remove_node
 from razor_dist.engine.build import RankEngine
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
+from razor_dist.prefix.store import folders, node_folders, remove_node
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_prefix_cache import GREEDY, ids
@@ -53,7 +53,7 @@ def begin(comm: Communicator, number: int, path: str, given: dict[str, Any]) -> 
     engine = engine_of(comm, path, settings)
     engine.core._max_step = 0.0  # one part a step
     ENGINES[number] = engine, {}
-    logging.getLogger("razor_dist.engine.transfer").addFilter(note)  # once, whatever is added
+    logging.getLogger("razor_dist.prefix.transfer").addFilter(note)  # once, whatever is added
 
 
 def act(

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from razor_dist.attention.sources import TOP
-from razor_dist.engine.step import Op, Piece, StepPlan
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.heads.sources import strongest_heads
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, make_runner, model_and_shape, one_chunk, prefill
 from tests.test_invariance import tokens_of

@@ -24,8 +24,10 @@ from transformers import PreTrainedTokenizerFast
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.engine.structured_outputs import (
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.structured_outputs import (
     Grammar,
     GrammarCompiler,
     GrammarText,
@@ -34,8 +36,6 @@ from razor_dist.engine.structured_outputs import (
     serialized,
     vocabulary_of,
 )
-from razor_dist.models.registry import resolve_model
-from razor_dist.models.tokenizer import load_tokenizer
 from tests.engine.test_core import make_core, run, tokens
 from tests.schemas import answers, random_schema, validate
 from tests.tokenizer import smollm2_tokenizer, write_letters
@@ -220,7 +220,7 @@ def test_a_mask_imports_nothing_large() -> None:
     code = """
 import sys, torch
 from llguidance import LLMatcher, LLTokenizer
-from razor_dist.engine.structured_outputs import Grammar
+from razor_dist.protocol.structured_outputs import Grammar
 matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("a"))
 mask, before = torch.zeros(9, dtype=torch.int32), set(sys.modules)
 Grammar(matcher, []).fill(mask)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from razor_dist.engine.request import Request
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.step_cost import StepCost, Work
 from razor_dist.engine.turns import Turns
+from razor_dist.protocol.sampling_params import SamplingParams
 
 STEP = 0.25
 CHUNK = 2048

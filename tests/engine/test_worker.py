@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from razor_dist.config.errors import ConfigError, EngineError
-from razor_dist.engine.heartbeat import heartbeat
-from razor_dist.engine.messages import (
+from razor_dist.engine.worker import FrontendClosedError, Link
+from razor_dist.protocol.heartbeat import heartbeat
+from razor_dist.protocol.messages import (
     HEADER_SIZE,
     FrontendUnreachableError,
     Message,
@@ -22,7 +23,6 @@ from razor_dist.engine.messages import (
     encode,
     exception_of,
 )
-from razor_dist.engine.worker import FrontendClosedError, Link
 from tests.server.process import wait_until
 
 

@@ -12,10 +12,9 @@ import torch
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
 from razor_dist.evals.needle.config import GridConfig
 from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.grid import PRESET, GridTask, grid_reading, place_seed
 from razor_dist.evals.needle.replay import (
     FULL_METHOD,
     Method,
@@ -28,6 +27,7 @@ from razor_dist.evals.needle.replay import (
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tiny_models import make_tiny
 from tests.tokenizer import smollm2_tokenizer, write_letters
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist import cli
 from razor_dist.config.errors import ConfigError
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.ruler.job import report
 from razor_dist.evals.ruler.tasks import (
@@ -23,6 +22,7 @@ from razor_dist.evals.ruler.tasks import (
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.results import read_job
 from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_letters
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from razor_dist.documents.corpus import reference_paragraphs
-from razor_dist.heads.passkeys import Passkeys
-from razor_dist.heads.settings import PasskeySettings
+from razor_dist.identify.passkeys import Passkeys
+from razor_dist.identify.settings import PasskeySettings
 
 INDUCTION, ECHO = (1, 0), (2, 0)
 """(layer, KV head)."""

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.heads.decision import Scores, choose, decide, kv_budget
-from razor_dist.heads.head_map import HeadMap, shipped_head_map
+from razor_dist.heads.decision import Scores, decide
+from razor_dist.heads.head_map import HeadMap, choose, kv_budget, shipped_head_map
 
 
 def _map(scores: dict[str, Scores], kv_scores: dict[str, Scores], kv_heads: int = 2) -> HeadMap:

@@ -14,8 +14,8 @@ import torch
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores
-from razor_dist.heads.duo.attention import Ulysses
-from razor_dist.heads.duo.train import (
+from razor_dist.identify.duo.attention import Ulysses
+from razor_dist.identify.duo.train import (
     GatedModel,
     TrainingState,
     head_map,
@@ -23,8 +23,8 @@ from razor_dist.heads.duo.train import (
     schedule,
     train,
 )
-from razor_dist.heads.passkeys import PasskeySample
-from razor_dist.heads.settings import DuoSettings
+from razor_dist.identify.passkeys import PasskeySample
+from razor_dist.identify.settings import DuoSettings
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.heads.planted import HEADS, RETRIEVAL, make_planted, passkeys

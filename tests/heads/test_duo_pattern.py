@@ -22,8 +22,8 @@ from razor_dist.heads.decision import (
     published_sparsity,
     rounded,
 )
-from razor_dist.heads.duo.pattern import KIND, Pattern, head_map, read_pattern, write_pattern
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.identify.duo.pattern import KIND, Pattern, head_map, read_pattern, write_pattern
 
 GATES: Scores = ((0.25, 1.0), (1.0, 0.5), (1.0, 0.0))
 CONFIG = {"sink_size": 128, "recent_size": 256}

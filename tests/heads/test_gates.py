@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from razor_dist.heads.duo import attention
-from razor_dist.heads.duo.attention import GateContext, gated_attention, streaming_attention
+from razor_dist.identify.duo import attention
+from razor_dist.identify.duo.attention import GateContext, gated_attention, streaming_attention
 from razor_dist.models.loader import load_model
 from tests.tiny_models import make_tiny
 

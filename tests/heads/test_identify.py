@@ -14,8 +14,8 @@ from razor_dist import cli
 from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError, ModelError
 from razor_dist.config.schema import EngineConfig
+from razor_dist.evals.grid import Check, place_seed
 from razor_dist.evals.needle.config import GridConfig
-from razor_dist.evals.needle.grid import Check, place_seed
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.presets import number_facts
 from razor_dist.heads.head_map import HeadMap

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.heads.onthefly import KIND, head_map, measure
-from razor_dist.heads.passkeys import PasskeySample
-from razor_dist.heads.settings import OnTheFlySettings
+from razor_dist.identify.onthefly import KIND, head_map, measure
+from razor_dist.identify.passkeys import PasskeySample
+from razor_dist.identify.settings import OnTheFlySettings
 from razor_dist.models.loader import load_model, model_fingerprint
 from razor_dist.models.shape import ModelShape
 from tests.heads.planted import HEADS, RETRIEVAL, make_planted, passkeys

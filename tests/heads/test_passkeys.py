@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from razor_dist.config.errors import ConfigError
-from razor_dist.heads.passkeys import Passkeys, PasskeySample, open_passkeys
-from razor_dist.heads.settings import PasskeySettings
+from razor_dist.identify.passkeys import Passkeys, PasskeySample, open_passkeys
+from razor_dist.identify.settings import PasskeySettings
 from tests.heads.planted import encode, passkeys
 from tests.tokenizer import smollm2_tokenizer
 

@@ -14,14 +14,8 @@ from transformers import AutoModelForCausalLM
 from razor_dist.config.errors import ConfigError
 from razor_dist.heads.decision import Scores, decide
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
-from razor_dist.heads.razor import (
-    ProbeContext,
-    head_map,
-    plain_vocabulary,
-    probe,
-    probe_input,
-)
-from razor_dist.heads.settings import RazorSettings
+from razor_dist.identify.razor import ProbeContext, head_map, plain_vocabulary, probe, probe_input
+from razor_dist.identify.settings import RazorSettings
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape

@@ -19,13 +19,13 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.commands.identify import identify
 from razor_dist.config.errors import ConfigError, HeadMapError
-from razor_dist.heads.duo.pattern import write_pattern
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.policy import StreamingPolicy
-from razor_dist.heads.scope import scopes, window_of
-from razor_dist.heads.settings import Bound, ScopeSettings
+from razor_dist.identify.duo.pattern import write_pattern
+from razor_dist.identify.scope import scopes, window_of
+from razor_dist.identify.settings import Bound, ScopeSettings
 from razor_dist.models.adapters import adapter
 from razor_dist.models.alibi import LayerWeights
 from razor_dist.models.loader import model_fingerprint, read_config

@@ -9,11 +9,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.frontend.client import EngineInfo
 from razor_dist.frontend.outputs import AnswerSentence, CompletionOutput, RequestOutput
 from razor_dist.frontend.passages import Trace
 from razor_dist.llm.generation import Encoded
+from razor_dist.protocol.messages import EngineInfo
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tokenizer import smollm2_tokenizer
 
 

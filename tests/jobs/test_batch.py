@@ -14,13 +14,13 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from razor_dist import cli
+from razor_dist.api.formats import ChatFormat
+from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import ConfigError
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.assembler import Assembler
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.batch import _served, read_batch
-from razor_dist.server.formats import ChatFormat
-from razor_dist.server.tools import ToolUse
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.hostile_grammars import chained_references
 from tests.test_llm import FakeLLM
 from tests.tokenizer import smollm2_tokenizer

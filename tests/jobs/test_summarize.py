@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 
 from razor_dist import cli
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.outputs import RequestOutput
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs import host_engine
@@ -25,6 +24,7 @@ from razor_dist.jobs.results import read_job
 from razor_dist.llm.generation import Encoded
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.documents import files
 from tests.jobs.quoter import Quoter
 from tests.jobs.test_summary import document

@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM, MptConfig
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.kernels import alibi
 from razor_dist.models.alibi import press_slopes
 from razor_dist.models.loader import load_model, model_fingerprint, read_config
@@ -33,6 +32,7 @@ from razor_dist.models.mpt import Model as Mpt
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import FAMILIES, Local, literal_alibi, make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, one_chunk, prefill
 from tests.engine.test_graph import case_of, story

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from tests import test_invariance
 from tests.cases import Case, logits_of, model_and_shape
 from tests.literal import literal_logits

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from razor_dist import LLM, SamplingParams
+from razor_dist.api.parsing import Limits, parse_request
 from razor_dist.cli import main
 from razor_dist.config.errors import HeadMapError
 from razor_dist.config.schema import ServerConfig
@@ -27,7 +28,6 @@ from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
-from razor_dist.server.request_parsing import Limits, parse_request
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_glm_letters
 

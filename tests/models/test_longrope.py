@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from razor_dist.engine.sampling_params import SamplingParams
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import run_body
 from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import Case, logits_of, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
 from tests.engine.test_graph import Both, case_of

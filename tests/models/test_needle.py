@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding, apply_rotary_pos_emb
 
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.cli import main
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import (
@@ -28,7 +29,6 @@ from razor_dist.evals.needle.model import (
 )
 from razor_dist.evals.needle.presets import Fact, word_fact
 from razor_dist.heads.head_map import HeadMap
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.models.loader import eos_token_ids, model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
 from tests.cases import Case, logits_of

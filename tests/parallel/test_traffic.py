@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from razor_dist.heads.policy import StreamingPolicy
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator, Pending
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.ranks import RankPool

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build, graph
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import follow
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.kernels.query import Query
@@ -33,6 +32,7 @@ from razor_dist.models.loader import (
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zero import ShardedWeights, join_ranks
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
 
@@ -231,7 +231,7 @@ import torch
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.parallel.comm import Communicator
-from razor_dist.engine.sampling_params import SamplingParams
+from razor_dist.protocol.sampling_params import SamplingParams
 told = []
 for weights in ("replicated", "zero3-offload"):
     config = EngineConfig(model={str(path)!r}, attention="full", weights=weights, max_model_len=64)

@@ -13,7 +13,6 @@ import torch
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import build_config
 from razor_dist.engine.build import make_engine
-from razor_dist.engine.step import Op, StepPlan
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.heads.head_map import shipped_head_map
 from razor_dist.kernels.compiled import operations
@@ -23,6 +22,7 @@ from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import traffic
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.memory import DryRun, window_tokens_between_chunks
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import answer, model_and_shape, one_chunk
 from tests.ranks import RankPool

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from razor_dist import cli
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
-from razor_dist.heads.policy import StreamingPolicy
 from razor_dist.plan.compute import decode_reads, visible
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device

@@ -16,21 +16,21 @@ import openai
 import pytest
 
 import razor_dist
+from razor_dist.api.formats import ChatFormat, CompletionFormat
+from razor_dist.api.parsing import Limits, parse_value
+from razor_dist.api.responses import ResponsesBody
+from razor_dist.api.schema import parse
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.engine.messages import encode
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.messages import encode
+from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
-from razor_dist.server.formats import ChatFormat, CompletionFormat
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.request_parsing import Limits, parse_value
-from razor_dist.server.responses import ResponsesBody
-from razor_dist.server.schema import parse
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import fake_server, wait_until
@@ -351,8 +351,8 @@ def test_chat_logprobs_have_the_bytes_of_partial_characters(client: openai.OpenA
 
 
 def test_the_bytes_of_every_token_join_to_the_text() -> None:
+    from razor_dist.api.formats import token_bytes
     from razor_dist.frontend.assembler import decode_one
-    from razor_dist.server.formats import token_bytes
 
     text = "naïve 😀 世界 \n\t done"
     ids = TOKENIZER.encode(text, add_special_tokens=False)

@@ -22,14 +22,15 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
+from razor_dist.api import tokenize
+from razor_dist.api.errors import Failure
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server import bodies, tokenize
+from razor_dist.server import bodies
 from razor_dist.server import connections as connections_module
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.connections import bounded_protocol
-from razor_dist.server.errors import Failure
 from tests import fake_engine
 from tests.server.process import ServerProcess, fake_server, health, wait_until
 from tests.tokenizer import smollm2_tokenizer

@@ -16,18 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from razor_dist.api.errors import Failure
+from razor_dist.api.parsing import parse_json
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
-from razor_dist.engine import grammar_bounds
-from razor_dist.engine.grammar_bounds import grammar_problem, schema_problem
-from razor_dist.engine.messages import Message
-from razor_dist.engine.structured_outputs import GrammarText, StructuredOutputsParams
 from razor_dist.frontend import grammar_process
 from razor_dist.frontend.child_process import Turns
-from razor_dist.frontend.client import EngineInfo
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.models.registry import resolve_model
-from razor_dist.server.errors import Failure
-from razor_dist.server.request_parsing import parse_json
+from razor_dist.protocol import grammar_bounds
+from razor_dist.protocol.grammar_bounds import grammar_problem, schema_problem
+from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 from tests import fake_engine, hostile_grammars
 from tests.server.process import ServerProcess, fake_server
 from tests.tokenizer import smollm2_tokenizer

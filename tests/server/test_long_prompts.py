@@ -20,21 +20,21 @@ import httpx
 import numpy as np
 import pytest
 
+from razor_dist.api.errors import Failure
+from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
 from razor_dist.config.errors import EngineError, ProcessKilledError, RequestError
 from razor_dist.config.schema import ServerConfig
-from razor_dist.engine.messages import HEADER_SIZE, decode
 from razor_dist.frontend.child_process import CLOSED
 from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.models.registry import resolve_model
+from razor_dist.protocol.messages import HEADER_SIZE, decode
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server import service as service_module
 from razor_dist.server.app import build_app
-from razor_dist.server.errors import Failure
 from razor_dist.server.main import Frontend, bind
 from razor_dist.server.parsing_process import ParsingProcess
-from razor_dist.server.request_parsing import Endpoint, Limits, ParsedRequest, parse_request
 from razor_dist.server.service import RequestReader, Service
 from tests import fake_engine
 from tests.server.process import fake_server

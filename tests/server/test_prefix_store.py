@@ -15,11 +15,11 @@ import pytest
 from safetensors.torch import load_file
 
 from razor_dist import LLM, SamplingParams
-from razor_dist.cache.store import check_node, folders, node_folders
 from razor_dist.cli import main
 from razor_dist.commands.prefill import page_text
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
+from razor_dist.prefix.store import check_node, folders, node_folders
 from tests.engine.test_prefix_cache import ids
 from tests.server.process import ServerProcess, alive, wait_until
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import RankEngine, build_engine
-from razor_dist.engine.sampling_params import SamplingParams
 from razor_dist.engine.worker import agree
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
 from tests.server.slow_rank import CHUNK_SECONDS

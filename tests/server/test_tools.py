@@ -19,15 +19,15 @@ from llguidance.hf import from_tokenizer
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from razor_dist.api.formats import ChatFormat
+from razor_dist.api.parsing import Limits, ParsedRequest, parse_value
+from razor_dist.api.responses_format import ResponsesFormat
+from razor_dist.api.tools import ToolParser, ToolUse, forced, tool_use
 from razor_dist.config.errors import RequestError
-from razor_dist.engine.structured_outputs import load_vocabulary, serialized, vocabulary_of
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.server.formats import ChatFormat
-from razor_dist.server.request_parsing import Limits, ParsedRequest, parse_value
-from razor_dist.server.responses_format import ResponsesFormat
-from razor_dist.server.tools import ToolParser, ToolUse, forced, tool_use
+from razor_dist.protocol.structured_outputs import load_vocabulary, serialized, vocabulary_of
 from tests.tokenizer import smollm2_tokenizer
 
 NAMES = ["get_weather", "get_time"]

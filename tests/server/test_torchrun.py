@@ -13,8 +13,8 @@ import pytest
 
 from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig, ServerConfig
-from razor_dist.engine.messages import FrontendUnreachableError
 from razor_dist.frontend.managed_engine import lock_folder
+from razor_dist.protocol.messages import FrontendUnreachableError
 from razor_dist.server import torchrun
 from razor_dist.server.torchrun import Torchrun, ensure_frontend, serve_as_rank
 

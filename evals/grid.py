@@ -1,0 +1,277 @@
+"""Needles at lengths and depths, one a document, asked by many settings of one model.
+
+A document is prefilled and kept; the question continues it, so that with ``prefill: exact`` it is
+asked after the cache was compressed. The task runs in this process: see `replay`. `Check` is a
+short grid with full attention and with a head map, to see what the map loses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from razor_dist.cache.policy import StreamingPolicy
+from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
+from razor_dist.evals.fidelity.model import FidelityModel, Scored
+from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place, streaming_settings
+from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
+from razor_dist.evals.needle.presets import PRESETS
+from razor_dist.evals.needle.replay import (
+    FULL_METHOD,
+    Method,
+    MethodEngine,
+    ReplayConfig,
+    ReplayModel,
+)
+from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.evals.needle.task import ask, run_here, same_haystack
+from razor_dist.heads.head_map import Fidelity, HeadMap, Verification, shipped_head_map
+from razor_dist.jobs.task import Item
+from razor_dist.llm.llm import LLM
+from razor_dist.models.adapters import is_alibi
+from razor_dist.models.loader import model_fingerprint, read_config
+from razor_dist.models.registry import config_folder, display_name, resolve_model
+from razor_dist.models.shape import ModelShape
+
+KIND = "grid"  # of task, in a folder's settings
+PRESET = PRESETS["number"]
+
+_SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
+_LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
+_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
+_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
+_28: Mapping[str, Any] = {"head_map": "smollm2"}
+
+_LEAST_TOKENS = 2500
+# Of the context, for the chat template, the question and the answer.
+_ROOM = 100 + PRESET.answer_tokens
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"attention": "full"},
+    "exact-256": {"prefill": "exact", **_14, **_SMALL},
+    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
+    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
+    "local-512-28": {"prefill": "local", **_28, **_LARGE},
+    "local-256-28": {"prefill": "local", **_28, **_SMALL},
+    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
+    "local-512": {"prefill": "local", **_14, **_LARGE},
+    "local-256": {"prefill": "local", **_14, **_SMALL},
+    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
+}
+"""Settings of the embedded model by name: 14 % + 1 % of the heads unless the name ends in 28 (28 %
++ 2 %); a window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
+
+
+def named_method(name: str) -> Method:
+    """Return one of `METHODS`, with its head map's decision."""
+    if name not in METHODS:
+        raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
+    own = METHODS[name]
+    if "head_map" not in own:
+        return Method(name, own)
+    return Method(name, own, HeadMap.load(shipped_head_map(own["head_map"])).retrieval)
+
+
+def place_seed(place: Place, seed: int) -> int:
+    """Return the seed of the document at a place, which no other place and seed has."""
+    length, depth, needle = place
+    # Further pairs of needles are so far away that no other seed, length and depth comes there.
+    pair, which = divmod(needle, 2)
+    return ((seed * 100_003 + length) * 101 + depth) * 2 + which + (pair << 64)
+
+
+def grid_reading(prompter: Prompter, haystack: Haystack, place: Place, seed: int) -> Reading:
+    """Make the document at a place, and its question; the same for every method."""
+    length, depth, needle = place
+    spots, own = [Spot(depth, needle)], place_seed(place, seed)
+    [made] = readings(PRESET, "after", prompter, haystack, length, spots, own, document_alone=True)
+    return made
+
+
+@dataclass(frozen=True)
+class GridTask:
+    """A task of `razor_dist.jobs`; build it with `plan`.
+
+    A folder may be continued with other methods, lengths, depths and needles: the ids of what is
+    there name the method's fingerprint.
+    """
+
+    config: ReplayConfig  # shared by all methods; one rank
+    grid: GridConfig
+    methods: tuple[Method, ...]
+    haystack: tuple[str, str]  # name and fingerprint
+
+    @classmethod
+    def plan(
+        cls, grid: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap] = ()
+    ) -> GridTask:
+        """Settle the haystack by what is installed, and see that head maps fit the model."""
+        model = read_config(config_folder(grid.model), trust_remote_code=grid.trust_remote_code)
+        for head_map in head_maps:
+            head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
+        name, paragraphs = haystack_paragraphs(grid.haystack)
+        own = grid.model_dump(include=set(EngineConfig.model_fields))
+        # Attention is the methods', and so are the windows.
+        own |= {name: EngineConfig.model_fields[name].default for name in STREAMING_SETTINGS}
+        shared = ReplayConfig(**own | {"attention": "full", "head_map": None, "seed": None})
+        return cls(shared, grid, tuple(methods), (name, fingerprint(paragraphs)))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        name, text = self.haystack
+        return {
+            "kind": KIND,
+            "model": display_name(self.config.model),
+            "haystack": name,
+            "haystack_fingerprint": text,
+            "seed": self.grid.seed,
+        }
+
+    @property
+    def engines(self) -> Mapping[str, EngineConfig]:
+        return {"grid": self.config}
+
+    def items(self) -> Sequence[Item]:
+        """Return each method's turn at each document; first those that share its prefill."""
+        numbers = range(len(self.methods))
+        return [
+            Item(
+                "/".join(map(str, (method.name, *place, method.fingerprint))),
+                place[0],
+                "grid",
+                {"method": number, "place": place},
+            )
+            for shared in (True, False)
+            for place, number in itertools.product(self.grid.places, numbers)
+            if (method := self.methods[number]).shares_prefill is shared
+        ]
+
+    def run(self, llm: Any, item: Item) -> Mapping[str, Any]:
+        """Read a document by a method's settings, and ask a `ReplayModel` for its needle."""
+        model: ReplayModel = llm
+        method, place = self.methods[item.data["method"]], item.data["place"]
+        prompter = model.prompter
+        haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        reading = grid_reading(prompter, haystack, place, self.grid.seed)
+        tokens = len(reading.prefix) + len(reading.questions[0].ids) + PRESET.answer_tokens
+        result = ask(cast("LLM", MethodEngine(model, method, tokens)), PRESET, [reading])
+        return {"method": method.name, "length": place[0], "repeat": 0, **result}
+
+    def run_in(self, folder: Path) -> NeedleResults:
+        """Run what a folder lacks, or refuse it; return the results of this task's items."""
+        return NeedleResults(run_here(self, folder))
+
+
+@dataclass(frozen=True)
+class Check:
+    """A verification of a head map, settled before the work of finding it."""
+
+    config: EngineConfig  # model, and what a streaming head without a window of its own sees
+    tokens: int | None  # of a document; None: twice the least window, at least 2500, at most `most`
+    most: int  # what the model's context holds with a question and its answer
+    haystack: str
+    seed: int
+
+    @classmethod
+    def plan(cls, config: EngineConfig, tokens: int | None, haystack: str, seed: int) -> Check:
+        """Refuse a verification that is known to be of no use; see `Check` for the parameters.
+
+        A document must fit the model but not the window (an ALiBi model's are its map's, which
+        `settle` looks at), so that something is tested, and the model must have a tokenizer.
+        """
+        path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+        model_config = read_config(path, trust_remote_code=config.trust_remote_code)
+        context = ModelShape.from_config(model_config).max_positions
+        check = cls(config, tokens, context - _ROOM, haystack, seed)
+        length = check._length(config.window_min)
+        if not 0 < length <= check.most:
+            raise ConfigError(
+                f"--verify-tokens is {length}, but the model's context of {context} tokens holds "
+                f"documents of 1 to {check.most} with a question and its answer"
+            )
+        if not is_alibi(model_config):
+            check._refuse_nothing(
+                length, StreamingPolicy.of(config), "give a smaller --verify-window"
+            )
+        Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
+        return check
+
+    def _length(self, window: int) -> int:
+        """Return the tokens of a document, where the least window is ``window``."""
+        if self.tokens is not None:
+            return self.tokens
+        return min(self.most, max(_LEAST_TOKENS, 2 * window))
+
+    def _refuse_nothing(self, length: int, policy: StreamingPolicy, *remedies: str) -> None:
+        """Refuse documents of which a streaming head that sees ``policy`` drops nothing."""
+        if policy.dropped(length - 1):
+            return
+        if length < self.most:
+            remedies += (f"give more --verify-tokens, up to {self.most}",)
+        advice = "; " + ", or ".join(remedies) if remedies else ", the longest that fits"
+        raise ConfigError(
+            f"--verify would test nothing: a streaming head's window of at least "
+            f"{policy.window_min} tokens holds a document of {length} whole{advice}"
+        )
+
+    def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
+        """Return a document's tokens, and the settings that act on the map's streaming heads.
+
+        Refuse a document that fits into the least of the map's own windows, or no streaming head.
+        """
+        settings = streaming_settings(self.config, self.config.prefill)
+        if head_map.windows is None:
+            return self._length(self.config.window_min), settings
+        windows = [w for row in head_map.windows for w in row if w is not None]
+        if not windows:
+            raise ConfigError("--verify would test nothing: every head keeps the whole context")
+        length = self._length(min(windows))
+        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)))
+        return length, {name: settings[name] for name in ("prefill", "block")}
+
+    def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:
+        """Ask for the needles with full attention and with a head map, saying each answer.
+
+        Then compare both on as much of the haystack without a needle.
+        """
+        tokens, settings = self.settle(head_map)
+        documents = {"lengths": (tokens,), "needles": 1}
+        about = {"haystack": self.haystack, "seed": self.seed}
+        grid = GridConfig(**self.config.model_dump() | documents | about)
+        own = Method(head_map.method, settings, head_map.retrieval, head_map.windows)
+        task = GridTask.plan(grid, [FULL_METHOD, own], [head_map])
+        model, results = FidelityModel(task.config), []
+        for item in task.items():
+            results.append(task.run(model, item))
+            [cell] = results[-1]["cells"]
+            say(f"{item.id}: {'right' if cell['score'] else 'WRONG'}, {cell['answer']!r}")
+        found = NeedleResults(results)
+        of_full, of_map = found.summary(FULL), found.summary(own.name)
+        right = [cell.method for cell in found.cells if cell.score == 1]
+        name, text = task.haystack
+        begin, _ = model.prompter.around("", "", chat=False)
+        haystack = same_haystack(name, text, model.prompter.tokenizer)
+        prose = [*begin, *haystack.hide(tokens - len(begin), [], self.seed)]
+        figures, _ = model.measure(own, Scored(tuple(prose), tokens // 2))
+        about_prose = figures.summary()
+        return Verification(
+            documents=of_map.cells,
+            tokens=tokens,
+            haystack=name,
+            haystack_fingerprint=text,
+            seed=self.seed,
+            dtype=model.dtype,
+            settings=settings,
+            found_full=right.count(FULL),
+            found=right.count(own.name),
+            lost=of_map.lost,
+            gained=of_map.gained,
+            kv_bytes_full=round(of_full.kv_bytes or 0),
+            kv_bytes=round(of_map.kv_bytes or 0),
+            fidelity=Fidelity(**{f.name: about_prose[f.name] for f in fields(Fidelity)}),
+        )

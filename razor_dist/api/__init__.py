@@ -1,0 +1,1 @@
+"""OpenAI's requests and answers: their types, parsing, and rendering; no HTTP."""

@@ -1,0 +1,228 @@
+"""The objects within request bodies: messages, tools, what an answer must look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import RequestError
+from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
+from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+
+# Fields of messages, with the values that ask for nothing: a client may put answers, with all that
+# they bring, back into its history.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Refuse combinations that make no sense by a `RequestError` that names the field."""
+
+
+CONTENT = (
+    'must be a string or a list of {"type": "text", "text": ...} parts; '
+    "other kinds of content are not supported"
+)
+
+
+def _content(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(_is_text_part(part) for part in value):
+        return "".join(part["text"] for part in value)
+    raise ValueError(CONTENT)
+
+
+def _is_text_part(part: object) -> bool:
+    if not isinstance(part, dict) or set(part) != {"type", "text"}:
+        return False
+    return part["type"] == "text" and isinstance(part["text"], str)
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class CalledTool(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(_content), WithJsonSchema({})] = None
+    name: str | None = None  # of who speaks, for templates that show it
+    tool_calls: list[CalledTool] | None = None  # an assistant's
+    tool_call_id: str | None = None  # a tool's
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, message: object) -> object:
+        """Drop what asks for nothing, whatever its name: servers add fields to their answers."""
+        if not isinstance(message, dict):
+            return message
+        return {
+            name: value
+            for name, value in message.items()
+            if name == "content" or (value is not None and value not in _NEUTRAL.get(name, ()))
+        }
+
+    @model_validator(mode="after")
+    def _is_of_its_role(self) -> ChatMessage:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("may have tool_calls only if its role is assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("must have tool_call_id if its role is tool, and only then")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        # OpenAI renamed the role; templates know the old name only.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+# What `chat_template_kwargs` may not hold: it is ours to give, or a program.
+RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "messages"
+}
+RESERVED -= {"self", "kwargs", "documents"}
+
+
+def _template_arguments(value: object) -> object:
+    if isinstance(value, dict):
+        for name in sorted(RESERVED & value.keys()):
+            raise ValueError(f"must not hold {name!r}")
+    return value
+
+
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
+
+
+def _not_stored(value: bool) -> bool:
+    if value:
+        raise ValueError("must be false: answers are not stored")
+    return value
+
+
+# OpenAI's bounds.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+class Hints(Strict):
+    """Fields that are taken and change nothing: hints to OpenAI's own service, and notes."""
+
+    user: Annotated[str, Field(max_length=512)] | None = None
+    metadata: Metadata | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
+        None
+    )
+
+
+class ToolFunction(Strict):
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object"}
+
+
+class ChosenFunction(Strict):
+    name: str
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # answers match the schema in any case
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, and only then")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.json_schema)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Let errors of structured outputs name the field that asks for them."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param != STRUCTURED:
+            raise
+        problem = str(error).replace(STRUCTURED, field, 1)
+        raise RequestError(problem, field, error.code) from None
+
+
+def structured(value: object) -> StructuredOutputsParams | None:
+    try:
+        return None if value is None else StructuredOutputsParams.of(value)
+    except RequestError as error:
+        raise ValueError(str(error).removeprefix("structured_outputs: ")) from None

@@ -1,0 +1,398 @@
+"""``openapi.json``: what the routes take and give, as JSON Schema, for the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from razor_dist.api.fields import RESERVED, Strict
+from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, or_null, some
+from razor_dist.api.parsing import Limits
+from razor_dist.api.responses import NEUTRAL as RESPONSES_NEUTRAL
+from razor_dist.api.responses import ResponsesBody
+from razor_dist.api.schema import MAX_MESSAGES, NEUTRAL, ChatBody, CompletionBody
+from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
+from razor_dist.protocol.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SOURCES,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+)
+
+_INT64 = 2**63 - 1
+# What `SamplingParams` and the bodies check themselves.
+_RANGES: dict[str, Json] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": _INT64},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "return_sources": {"minimum": 0, "maximum": MAX_SOURCES},
+    "max_completion_tokens": {"minimum": 1, "maximum": _INT64},
+    "max_output_tokens": {"minimum": 1, "maximum": _INT64},
+    "seed": {"minimum": -(2**63), "maximum": _INT64},
+    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+}
+
+
+def openapi(limits: Limits, *, knows_tools: bool) -> Json:
+    """Return the description of a server with these limits."""
+    paths = {
+        "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
+        "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
+        "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
+        "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
+        "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
+        "/documents/text": _document_text(),
+        "/v1/models": _get("The models that are served.", "ModelList"),
+        "/v1/models/{name}": _get("One model.", "Model", name=limits.model),
+        "/health": _get("200 if requests are answered, else 503.", "Health", 503),
+        "/ping": _get("As /health.", "Health", 503),
+        "/version": _get("The version of razor_dist.", "Version"),
+        "/stats": _get("Counters of the engine.", "Stats", 503),
+        "/metrics": _metrics(),
+    }
+    bodies: dict[str, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
+        "ChatBody": (ChatBody, NEUTRAL),
+        "CompletionBody": (CompletionBody, NEUTRAL),
+        "ResponsesBody": (ResponsesBody, RESPONSES_NEUTRAL),
+        "TokenizeBody": (TokenizeBody, {}),
+        "DetokenizeBody": (DetokenizeBody, {}),
+    }
+    schemas: Json = dict(ANSWERS)
+    for name, (cls, neutral) in bodies.items():
+        schemas |= _body(name, cls, neutral, limits, knows_tools)
+    schemas |= {"ChatMessage": _CHAT_MESSAGE, "ResponseFormat": _RESPONSE_FORMAT}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "razor_dist",
+            "version": version("razor-dist"),
+            "description": "OpenAI's API, with fields of vLLM and llama.cpp. Unknown fields are "
+            "refused by name. See docs/serving.md.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _body(
+    name: str,
+    cls: type[Strict],
+    neutral: Mapping[str, tuple[Any, ...]],
+    limits: Limits,
+    knows_tools: bool,
+) -> Json:
+    """Return a body's schema and those that it refers to, by name."""
+    schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
+    found: Json = schema.pop("$defs", {})
+    properties: Json = schema["properties"]
+    for field in properties:
+        properties[field] |= _RANGES.get(field, {})
+    properties |= {
+        field: {"enum": [None, *values], "description": "Not supported; these ask for nothing."}
+        for field, values in neutral.items()
+    }
+    properties["model"] = {"enum": [limits.model]}
+    if name in ("TokenizeBody", "DetokenizeBody"):
+        properties["model"] = {"enum": [limits.model, None]}
+    token = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
+    own: Json = {
+        "stop": {
+            "anyOf": [
+                _stop_string(),
+                {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS},
+                NULL,
+            ]
+        },
+        "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
+        "n": or_null({"type": "integer", "minimum": 1, "maximum": min(MAX_N, limits.max_prompts)}),
+        "logit_bias": or_null(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            }
+        ),
+        "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
+        "tokens": {"type": "array", "items": token},
+        "priority": {"enum": [None, 0]},
+        "min_tokens": or_null({"type": "integer", "minimum": 0, "maximum": _INT64}),
+        "chat_template_kwargs": or_null(
+            {"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}
+        ),
+        "max_tokens": or_null(
+            {"type": "integer", "minimum": int(name != "CompletionBody"), "maximum": _INT64}
+        ),
+    }
+    if name == "CompletionBody":
+        text, tokens = {"type": "string", "minLength": 1}, some(token)
+        own["prompt"] = {"anyOf": [text, some(text), tokens, some(tokens)]}
+        own["logprobs"] = or_null({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS})
+    if name == "ResponsesBody":
+        kinds = ("InputMessage", "FunctionCall", "FunctionCallOutput")
+        items = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        own["input"] = {"anyOf": [TEXT, some({"anyOf": items})]}
+        parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
+        found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
+        found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
+    if not knows_tools:
+        choices = [None, "none"] + (["auto"] if name == "ResponsesBody" else [])
+        own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
+    properties |= {field: value for field, value in own.items() if field in properties}
+    rules = _RULES.get(name)
+    return {**found, name: schema | ({"allOf": rules} if rules else {})}
+
+
+def _stop_string() -> Json:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+
+
+def _only_if(field: str, value: Any, others: Json) -> Json:
+    """A rule: unless ``field`` has the value, ``others`` hold of the other fields."""
+    has = {"properties": {field: {"const": value}}, "required": [field]}
+    return {"if": has, "else": {"properties": others}}
+
+
+_STREAMED = _only_if(
+    "stream", True, {"stream_options": NULL, "return_progress": {"enum": [None, False]}}
+)
+_TEXT_FORMAT: Json = {"properties": {"type": {"const": "text"}}}
+_ONE_FORMAT = {
+    "if": {
+        "properties": {"structured_outputs": {"type": "object"}},
+        "required": ["structured_outputs"],
+    },
+    "then": {"properties": {"response_format": {"anyOf": [NULL, _TEXT_FORMAT]}}},
+}
+_RULES: dict[str, list[Json]] = {
+    "ChatBody": [
+        _STREAMED,
+        _ONE_FORMAT,
+        _only_if("logprobs", True, {"top_logprobs": NULL}),
+        {
+            "anyOf": [
+                {"properties": {"max_tokens": NULL}},
+                {"properties": {"max_completion_tokens": NULL}},
+            ]
+        },
+    ],
+    "CompletionBody": [
+        _STREAMED,
+        _ONE_FORMAT,
+        _only_if("echo", True, {"max_tokens": or_null({"type": "integer", "minimum": 1})}),
+    ],
+    "TokenizeBody": [
+        {
+            "oneOf": [
+                {
+                    "properties": {
+                        "prompt": TEXT,
+                        "messages": NULL,
+                        "add_generation_prompt": NULL,
+                        "chat_template_kwargs": NULL,
+                    },
+                    "required": ["prompt"],
+                },
+                {
+                    "properties": {
+                        "messages": {"type": "array"},
+                        "prompt": NULL,
+                        "add_special_tokens": NULL,
+                    },
+                    "required": ["messages"],
+                },
+            ]
+        }
+    ],
+}
+_CONTENT: Json = {
+    "anyOf": [
+        TEXT,
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": TEXT},
+                "required": ["type", "text"],
+                "additionalProperties": False,
+            },
+        },
+    ]
+}
+
+
+def _message(roles: list[str], required: list[str], **properties: Json) -> Json:
+    nothing: Json = {"enum": [None, []]}
+    own: Json = {"role": {"enum": roles}, "content": _CONTENT, "annotations": nothing}
+    own["name"] = or_null(TEXT)
+    return {
+        "type": "object",
+        "properties": own | {"tool_calls": nothing, "tool_call_id": NULL} | properties,
+        "required": ["role", *required],
+        # Of any other name null is taken: clients put whole answers back into their history.
+        "additionalProperties": NULL,
+    }
+
+
+_CALLS: Json = {
+    "type": "array",
+    "items": {"$ref": "#/components/schemas/CalledTool"},
+    "minItems": 1,
+}
+_CHAT_MESSAGE: Json = {
+    "anyOf": [
+        _message(["system", "developer", "user", "assistant"], ["content"]),
+        _message(["assistant"], ["tool_calls"], tool_calls=_CALLS, content=or_null(_CONTENT)),
+        _message(["tool"], ["content", "tool_call_id"], tool_call_id=TEXT),
+    ]
+}
+_RESPONSE_FORMAT: Json = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": NULL},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"$ref": "#/components/schemas/JsonSchema"},
+            },
+            "required": ["type", "json_schema"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+def _structured(kind: str, schema: Json) -> Json:
+    blanks = {
+        "disable_any_whitespace": {"type": ["boolean", "null"]},
+        "whitespace_pattern": {"type": ["string", "null"]},
+    }
+    return {
+        "type": "object",
+        "properties": {kind: schema, **blanks},
+        "required": [kind],
+        "additionalProperties": False,
+    }
+
+
+_STRUCTURED_OUTPUTS: Json = {
+    "description": "What answers must match; what llguidance cannot do is refused.",
+    "anyOf": [
+        _structured("json", {"type": ["object", "string"]}),
+        _structured("json_object", {"const": True}),
+        _structured("regex", TEXT),
+        _structured("choice", some(TEXT)),
+        _structured("grammar", TEXT),
+    ],
+}
+
+
+def _answer(schema: str, description: str) -> Json:
+    ref = {"$ref": f"#/components/schemas/{schema}"}
+    return {"description": description, "content": {"application/json": {"schema": ref}}}
+
+
+def _error(description: str) -> Json:
+    return _answer("Error", description)
+
+
+_REQUEST_ID: Json = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": "Up to 128 of A-Z, a-z, 0-9 and ._:=/+- are returned; otherwise one is made.",
+}
+_ERRORS: Json = {
+    "401": _error("No known API key."),
+    "403": _error("Another host, or a foreign origin."),
+    "503": _error("The engine is not ready; see Retry-After."),
+}
+
+
+# With ``stream: true``; ``data`` is a chunk in JSON, or "[DONE]".
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": TEXT, "data": TEXT},
+    "required": ["data"],
+}
+
+
+def _post(body: type[Strict], answer: str, summary: str, streams: bool = False) -> Json:
+    ok = _answer(answer, "The answer.")
+    if streams:
+        ok["content"]["text/event-stream"] = {"schema": _EVENT}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    errors = {
+        "400": _error("A field is wrong, by its name in `param`."),
+        "404": _error("There is no such model."),
+        "408": _error("The request took longer than it may."),
+        "413": _error("The body is too large."),
+        "415": _error("The body is not said to be JSON."),
+        "429": _error("The queue is full, or a limit of the key is reached; see Retry-After."),
+        "500": _error("The engine failed."),
+    }
+    operation = {
+        "summary": summary,
+        "parameters": [_REQUEST_ID],
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": ok, **errors, **_ERRORS},
+    }
+    return {"post": operation}
+
+
+def _get(summary: str, answer: str, *more: int, name: str | None = None) -> Json:
+    parameters = [_REQUEST_ID]
+    responses = {"200": _answer(answer, "The answer."), **_ERRORS}
+    if name is not None:
+        schema = {"type": "string", "enum": [name]}
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": schema})
+        responses["404"] = _error("There is no such model.")
+    if answer == "Health":
+        responses["503"] = _answer(answer, "Not ready, and why.")
+    operation = {"summary": summary, "parameters": parameters, "responses": responses}
+    return {"get": operation}
+
+
+def _document_text() -> Json:
+    file = {"application/octet-stream": {"schema": TEXT | {"format": "binary"}}}
+    codes = ("413", "415", "429")
+    errors = {code: _post(TokenizeBody, "", "")["post"]["responses"][code] for code in codes}
+    operation = {
+        "summary": "Return the text of a file: text, HTML, PDF, EPUB or docx.",
+        "parameters": [_REQUEST_ID, {"name": "name", "in": "query", "schema": TEXT}],
+        "requestBody": {"required": True, "content": file},
+        "responses": {
+            "200": {"description": "The text.", "content": {"text/plain": {"schema": TEXT}}},
+            "408": _error("The file came too slowly."),
+            "422": _error("The file cannot be read; the message says why."),
+            **errors,
+            **_ERRORS,
+        },
+    }
+    return {"post": operation}
+
+
+def _metrics() -> Json:
+    operation = _get("Metrics for Prometheus.", "Stats")["get"]
+    operation["responses"]["200"] = {
+        "description": "Prometheus' text.",
+        "content": {"text/plain": {"schema": TEXT}},
+    }
+    return {"get": operation}

@@ -1,0 +1,258 @@
+"""Requests of OpenAI's ``/v1/responses``: a chat in other words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from razor_dist.api.errors import shortened
+from razor_dist.api.fields import Hints, Strict, TemplateArguments, ToolFunction
+from razor_dist.api.schema import ChatBody, Int, parse
+from razor_dist.config.errors import RequestError
+from razor_dist.protocol.sampling_params import SamplingParams
+
+Json = dict[str, Any]
+
+# Unsupported fields, with the values that ask for nothing besides null.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "include": ([],),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "reasoning"), ()),
+    **dict.fromkeys(("max_tool_calls", "stream_options", "context_management"), ()),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+}
+# Names of fields here, by those of a chat.
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+NAMES["response_format"] = "text.format"
+# Characters of the instructions, of all tools and of the text's format that a response repeats. A
+# stream repeats them three times.
+_MOST_REPEATED = 64 * 1024
+# Characters of its name that are repeated of a longer format: OpenAI's bound of names.
+_NAME = 64
+
+
+class _Item(Strict):
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, item: object) -> object:
+        """Drop nulls, whatever their names: clients put answers back with all that they know."""
+        if not isinstance(item, dict):
+            return item
+        return {name: value for name, value in item.items() if value is not None}
+
+
+class TextPart(_Item):
+    type: Literal["input_text", "output_text"]
+    text: str
+    # As in the answers that this server gives.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+def _parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+class InputMessage(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def add_to(self, messages: list[Json]) -> None:
+        messages.append({"role": self.role, "content": "".join(p.text for p in self.content)})
+
+
+class FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def add_to(self, messages: list[Json]) -> None:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append(call)
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[list[TextPart], BeforeValidator(_parts)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def add_to(self, messages: list[Json]) -> None:
+        text = "".join(part.text for part in self.output)
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
+
+
+def _kind(item: object) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind is None:
+        return "message"
+    return kind if isinstance(kind, str) and kind in ITEMS else None
+
+
+ITEMS = ("message", "function_call", "function_call_output")
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="must be an item whose type is one of " + ", ".join(ITEMS),
+    ),
+]
+
+
+def _messages(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class _OfFunction(Strict):
+    type: Literal["function"]
+
+
+class FunctionTool(ToolFunction, _OfFunction):  # pydantic looks at the last base's fields first
+    def for_chat(self) -> Json:
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class ChosenFunctionTool(_OfFunction):
+    name: str
+
+    def for_chat(self) -> Json:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        if self.json_schema is None or self.name is None:
+            raise RequestError("text.format must have a name and a schema", param="text.format")
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
+
+
+class TextSettings(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(Hints):
+    model: str
+    input: Annotated[list[Item], BeforeValidator(_messages)]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextSettings | None = None
+    stream: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    # As in the other endpoints.
+    chat_template_kwargs: TemplateArguments | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Int | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the chat that it stands for, by whose names errors go (`renamed`)."""
+        own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice"}
+        chat = self.model_dump(exclude=own, exclude_none=True)
+        messages: list[Json] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            item.add_to(messages)
+        chat["messages"] = messages
+        if self.tools:
+            chat["tools"] = [tool.for_chat() for tool in self.tools]
+        choice = self.tool_choice
+        if self.tools or choice not in ("auto", "none"):  # as clients send without tools
+            if isinstance(choice, ChosenFunctionTool):
+                chat["tool_choice"] = choice.for_chat()
+            else:
+                chat["tool_choice"] = choice
+        if self.max_output_tokens is not None:
+            chat["max_completion_tokens"] = self.max_output_tokens
+        if self.text is not None and self.text.format is not None:
+            chat["response_format"] = self.text.format.for_chat()
+        return parse(ChatBody, chat)
+
+    def described(self, params: SamplingParams) -> Json:
+        """Return what a response repeats of its request, whose sampling is by ``params``.
+
+        Beyond `_MOST_REPEATED` the instructions are cut, the tools are their names alone, or none
+        if even these are longer, and the text's format has no description and an empty schema.
+        """
+        form = TextFormat(type="text") if self.text is None else self.text.format
+        form = form or TextFormat(type="text")
+        if _is_long(form.model_dump()):
+            name, schema = form.name and shortened(form.name, _NAME), form.json_schema and {}
+            short = {"name": name, "description": None, "json_schema": schema}
+            form = form.model_copy(update=short)
+        tools = [tool.model_dump() for tool in self.tools or []]
+        if _is_long(tools):
+            tools = [FunctionTool(type="function", name=t["name"]).model_dump() for t in tools]
+        if _is_long(tools):
+            tools = []
+        choice = self.tool_choice
+        return {
+            "instructions": self.instructions and shortened(self.instructions, _MOST_REPEATED),
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice.model_dump() if isinstance(choice, Strict) else choice or "auto",
+            "tools": tools,
+            "user": self.user,
+        }
+
+
+def _is_long(value: object) -> bool:
+    return len(json.dumps(value)) > _MOST_REPEATED
+
+
+@contextmanager
+def renamed() -> Iterator[None]:
+    """Let errors name the fields of a chat as they are called here."""
+    try:
+        yield
+    except RequestError as error:
+        field, bracket, rest = (error.param or "").partition("[")
+        if field not in NAMES:
+            raise
+        message = str(error).replace(field, NAMES[field])
+        raise RequestError(message, NAMES[field] + bracket + rest, error.code) from None

@@ -1,0 +1,211 @@
+"""Answers in the shape of OpenAI's ``/v1/responses``: items, and streams of typed events."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.api.errors import Failure
+from razor_dist.api.formats import ChatFormat, CompletionFormat, Format, Json
+from razor_dist.api.parsing import Endpoint, ParsedRequest
+from razor_dist.api.tools import ToolParser, ToolUse
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.protocol.messages import Message
+
+
+class ResponsesFormat(Format):
+    """A message, calls of tools or both; streams have typed events, numbered and named."""
+
+    prefix = "resp"
+    whole_object = chunk_object = "response"
+
+    def __init__(
+        self,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        described: Json,
+        tools: ToolUse | None = None,
+    ) -> None:
+        super().__init__(model, choices, tokenizer)
+        self._described = described
+        self._item = f"msg_{uuid.uuid4().hex}"
+        self._numbers = itertools.count()
+        self._at = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        self._parser = None if tools is None else ToolParser(tools, tokenizer)
+        # Of a stream, so far.
+        self._text = ""
+        self._calls: list[Json] = []
+        self._finish: str | None = None
+
+    def whole(self) -> Json:
+        [choice] = self._choices
+        for piece in choice.pieces:
+            self._read(piece)
+        return self._response(self._items())
+
+    def frame(self, chunk: Json) -> str:
+        return f"event: {chunk['type']}\n{super().frame(chunk)}"
+
+    def opening(self) -> list[Json]:
+        begun = self._response([])
+        kinds = "response.created", "response.in_progress"
+        return [self._event(kind, response=begun) for kind in kinds]
+
+    def piece(self, index: int, piece: TextPiece) -> list[Json]:
+        has_begun = bool(self._text)
+        text = self._read(piece)
+        if not text:
+            return []
+        begins = [] if has_begun else self._begin_message()
+        delta = {"delta": text, "logprobs": []}
+        return [*begins, self._event("response.output_text.delta", **self._at, **delta)]
+
+    def progress(self, index: int, message: Message) -> Json:
+        raise NotImplementedError  # no request can ask for it
+
+    def closing(self, include_usage: bool) -> list[Json]:
+        items, events = self._items(), []
+        for index, item in enumerate(items):
+            if item["type"] == "message":
+                events += [] if self._text else self._begin_message()
+                events += self._end_message(item)
+            else:
+                events += self._whole_call(index, item)
+        whole = self._response(items)
+        return [*events, self._event(f"response.{whole['status']}", response=whole)]
+
+    def failure(self, failure: Failure) -> Json:
+        message, param = failure.message, failure.param
+        return self._event("error", code=failure.code, message=message, param=param)
+
+    @property
+    def end(self) -> str:
+        return ""
+
+    def _read(self, piece: TextPiece) -> str:
+        """Add a piece; return its text that belongs to the message."""
+        text, self._finish = piece.text, piece.finish_reason
+        if self._parser is not None:
+            text = self._parser.push(piece)
+            if self._finish:
+                rest, self._calls, self._finish = self._parser.end(self._finish)
+                text += rest
+        self._text += text
+        return text
+
+    def _event(self, type_: str, **fields: Any) -> Json:
+        return {"type": type_, "sequence_number": next(self._numbers), **fields}
+
+    def _begin_message(self) -> list[Json]:
+        empty = self._message("", "in_progress") | {"content": []}
+        return [
+            self._event("response.output_item.added", output_index=0, item=empty),
+            self._event("response.content_part.added", **self._at, part=_part("")),
+        ]
+
+    def _end_message(self, item: Json) -> list[Json]:
+        text = self._text
+        return [
+            self._event("response.output_text.done", **self._at, text=text, logprobs=[]),
+            self._event("response.content_part.done", **self._at, part=_part(text)),
+            self._event("response.output_item.done", output_index=0, item=item),
+        ]
+
+    def _whole_call(self, index: int, item: Json) -> list[Json]:
+        at = {"output_index": index}
+        own = {"item_id": item["id"], **at}
+        empty = item | {"arguments": "", "status": "in_progress"}
+        name, arguments = item["name"], item["arguments"]
+        kind = "response.function_call_arguments"
+        return [
+            self._event("response.output_item.added", **at, item=empty),
+            self._event(f"{kind}.delta", **own, delta=arguments),
+            self._event(f"{kind}.done", **own, name=name, arguments=arguments),
+            self._event("response.output_item.done", **at, item=item),
+        ]
+
+    def _items(self) -> list[Json]:
+        calls = [
+            {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call["id"],
+                **call["function"],
+            }
+            for call in self._calls
+        ]
+        message = self._message(self._text, self._status)
+        return [message, *calls] if self._text or not calls else calls
+
+    def _message(self, text: str, status: str) -> Json:
+        head = {"id": self._item, "type": "message", "role": "assistant", "status": status}
+        return {**head, "content": [_part(text)]}
+
+    @property
+    def _status(self) -> str:
+        return {None: "in_progress", "length": "incomplete"}.get(self._finish, "completed")
+
+    def _response(self, items: list[Json]) -> Json:
+        head = {k: v for k, v in self._head.items() if k != "created"}
+        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            **head,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": self._status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "output": items,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "truncation": "disabled",
+            "usage": self.usage() if self._finish else None,
+            **self._described,
+        }
+
+    def usage(self, completion: int | None = None) -> Json:
+        usage = super().usage(completion)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
+        raise NotImplementedError
+
+    def _empty(self, index: int) -> Json:
+        raise NotImplementedError
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def make_format(
+    endpoint: Endpoint,
+    parsed: ParsedRequest,
+    model: str,
+    choices: Sequence[Choice],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Format:
+    """Return the shape of the answers to a request."""
+    if parsed.described is not None:
+        own: Any = {"described": parsed.described, "tools": parsed.tools}
+        return ResponsesFormat(model, choices, tokenizer, **own)
+    if endpoint == "chat":
+        return ChatFormat(model, choices, tokenizer, tools=parsed.tools)
+    return CompletionFormat(
+        model, choices, tokenizer, echo=parsed.echo, prompt_only=parsed.prompt_only
+    )

@@ -1,0 +1,113 @@
+"""vLLM's ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from razor_dist.api.fields import ChatMessage, Strict, TemplateArguments
+from razor_dist.api.schema import Int
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.detokenizer import token_texts
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.messages import as_tokens
+
+# Tokens of a text or a list at most, as a multiple of the model's maximum context length.
+_MOST_CONTEXTS = 4
+# Characters that are tokenised at a time to find out whether a long text has too many tokens: the
+# tokenizer takes some hundred bytes for each token of what it gets at once.
+_PIECE = 1 << 16
+
+
+class TokenizeBody(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
+    add_generation_prompt: bool | None = None  # of messages
+    chat_template_kwargs: TemplateArguments | None = None  # of messages
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("either prompt or messages must be given", param="prompt")
+        for name, other in (
+            ("add_special_tokens", "prompt"),
+            ("add_generation_prompt", "messages"),
+            ("chat_template_kwargs", "messages"),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise RequestError(f"{name} is only allowed with {other}", param=name)
+
+    def answer(self, encoder: PromptEncoder, max_model_len: int) -> dict[str, Any]:
+        if self.messages is not None:
+            generation = self.add_generation_prompt is not False
+            messages = [message.for_template() for message in self.messages]
+            arguments = self.chat_template_kwargs or {}
+            arguments = {**arguments, "add_generation_prompt": generation}
+            text = encoder.chat_text(messages, **arguments)
+            _check_text(encoder, text, max_model_len, "messages")
+            special = False  # the template has written them
+        else:
+            text, special = self.prompt or "", self.add_special_tokens is not False
+            _check_text(encoder, text, max_model_len, "prompt")
+        tokens = encoder.text(text, special_tokens=special)
+        tokenizer = encoder.tokenizer
+        strings = None
+        if self.return_token_strs and tokenizer is not None:
+            strings = tokenizer.convert_ids_to_tokens(tokens)
+        return {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+
+class DetokenizeBody(Strict):
+    model: str | None = None
+    tokens: list[Int]
+
+    @classmethod
+    def check_length(cls, value: object, max_model_len: int) -> None:
+        """Refuse a body with too many tokens, before each of them is looked at."""
+        tokens = value.get("tokens") if isinstance(value, dict) else None
+        if isinstance(tokens, list) and len(tokens) > _MOST_CONTEXTS * max_model_len:
+            raise _too_many(f"{len(tokens)} token ids", max_model_len, "tokens")
+
+    def answer(self, encoder: PromptEncoder, vocab_size: int) -> dict[str, Any]:
+        if encoder.tokenizer is None:
+            raise RequestError("the model has no tokenizer", param="tokens")
+        tokens = as_tokens(self.tokens, vocab_size, "tokens").tolist()
+        text = token_texts(encoder.tokenizer).decode(tokens, skip_special=False)
+        return {"prompt": text}
+
+
+def _check_text(encoder: PromptEncoder, text: str, max_model_len: int, param: str) -> None:
+    """Refuse a text of too many tokens, without having all of them in memory.
+
+    Only of a text of more bytes than that are tokens counted, until what follows cannot have too
+    many: no token is less than a byte of UTF-8. Tokens across the border of two pieces may be
+    counted twice, which is nothing beside the bound.
+    """
+    most = _MOST_CONTEXTS * max_model_len
+    if len(text) <= most // 4:  # a character has at most four bytes
+        return
+    count, rest = 0, len(text.encode())
+    for begin in range(0, len(text), _PIECE):
+        if count + rest <= most:
+            return
+        piece = text[begin : begin + _PIECE]
+        count += len(encoder.text(piece, special_tokens=False))
+        rest -= len(piece.encode())
+        if count > most:
+            found = f"its first {begin + _PIECE} characters alone are {count} tokens"
+            raise _too_many(found, max_model_len, param)
+
+
+def _too_many(found: str, max_model_len: int, param: str) -> RequestError:
+    return RequestError(
+        f"{param}: {found}; at most {_MOST_CONTEXTS * max_model_len} can be asked for at once, "
+        f"{_MOST_CONTEXTS} times this model's maximum context length",
+        param=param,
+        code="too_many_tokens",
+    )

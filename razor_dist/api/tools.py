@@ -1,0 +1,371 @@
+"""Calls of tools: which format a model family writes them in, and what an answer says."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.detokenizer import StopMatcher
+from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str  # JSON
+
+    def message(self, short_id: bool) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        own = uuid.uuid4().hex
+        name = own[:9] if short_id else f"call_{own[:24]}"
+        return {"id": name, "type": "function", "function": function}
+
+
+class ToolUse(NamedTuple):
+    """The tool calls a request allows: a name of `_FORMATS`, and the tools' names."""
+
+    format: str
+    names: list[str]
+    parallel: bool = True  # more than one call in an answer
+
+
+# Calls, and what behind the marker belongs to none.
+Found = tuple[list[ToolCall], str]
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A way to write calls.
+
+    ``marker`` is what begins them; without one, ``may_begin`` tells of the text so far whether it
+    is one, ``None`` while that is open. ``parse`` reads the text
+    behind the marker. ``known_by`` are parts of the templates of models that write so.
+    """
+
+    parse: Callable[[str, Sequence[str]], Found]
+    marker: str = ""
+    may_begin: Callable[[str, Sequence[str]], bool | None] = lambda text, names: True
+    known_by: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_BLANKS = re.compile(r"\s*")
+_HERMES, _HERMES_END = "<tool_call>", re.compile(r"\s*</tool_call>")
+# Since version 11 of its tokenizer, Mistral's calls are a name and the arguments.
+_MISTRAL_NAME = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]")
+
+
+def _value(text: str, at: int) -> tuple[Any, int] | None:
+    """Return the JSON value that comes next in a text, and where it ends."""
+    blanks = _BLANKS.match(text, at)
+    assert blanks is not None
+    try:
+        return _DECODER.raw_decode(text, blanks.end())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _values(text: str, separators: str) -> list[Any]:
+    """Return the JSON values of a text, [] if it holds more than them and ``separators``."""
+    found, at = [], 0
+    while at < len(text):
+        if text[at] in separators:
+            at += 1
+            continue
+        value = _value(text, at)
+        if value is None:
+            return []
+        found.append(value[0])
+        at = value[1]
+    return found
+
+
+def _call(name: object, arguments: object) -> ToolCall | None:
+    """Return the call, if the arguments are an object, or a string that holds one."""
+    # Some models write a string.
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    values = _values(text, " \n")
+    if not isinstance(name, str) or len(values) != 1 or not isinstance(values[0], Mapping):
+        return None
+    return ToolCall(name, text)
+
+
+def _calls(values: Sequence[Any], *keys: str) -> list[ToolCall]:
+    """Return the calls that all of the values are, with the arguments by one of these keys."""
+    found = []
+    for value in values:
+        if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+            value = value["function"]
+        given = [value[key] for key in keys if key in value] if isinstance(value, Mapping) else []
+        call = _call(value.get("name"), given[0]) if given else None
+        if call is None:
+            return []
+        found.append(call)
+    return found
+
+
+def _hermes(text: str, names: Sequence[str]) -> Found:
+    calls: list[ToolCall] = []
+    unread, text, at = "", _HERMES + text, 0
+    while (begin := text.find(_HERMES, at)) >= 0:
+        unread += text[at:begin].lstrip() if calls else text[at:begin]
+        at = begin + len(_HERMES)
+        before = len(calls)
+        while (value := _value(text, at)) and (found := _calls([value[0]], "arguments")):
+            calls += found
+            at = value[1]
+        if len(calls) == before:
+            unread += _HERMES
+        elif end := _HERMES_END.match(text, at):
+            at = end.end()
+    return calls, unread + (text[at:].lstrip() if calls and not unread else text[at:])
+
+
+def _mistral(text: str, names: Sequence[str]) -> Found:
+    if not _MISTRAL_NAME.match(text):
+        values = _values(text, " \n")
+        flat = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+        return _calls(flat, "arguments"), ""
+    calls: list[ToolCall] = []
+    at = 0
+    while name := _MISTRAL_NAME.match(text, at):
+        value = _value(text, name.end())
+        call = None if value is None else _call(name[1], value[0])
+        if value is None or call is None:
+            break
+        calls.append(call)
+        at = value[1]
+    return calls, text[at:].lstrip()
+
+
+def _llama(text: str, names: Sequence[str]) -> Found:
+    values = _values(text.strip().removeprefix("<|python_tag|>"), " \n;")
+    calls = _calls(values, "parameters", "arguments")
+    return (calls if all(call.name in names for call in calls) else []), ""
+
+
+def _glm(text: str, names: Sequence[str]) -> Found:
+    name, _, arguments = text.strip().partition("\n")
+    call = _call(name.strip(), arguments)
+    return ([call] if call and call.name in names else []), ""
+
+
+def _begins_line(text: str, names: Sequence[str]) -> bool | None:
+    line, feed, _ = text.lstrip().partition("\n")
+    if feed:
+        return line.strip() in names
+    return None if any(name.startswith(line) for name in names) else False
+
+
+def _begins_with(starts: Sequence[str], text: str, names: Sequence[str]) -> bool | None:
+    text = "".join(text.split())
+    if any(text.startswith(start) for start in starts):
+        return True
+    return None if any(start.startswith(text) for start in starts) else False
+
+
+def _required(text: str, names: Sequence[str]) -> Found:
+    values = _values(text, " \n")
+    return (_calls(values[0], "parameters") if len(values) == 1 else []), ""
+
+
+def _named(text: str, names: Sequence[str]) -> Found:
+    # One that was cut is no JSON.
+    return ([ToolCall(names[0], text)] if _values(text, " \n") else []), ""
+
+
+_FORMATS = {
+    # Qwen 2.5 and 3, Hermes, SmolLM 3.
+    "hermes": _Format(
+        _hermes,
+        _HERMES,
+        known_by=("<tool_call>", "arguments"),
+        unless=("<function=", "<arg_key>"),
+    ),
+    "mistral": _Format(_mistral, "[TOOL_CALLS]", known_by=("[TOOL_CALLS]",)),
+    # Llama 3.1 to 3.3.
+    "llama": _Format(
+        _llama,
+        may_begin=partial(_begins_with, ("<|python_tag|>", '{"name"', '{"type":"function"')),
+        known_by=("<|eot_id|>", "parameters"),
+    ),
+    # GLM 4.
+    "glm": _Format(
+        _glm, may_begin=_begins_line, known_by=("<|observation|>", "[gMASK]"), unless=("<arg_key>",)
+    ),
+    # What `forced` makes models write.
+    "required": _Format(_required),
+    "named": _Format(_named),
+}
+# Mistral's templates refuse ids of calls that have not nine letters.
+_SHORT_IDS = frozenset({"mistral"})
+
+
+def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Tell if a model's chat template can describe tools to it."""
+    return "tools" in _template(tokenizer)
+
+
+def tool_use(
+    tokenizer: PreTrainedTokenizerBase | None,
+    names: Sequence[str],
+    choice: str | None,
+    parallel: bool = True,
+) -> ToolUse:
+    """Return how the model calls these tools; ``choice`` is a tool's name, "required" or None.
+
+    Unless ``parallel``, an answer has one call at most.
+
+    Raises `RequestError` if its chat template knows no tools, or their format is not known here.
+    """
+    template = _template(tokenizer)
+    if not knows_tools(tokenizer):
+        raise RequestError("the model's chat template knows no tools", param="tools")
+    if choice == "required":
+        return ToolUse(choice, list(names), parallel)
+    if choice is not None:
+        return ToolUse("named", [choice], parallel)
+    for name, form in _FORMATS.items():
+        knows = form.known_by and all(part in template for part in form.known_by)
+        if knows and not any(part in template for part in form.unless):
+            return ToolUse(name, list(names), parallel)
+    known = ", ".join(name for name, form in _FORMATS.items() if form.known_by)
+    raise RequestError(
+        "the model's chat template writes calls of tools in a format that is not known here (known "
+        f"are those of {known}); tool_choice may be a tool's name or 'required'",
+        param="tools",
+    )
+
+
+def forced(
+    tools: Mapping[str, Mapping[str, Any]], choice: str, parallel: bool = True
+) -> StructuredOutputsParams:
+    """Return what an answer must match that calls ``choice``, or "required": any of the tools.
+
+    ``tools`` have the schema of each one's parameters. As in vLLM, the answer is then the arguments
+    alone, or a list of ``{"name", "parameters"}``.
+    """
+    if choice != "required":
+        return StructuredOutputsParams(json=dict(tools[choice]))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": _place(name)}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name in tools
+    ]
+    own = {name: _moved(schema, _place(name)) for name, schema in tools.items()}
+    array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": own}
+    return StructuredOutputsParams(json=array if parallel else array | {"maxItems": 1})
+
+
+def _place(name: str) -> str:
+    return f"#/$defs/{name}"
+
+
+# Keywords of JSON Schema that hold values, and those that hold schemas by name.
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema for another ``place``: references begin at the root of all."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, part in schema.items():
+        if key in _BY_NAME and isinstance(part, Mapping):
+            moved[key] = {name: _moved(each, place) for name, each in part.items()}
+        else:
+            moved[key] = part if key in _VALUES else _moved(part, place)
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved
+
+
+class ToolParser:
+    """Splits one answer, piece by piece, into its text and the calls at its end."""
+
+    def __init__(self, use: ToolUse, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._form, self._names = _FORMATS[use.format], use.names
+        self._most = None if use.parallel else 1
+        self._short_ids = use.format in _SHORT_IDS
+        self._matcher = StopMatcher([self._form.marker] if self._form.marker else [])
+        self._held = ""
+        self._calling: bool | None = None
+        # Tokens that the text leaves out, since they are special.
+        self._markers: dict[int, str] = {}
+        for marker in (self._form.marker, "<|python_tag|>", "[ARGS]", "[CALL_ID]"):
+            token = None if tokenizer is None else tokenizer.get_vocab().get(marker)
+            if token is not None and marker:
+                self._markers[token] = marker
+        self._finish_reason = "stop" if use.format == "named" else "tool_calls"
+
+    def push(self, piece: TextPiece) -> str:
+        """Add a piece; return the text that is certainly no call."""
+        marker = self._markers.get(piece.token, "")
+        text = piece.text if marker in piece.text else marker + piece.text
+        if self._calling:
+            self._held += text
+            return ""
+        if self._form.marker:
+            text, found = self._matcher.push(text)
+            if found is not None:
+                self._calling, self._held = True, self._matcher.rest
+            return text
+        if self._calling is None:
+            self._held += text
+            self._calling = self._form.may_begin(self._held, self._names)
+            if self._calling is not False:
+                return ""
+            text, self._held = self._held, ""
+        return text
+
+    def end(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return the rest of the text, the calls, and why the answer ended, if for ``finish``.
+
+        What cannot be read as calls is text.
+        """
+        rest = self._matcher.flush()
+        calls, unread = (
+            self._form.parse(self._held, self._names) if self._held.strip() else ([], "")
+        )
+        if not calls:
+            return rest + (self._form.marker if self._calling else "") + self._held, [], finish
+        cut = unread and finish == "length"
+        reason = finish if cut else self._finish_reason
+        told = [call.message(self._short_ids) for call in calls[: self._most]]
+        return rest + unread, told, reason
+
+    def read(
+        self, pieces: Iterable[TextPiece], finish: str
+    ) -> tuple[str, list[dict[str, Any]], str]:
+        """Return what `push` and `end` return of a whole answer."""
+        text = "".join(map(self.push, pieces))
+        rest, calls, finish = self.end(finish)
+        return text + rest, calls, finish

@@ -1,0 +1,87 @@
+"""The caches of one rank, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from razor_dist.cache.pages import PagePool
+from razor_dist.cache.streaming import Arena, StreamingCache
+from razor_dist.heads.layout import HeadLayout
+from razor_dist.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    arenas: tuple[Arena, ...]  # of the streaming heads, one for each of `HeadLayout.windows`
+    max_sequences: int
+    max_tokens: int  # of the longest sequence
+    num_pages: int
+    page_size: int  # tokens
+    scratch_pages: int  # for exact prefill; 0 with local prefill
+    dtype: torch.dtype  # of retrieval heads' keys and values, in the caches and between ranks
+    streaming_dtype: torch.dtype  # of streaming heads'
+    max_cached: int = 0  # sequences that are kept when nobody uses them
+    page_bytes: int = 1
+    place_bytes: tuple[int, ...] = ()  # of each arena
+
+
+@dataclass
+class Caches:
+    """The stores of one rank."""
+
+    layout: HeadLayout
+    pages: PagePool  # retrieval heads
+    streaming: tuple[StreamingCache, ...]  # streaming heads, one for each of layout.windows
+    scratch: PagePool | None  # streaming heads' full keys and values while prefill is exact
+
+    @property
+    def stores(self) -> list[PagePool | StreamingCache]:
+        return [self.pages, *self.streaming, *([] if self.scratch is None else [self.scratch])]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(store.reserved_bytes for store in self.stores)
+
+
+def new_caches(
+    layout: HeadLayout,
+    shape: ModelShape,
+    cache: CacheConfig,
+    device: torch.device,
+    *,
+    rows: Sequence[int] | None = None,
+) -> Caches:
+    """A rank's empty caches on ``device``.
+
+    ``rows``, by default the layout's, are the heads in each streaming cache.
+    """
+    size, dim = cache.page_size, shape.head_dim
+    pages = PagePool(
+        layout.retrieval_rows,
+        cache.num_pages,
+        size,
+        dim,
+        dtype=cache.dtype,
+        device=device,
+        track_positions=shape.alibi,
+    )
+    scratch, dtype = None, cache.streaming_dtype
+    if cache.scratch_pages and layout.streaming_rows:
+        rows_kept, pages_kept = layout.streaming_rows, cache.scratch_pages
+        scratch = PagePool(rows_kept, pages_kept, size, dim, dtype=dtype, device=device)
+    streaming = tuple(
+        # Two more than are held: a copy is made before another one goes, and one may be loaded.
+        StreamingCache(
+            heads,
+            cache.max_sequences + cache.max_cached + 2,
+            arena,
+            dim,
+            dtype=dtype,
+            device=device,
+        )
+        for heads, arena in zip(rows or layout.rows, cache.arenas, strict=True)
+    )
+    return Caches(layout, pages, streaming, scratch)

@@ -1,0 +1,1 @@
+"""DuoAttention's way to find retrieval heads: gates that are trained."""

@@ -1,0 +1,1 @@
+"""The prefix cache: its index, its tiers (device, host memory, disk), and transfers."""

@@ -1,0 +1,304 @@
+"""The prefixes in host memory and on disk, as rank 0 knows them: by their tokens, by what follows.
+
+A *node* has the tokens ``[begin, end)`` of a prompt and follows on another, its parent, that has
+those before. What leaves a tier for want of room is worth least, as in the caches of the device
+(`razor_dist.prefix.device`), and never what others follow on.
+
+Another process may write the same text to the disk, cut into other chunks, and remove and rewrite
+what is there. So a node is one copy, known by its manifest's digest: host memory and disk share a
+node only if both have this copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from razor_dist.cache.accounting import Ledger
+from razor_dist.parallel.sharding import cut_chunks
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.device import PrefillCost
+from razor_dist.prefix.parts import BadPartError
+from razor_dist.prefix.radix import RadixIndex, Tokens
+from razor_dist.prefix.store import Manifest, Names, PrefixStore, Stamp
+
+log = logging.getLogger(__name__)
+
+Tier = Literal["host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+@dataclass(eq=False)
+class Node:
+    """The tokens ``[begin, end)`` of a prompt, in host memory, on disk or in both."""
+
+    key: int  # in the index
+    manifest: Manifest
+    parent: Node | None
+    where: set[Tier]  # empty once it has left all
+    used_at: float
+    stamp: Stamp | None = None  # of its folder on disk, when its manifest was read or written
+    children: set[Node] = field(default_factory=set)
+
+    @property
+    def chain(self) -> list[Node]:
+        """The nodes that have its tokens from the first one on; it is the last."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def parts(self) -> list[tuple[Node, int]]:
+        """Return those nodes, and where the tokens end that are taken from each."""
+        found, end = [], self.manifest.end
+        for node in reversed(self.chain):
+            found.append((node, min(end, node.manifest.end)))
+            end = min(end, node.manifest.begin)
+        return found[::-1]
+
+    def written_by(self, world_size: int) -> bool:
+        """Tell if so many ranks have written all of them."""
+        return all(node.manifest.world_size == world_size for node in self.chain)
+
+    def layout(self, world_size: int) -> list[Chunk]:
+        """Return the chunks by which its tokens, from the first one on, are dealt to ranks.
+
+        As they were, or, if they come from another number of ranks, as if read in one chunk.
+        """
+        if not self.written_by(world_size):
+            return [Chunk(0, self.manifest.end, world_size)]
+        return [c for node, end in self.parts for c in cut_chunks(node.manifest.layout, end)]
+
+
+@dataclass(frozen=True)
+class Found:
+    node: Node
+    tokens: int  # of a prompt that can be had from it
+
+
+class Nodes:
+    """All nodes, and the bytes that they take.
+
+    ``room`` has the bytes that each tier may take, over all ranks, without those that are not used.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cost: PrefillCost,
+        names: Names,
+        store: PrefixStore | None,
+        room: dict[Tier, float],
+    ) -> None:
+        self._arenas, self._cost, self._store = ledger.cache.arenas, cost, store
+        self.names, self.room = names, room
+        self._index = RadixIndex()
+        self._nodes: dict[str, Node] = {}  # by the digests of their manifests
+        self._on_disk: dict[str, Node] = {}  # by name: the copy that is there
+        self._by_key: dict[int, Node] = {}
+        self._unreadable: dict[str, Stamp | None] = {}  # by name: the copy that could not be read
+        self._keys = 0
+        self._clock = dict.fromkeys(TIERS, 0.0)  # of evictions
+        self._left_host: list[str] = []
+        self.counts: Counter[str] = Counter()  # hits and their tokens, evictions, failures: by tier
+        self.bytes = dict.fromkeys(TIERS, 0)
+        self.refresh()
+
+    def entries(self, tier: Tier) -> int:
+        return sum(tier in node.where for node in self._nodes.values())
+
+    def space(self, space: Hashable) -> str:
+        """Name a request's space: a salt, and the mark of positions."""
+        assert isinstance(space, tuple)
+        return self.names.space(*space)
+
+    def find(self, space: Hashable, tokens: Tokens, most: int) -> Found | None:
+        """Return what a prompt can begin from, of at most ``most`` tokens."""
+        match = self._index.match(self.space(space), tokens, most)
+        return None if match.key is None else Found(self._by_key[match.key], match.tokens)
+
+    def sharing(self, space: Hashable, tokens: Tokens, *, on_disk: bool) -> tuple[Node | None, int]:
+        """Return the node that a new one of these tokens follows on, and where the new one begins.
+
+        All that is before is in it and in those that it follows on, on disk if that is wanted.
+        """
+
+        def among(key: int) -> bool:
+            return not on_disk or "disk" in self._by_key[key].where
+
+        key, begin = self._index.sharing(self.space(space), tokens, among)
+        node = None if key is None else self._by_key[key]
+        while node is not None and begin <= node.manifest.begin:
+            node = node.parent
+        return node, 0 if node is None else begin
+
+    def tokens(self, node: Node) -> Tokens:
+        return self._index.tokens(node.key)
+
+    def refresh(self) -> None:
+        """Take in what other processes have written or removed since the last call."""
+        if self._store is None or not self._store.changed():
+            return
+        try:
+            stamps = self._store.stamps()
+        except OSError as error:
+            log.warning("prefix_store cannot be read: %s", error)
+            return
+        for name, node in list(self._on_disk.items()):
+            if stamps.get(name) != node.stamp:  # removed, or written anew
+                self.leave(node, "disk")
+        fresh: dict[str, tuple[Manifest, Tokens]] = {}
+        left_out: dict[str, list[str]] = defaultdict(list)
+        for name, stamp in stamps.items():
+            if name in self._on_disk or self._unreadable.get(name) == stamp:
+                continue
+            try:
+                manifest, own = self._store.read(name)
+                if len(manifest.tails) != len(self._arenas):
+                    raise BadPartError("its windows are others")
+                fresh[name] = manifest, own
+            except BadPartError as error:
+                self._unreadable[name] = stamp
+                left_out[str(error)].append(name)
+        for reason, names in left_out.items():
+            log.warning("stored prefixes left out: %d, %s (%s)", len(names), reason, names[0])
+        while ready := [n for n, (m, _) in fresh.items() if m.parent not in fresh]:
+            for name in ready:
+                manifest, own = fresh.pop(name)
+                parent = self._on_disk.get(manifest.parent or "")
+                self.enter(manifest, own, parent, "disk", stamps[name])
+
+    def enter(
+        self,
+        manifest: Manifest,
+        own: Tokens,
+        parent: Node | None,
+        tier: Tier,
+        stamp: Stamp | None = None,
+    ) -> None:
+        """Note that a node with its ``own`` tokens is in a tier, unless its parent is missing.
+
+        ``stamp`` is that of its folder on disk. What is on disk follows on what is there.
+        """
+        node = self._nodes.get(manifest.sha256)
+        if node is None:
+            before = own[:0] if parent is None else self.tokens(parent)[: manifest.begin]
+            if len(before) < manifest.begin:
+                return
+            self._keys += 1
+            # The time only puts in order what is worth the same.
+            used = self._store.used(manifest.node) if self._store and tier == "disk" else 0.0
+            node = Node(self._keys, manifest, parent, set(), self._clock[tier] + used * 1e-30)
+            tokens = np.concatenate([before, own])
+            self._index.add(manifest.space, tokens, node.key, self._least_cut(manifest))
+            self._nodes[manifest.sha256] = self._by_key[node.key] = node
+        if node.parent is not None:
+            node.parent.children.discard(node)
+        if parent is not None:
+            parent.children.add(node)
+        node.parent = parent  # maybe another copy of it than when the node was on disk before
+        if tier == "disk":
+            other = self._on_disk.get(manifest.node)
+            if other is not None and other is not node:  # which this one has replaced
+                self.leave(other, "disk")
+            node.stamp = stamp
+            self._on_disk[manifest.node] = node
+            self._unreadable.pop(manifest.node, None)
+        if tier not in node.where:
+            node.where.add(tier)
+            self.bytes[tier] += manifest.nbytes
+
+    def _least_cut(self, manifest: Manifest) -> int:
+        end = manifest.end
+        cuts = [
+            arena.least_cut(end, arena.tail_begin(end, tail))
+            for arena, tail in zip(self._arenas, manifest.tails, strict=True)
+        ]
+        return max(cuts, default=0)
+
+    def leave(self, node: Node, tier: Tier) -> None:
+        """Note that a node is no longer in a tier; what follows on it there is of no use then."""
+        if tier not in node.where:
+            return
+        for child, other in self._with(node, tier):
+            self.leave(child, other)
+        node.where.remove(tier)
+        self.bytes[tier] -= node.manifest.nbytes
+        if tier == "host":
+            self._left_host.append(node.manifest.sha256)
+        else:
+            del self._on_disk[node.manifest.node]
+        if node.where:
+            return
+        if node.parent is not None:
+            node.parent.children.discard(node)
+        self._index.remove(node.key)
+        del self._nodes[node.manifest.sha256], self._by_key[node.key]
+
+    def _with(self, node: Node, tier: Tier) -> list[tuple[Node, Tier]]:
+        """Return the children, and their tiers, that would be lost if a node left a tier.
+
+        What is on disk follows on what is there, and what is in host memory on either.
+        """
+        alone = node.where == {tier}
+        pairs = ((child, other) for child in node.children for other in child.where)
+        return [(child, other) for child, other in pairs if alone or other == tier == "disk"]
+
+    def take_left_host(self) -> list[str]:
+        """Return the digests of what the ranks are to drop from host memory, once."""
+        left, self._left_host = self._left_host, []
+        return left
+
+    def used(self, chain: list[Node], tier: Tier) -> None:
+        """Note that nodes were loaded."""
+        for one in chain:
+            one.used_at = self._clock[tier]
+            if self._store is not None and "disk" in one.where:
+                self._store.touch(one.manifest.node)
+
+    def failed(self, node: Node) -> None:
+        """Forget a node that cannot be read; another copy of it may be there by the next look."""
+        if "disk" in node.where:
+            self._unreadable[node.manifest.node] = node.stamp
+        for tier in list(node.where):
+            self.counts[f"{tier}_failures"] += 1
+            self.leave(node, tier)
+
+    def make_room(self, tier: Tier, nbytes: int, keep: set[Node]) -> bool:
+        """Evict from a tier until so much fits; False if it cannot."""
+        if nbytes > self.room[tier]:
+            return False
+        while self.bytes[tier] + nbytes > self.room[tier]:
+            worths = [
+                (self._worth(node), node.key)
+                for node in self._nodes.values()
+                if tier in node.where and node not in keep and not self._with(node, tier)
+            ]
+            if not worths:
+                return False
+            self._clock[tier], key = min(worths)
+            node = self._by_key[key]
+            self.counts[f"{tier}_evictions"] += 1
+            self.leave(node, tier)
+            if tier == "disk":
+                assert self._store is not None
+                self._store.remove(node.manifest.node)
+        return True
+
+    def _worth(self, node: Node) -> float:
+        m = node.manifest
+        return node.used_at + self._cost.work(m.end - m.begin, m.begin) / max(1, m.nbytes)
+
+    def stats(self, tier: Tier) -> dict[str, int]:
+        """Return a tier's counters."""
+        names = ("hits", "hit_tokens", "evictions", "failures")
+        counts = {name: self.counts[f"{tier}_{name}"] for name in names}
+        return counts | {"entries": self.entries(tier), "bytes": self.bytes[tier]}

@@ -1,0 +1,426 @@
+"""Prefixes in a directory: each is a folder that is there as a whole or not at all.
+
+::
+
+    DIR/
+        writer.lock          held by the one process that writes and prunes
+        secret               with which names are made of salts and tokens
+        <fingerprint>/       caches that fit each other: of one model, head map, policy, dtype
+            about.json       what those are
+            <node>/          the tokens [begin, end) of a prompt, that follow on its parent's
+                manifest.json, tokens.npy
+                kv-<rank>-<part>.safetensors       retrieval heads, each rank's shard
+                state-<window>-<part>.safetensors  streaming heads as of the last token
+
+A node is written into a folder of another name, every file synced, and renamed when all ranks have
+written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
+next writer removes.
+
+A node's name depends on its text alone, and the tokens of a part on how the writer cut the prompt
+into chunks. Therefore each part's header holds the digest of its manifest: parts of another copy of
+the same text are refused (`BadPartError`), also while a reader is in the midst of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+import tokenize
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from razor_dist.config.errors import ConfigError
+from razor_dist.files import sync_folder
+from razor_dist.parallel.sharding import cut_chunks
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.parts import BadPartError, read_file, unpack, write_file
+from razor_dist.prefix.radix import Tokens
+
+FORMAT = 2  # of format 1, parts do not name their manifest
+_MANIFEST, _TOKENS, _ABOUT = "manifest.json", "tokens.npy", "about.json"
+_LOCK, _SECRET = "writer.lock", "secret"
+_SECRET_BYTES = 32
+_NEW, _OLD = ".new", ".old"  # of folders that are being written and removed
+
+# Of a node's folder: inode, and the time in ns when files came or went. `PrefixStore.touch` leaves
+# it, and writing a node anew changes it.
+Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A copy of a node: the layout of its parts, beside its tokens."""
+
+    fingerprint: str
+    node: str
+    copy: str  # random: two writers' parts differ in rounding even where the layout is the same
+    parent: str | None  # has the tokens before ``begin``, and maybe others after them
+    begin: int
+    end: int
+    space: str  # prompts of different ones share nothing
+    world_size: int
+    chunks: tuple[tuple[int, int, int, int], ...]  # begin, end, and both of the whole chunk
+    tails: tuple[int, ...]  # for each window: the first token in the tail
+    kv_parts: int  # files of each rank
+    steps: tuple[int, ...]  # for each window: rows of the streaming heads in a part
+    state_parts: tuple[int, ...]  # and parts
+    nbytes: int
+    tokens_sha256: str
+
+    def __post_init__(self) -> None:
+        """`ValueError` if no prompt can have been read like this."""
+        windows = (self.tails, self.steps, self.state_parts)
+        least_0 = [self.begin, self.kv_parts, self.nbytes, *self.tails, *self.steps]
+        least_1 = [self.world_size, *self.state_parts]
+        edges = [self.begin, *(edge for a, b, _, _ in self.chunks for edge in (a, b)), self.end]
+        numbers = [*least_0, *least_1, *edges, *(edge for row in self.chunks for edge in row)]
+        if not (
+            all(type(number) is int for number in numbers)
+            and min(least_0) >= 0
+            and min(least_1) >= 1
+            and edges == sorted(edges)
+            and all(c <= a < b <= d for a, b, c, d in self.chunks)
+            and len({len(row) for row in windows}) == 1
+        ):
+            raise ValueError("its numbers contradict each other")
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of all fields, which the header of every part holds."""
+        return _digest(self._fields)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @property
+    def layout(self) -> list[Chunk]:
+        """The chunks in which its tokens were read, as far as they are its own."""
+        return [Chunk(a, b, self.world_size, (c, d)) for a, b, c, d in self.chunks]
+
+    @staticmethod
+    def rows_of(chunks: list[Chunk], begin: int, end: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return ``chunks`` for a part ``[begin, end)`` of a sequence."""
+        parts = cut_chunks(chunks, end, begin)
+        return tuple((c.begin, c.end, *(c.whole or (c.begin, c.end))) for c in parts)
+
+    def to_json(self) -> str:
+        return json.dumps({**self._fields, "sha256": self.sha256}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read a manifest; `BadPartError` if it is damaged or of another format."""
+        try:
+            fields = json.loads(text)
+            digest = fields.pop("sha256")
+            if digest != _digest(fields):
+                raise BadPartError("its manifest is damaged")
+            if (version := fields.pop("format")) != FORMAT:
+                raise BadPartError(f"its format is {version}, and this version reads {FORMAT}")
+            lists = {"chunks", "tails", "steps", "state_parts"}
+            return cls(**{k: _tuples(v) if k in lists else v for k, v in fields.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadPartError(f"its manifest is damaged ({error!r:.100})") from None
+
+    def files(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Stream the names of its parts, and what the header of each says."""
+        for rank in range(self.world_size):
+            for part in range(self.kv_parts):
+                yield kv_part(rank, part), part_header(self.sha256, rank=rank, part=part)
+        for window, parts in enumerate(self.state_parts):
+            for part in range(parts):
+                yield state_part(window, part), part_header(self.sha256, window=window, part=part)
+
+
+def part_header(manifest: str, **part: int) -> dict[str, str]:
+    """Return what a part says of itself: the digest of its manifest, and which part it is."""
+    return {"manifest": manifest, **{name: str(number) for name, number in part.items()}}
+
+
+def kv_part(rank: int, part: int) -> str:
+    """Name of a file with keys and values of retrieval heads in one rank's shard."""
+    return f"kv-{rank:03d}-{part:05d}.safetensors"
+
+
+def state_part(window: int, part: int) -> str:
+    """Name of a file with some streaming heads of one window."""
+    return f"state-{window:03d}-{part:05d}.safetensors"
+
+
+class Names:
+    """Names of spaces and nodes; without the ``secret`` they do not tell salts or texts."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def space(self, salt: str | None, mark: int) -> str:
+        """Name the prompts of one salt and one set of rotary frequencies."""
+        return self._digest(f"{mark} {'none' if salt is None else 'salt ' + salt}".encode())
+
+    def node(self, space: str, tokens: Tokens) -> str:
+        """Name the node that ends with these tokens: the same text has the same name."""
+        return self._digest(space.encode(), np.ascontiguousarray(tokens, "<i4").tobytes())
+
+    def _digest(self, *texts: bytes) -> str:
+        found = hashlib.blake2b(key=self._secret, digest_size=16)
+        for text in texts:
+            found.update(text)
+        return found.hexdigest()
+
+
+class PrefixStore:
+    """The prefixes in a directory that were written by engines of one fingerprint.
+
+    ``about`` is hashed to it; it says all that caches depend on, in words. Anybody may read.
+    `acquire` says if this process may write: one at a time may.
+    """
+
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+        self._root = directory
+        self.fingerprint = _digest(about)[:24]
+        self.folder = directory / self.fingerprint
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.names = Names(_secret_of(directory))
+            if not (self.folder / _ABOUT).exists():
+                draft = self.folder / f"{_ABOUT}{secrets.token_hex(4)}{_NEW}"
+                write_file(draft, json.dumps(about, indent=1, default=str).encode())
+                draft.replace(self.folder / _ABOUT)
+        except OSError as error:
+            raise ConfigError(f"prefix_store {directory} cannot be used: {error}") from None
+        self.lock = WriterLock(directory)
+        self._seen = 0, False
+
+    def acquire(self) -> bool:
+        """Become the writer, unless another process is; remove what nothing reads any more.
+
+        That is what a dead writer has left, and nodes of an older format.
+        """
+        if self.lock.held:
+            return True
+        if not self.lock.acquire():
+            return False
+        remove_leftovers(self._root)
+        for path in node_folders(self.folder):
+            if _format_of(path) < FORMAT:
+                remove_node(path)
+        return True
+
+    def changed(self) -> bool:
+        """Tell if prefixes may have come or gone since the last call."""
+        try:
+            now = self.folder.stat().st_mtime_ns
+        except OSError:
+            return False
+        # Names that came in the same tick of the file system's clock are looked for once more.
+        look = now, time.time_ns() - now > 2_000_000_000
+        seen, self._seen = self._seen, look
+        return look != seen
+
+    def stamps(self) -> dict[str, Stamp]:
+        """Return the names of all nodes, with stamps that change when a node is written anew."""
+        try:
+            with os.scandir(self.folder) as entries:
+                nodes = [entry for entry in entries if _is_node(entry.name)]
+        except OSError:
+            self._seen = 0, False  # this look has seen nothing
+            raise
+        found: dict[str, Stamp] = {}
+        for node in nodes:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found[node.name] = _stamp(node.stat())
+        return found
+
+    def read(self, node: str) -> tuple[Manifest, Tokens]:
+        """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
+        return read_node(self.folder / node)
+
+    def draft(self, node: str) -> Path:
+        """Make the folder into which the ranks write a node."""
+        path = self.folder / f"{node}.{secrets.token_hex(4)}{_NEW}"
+        path.mkdir(mode=0o700)
+        return path
+
+    def publish(self, draft: Path, manifest: Manifest, tokens: Tokens) -> Stamp:
+        """Put a node in its place, once all ranks have written their parts; return its stamp.
+
+        Raises `OSError`.
+        """
+        with open(os.open(draft / _TOKENS, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            np.save(file, np.ascontiguousarray(tokens, "<i4"))
+            file.flush()
+            os.fsync(file.fileno())
+        write_file(draft / _MANIFEST, manifest.to_json().encode())
+        sync_folder(draft)
+        path = self.folder / manifest.node
+        if path.exists():  # that could not be read, or it would not have been written again
+            self.remove(manifest.node)
+        stamp = _stamp(draft.stat())  # before another process can put its own in this place
+        draft.rename(path)
+        sync_folder(self.folder)
+        return stamp
+
+    @staticmethod
+    def discard(draft: Path) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def touch(self, node: str) -> None:
+        """Note that a node was used: its manifest's time says when."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / node / _MANIFEST)
+
+    def used(self, node: str) -> float:
+        """Return when a node was used last."""
+        try:
+            return (self.folder / node / _MANIFEST).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def remove(self, node: str) -> None:
+        remove_node(self.folder / node)
+
+
+class WriterLock:
+    """Held by the one process that writes to a directory of prefixes or prunes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lock = filelock.FileLock(directory / _LOCK, mode=0o600)
+
+    @property
+    def held(self) -> bool:
+        return self._lock.is_locked
+
+    def acquire(self) -> bool:
+        try:
+            self._lock.acquire(timeout=0)
+        except (filelock.Timeout, OSError):
+            return False
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the folders in a directory that have the prefixes of one fingerprint each."""
+    try:
+        return sorted(path.parent for path in directory.glob(f"*/{_ABOUT}"))
+    except OSError:
+        return []
+
+
+def node_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _is_node(path.name))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return what the caches in a folder depend on; empty if that cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((folder / _ABOUT).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def read_node(path: Path) -> tuple[Manifest, Tokens]:
+    """Return a node's manifest and its own tokens; `BadPartError` if it is damaged or gone."""
+    manifest = Manifest.from_json(read_file(path / _MANIFEST))
+    try:
+        tokens = np.ascontiguousarray(np.load(path / _TOKENS, allow_pickle=False), np.int32)
+    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
+        raise BadPartError(f"its tokens are damaged ({error!s:.100})") from None
+    whole = tokens.shape == (manifest.end - manifest.begin,)
+    whole = whole and tokens_digest(tokens) == manifest.tokens_sha256
+    here = (manifest.fingerprint, manifest.node) == (path.parent.name, path.name)
+    if not whole or not here:
+        raise BadPartError("its tokens or its name are others")
+    return manifest, tokens
+
+
+def check_node(path: Path) -> Manifest:
+    """Read all of a node; `BadPartError` if anything of it is damaged."""
+    manifest, _ = read_node(path)
+    for name, about in manifest.files():
+        try:
+            unpack(read_file(path / name), about)
+        except BadPartError as error:
+            raise BadPartError(f"{name}: {error}") from None
+    return manifest
+
+
+def _format_of(path: Path) -> int:
+    """Return the format that a node's manifest names; the present one if it cannot be read."""
+    try:
+        return int(json.loads((path / _MANIFEST).read_bytes())["format"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return FORMAT
+
+
+def remove_node(path: Path) -> None:
+    """Remove a node as a whole: no reader finds it without some of its parts."""
+    old = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_OLD}")
+    with contextlib.suppress(OSError):
+        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> int:
+    """Remove what writers have left that were killed; return how much. Call it as the writer."""
+    found = [p for suffix in (_NEW, _OLD) for p in directory.glob(f"*/*{suffix}")]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return len(found)
+
+
+def tokens_digest(tokens: Tokens) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
+
+
+def _is_node(name: str) -> bool:
+    return "." not in name
+
+
+def _stamp(folder: os.stat_result) -> Stamp:
+    return folder.st_ino, folder.st_mtime_ns
+
+
+def _secret_of(directory: Path) -> bytes:
+    path = directory / _SECRET
+    with contextlib.suppress(FileExistsError):
+        if not path.exists():
+            draft = directory / f"{_SECRET}.{secrets.token_hex(8)}"
+            write_file(draft, secrets.token_bytes(_SECRET_BYTES))
+            try:
+                os.link(draft, path)  # fails if another process was faster
+            finally:
+                draft.unlink()
+    secret = path.read_bytes()
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} must hold {_SECRET_BYTES} bytes and holds {len(secret)}: put back a copy, or "
+            "remove the whole directory, whose prefixes are not found without it"
+        )
+    return secret
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

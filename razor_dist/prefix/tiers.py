@@ -1,0 +1,315 @@
+"""Rank 0's account of prefixes in host memory and on disk, and the choice of what moves next.
+
+Soon after a prompt has been read, what is new in it is copied out (`Op.SAVE`): a *node*, which
+follows on the node whose text it shares the beginning with. A prompt that begins like a node gets
+that node and those before it back into pages first (`Op.LOAD`), as an entry of the prefix cache
+that it then continues. Both go part by part, beside other requests' steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from razor_dist.cache.accounting import Holding, Ledger
+from razor_dist.parallel.sharding import shard_lengths
+from razor_dist.prefix.device import PrefillCost
+from razor_dist.prefix.nodes import Found, Node, Nodes, Tier
+from razor_dist.prefix.radix import Tokens
+from razor_dist.prefix.store import Manifest, Names, PrefixStore, tokens_digest
+from razor_dist.prefix.transfer import FAILED, Job, as_payload, kv_parts
+from razor_dist.protocol.step_plan import Op, StepPlan
+
+log = logging.getLogger(__name__)
+
+Space = tuple[str | None, int]  # a salt, and the mark of positions (`razor_dist.models.longrope`)
+
+# A prompt is saved if so many pages of it, and this part, are in no node: streaming heads' windows
+# are written with every node, however little is new.
+_WORTH_PAGES, _WORTH_PART = 4, 1 / 16
+# Seconds until the ranks' writers are asked again, and until a disk that has failed is.
+_WRITER_SECONDS, _DISK_SECONDS = 0.005, 60.0
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A sequence that is in the caches as of ``tokens``, and may be saved."""
+
+    key: int
+    space: Space
+    tokens: Tokens
+    holding: Holding
+
+
+@dataclass(eq=False)
+class Saving:
+    of: Candidate
+    manifest: Manifest
+    parent: Node | None
+    draft: Path | None
+    host: bool
+    job: Job | None  # until the ranks have been told
+
+
+@dataclass(eq=False)
+class Loading:
+    key: int
+    chain: list[Node]
+    space: Space
+    tokens: Tokens
+    holding: Holding
+    tier: Tier
+
+
+class Tiers:
+    """The `Nodes`, and the one save and the one load that are under way.
+
+    ``room`` is as in `Nodes`. ``state_parts`` tells for a length, for each window, how many rows of
+    streaming heads make a part, and how many parts that makes.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cost: PrefillCost,
+        fingerprint: str,
+        store: PrefixStore | None,
+        room: dict[Tier, float],
+        state_parts: Callable[[int], list[tuple[int, int]]],
+    ) -> None:
+        self._ledger, self._fingerprint = ledger, fingerprint
+        self._store, self._state_parts = store, state_parts
+        names = Names(secrets.token_bytes(32)) if store is None else store.names
+        self.nodes = Nodes(ledger, cost, names, store, room)
+        self._queue: dict[int, Candidate] = {}
+        self.saving: Saving | None = None
+        self.loading: Loading | None = None
+        self._wait_until, self._disk_failed = 0.0, -math.inf
+
+    @property
+    def active(self) -> bool:
+        """True if there is anything to move."""
+        return bool(self.saving or self.loading or self._queue)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counters of each tier that is used, and sequences that are still to be saved."""
+        found: dict[str, Any] = {tier: self.nodes.stats(tier) for tier in self.nodes.room}
+        return found | {"saving": len(self._queue) + (self.saving is not None)}
+
+    # -------------------------------------------------------------------------------- to load
+
+    def find(self, space: Hashable, tokens: Tokens, most: int) -> Found | None:
+        """Return what a prompt can begin from that is in these tiers."""
+        self.nodes.refresh()
+        return self.nodes.find(space, tokens, most)
+
+    def load(self, node: Node, key: int, space: Space, holding: Holding) -> StepPlan:
+        """Begin to load a node into a sequence that has room for it; return the plan to open it."""
+        tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
+        self.loading = Loading(key, node.chain, space, self.nodes.tokens(node), holding, tier)
+        chain: list[Job] = []
+        for one, cut in node.parts:
+            m = one.manifest
+            about = {"node": m.node, "manifest": m.sha256, "world_size": m.world_size}
+            about |= {"begin": m.begin, "end": m.end}
+            parts = {"kv_parts": m.kv_parts, "steps": m.steps, "parts": m.state_parts}
+            chain.append({**about, **parts, "chunks": m.chunks, "tails": m.tails, "cut": cut})
+        chunks = Manifest.rows_of(holding.chunks, 0, node.manifest.end)
+        same = node.written_by(self._ledger.world_size)
+        job = {"chain": chain, "same": same, "chunks": chunks, "mark": space[1]}
+        return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
+
+    def loaded(self, answers: Tensor) -> bool | None:
+        """Take in how far the ranks are; True when all is loaded, False if some of it cannot be."""
+        loading = self.loading
+        assert loading is not None
+        failed = (answers[:, 0] == FAILED).nonzero().flatten().tolist()
+        if failed:
+            self.loading = None
+            for index in {int(answers[rank, 1]) for rank in failed}:
+                self.nodes.failed(loading.chain[index])
+            return False
+        if answers[:, 0].any():
+            return None
+        self.loading = None
+        self.nodes.used(loading.chain, loading.tier)
+        return True
+
+    def count_hit(self, tier: str, tokens: int) -> None:
+        self.nodes.counts[f"{tier}_hits"] += 1
+        self.nodes.counts[f"{tier}_hit_tokens"] += tokens
+
+    # -------------------------------------------------------------------------------- to save
+
+    def offer(self, candidate: Candidate) -> None:
+        """Save a sequence as of its tokens, if enough of them is new, when its turn comes."""
+        if self._is_new(candidate):
+            self._queue[candidate.key] = candidate
+
+    def _is_new(self, candidate: Candidate) -> bool:
+        tokens = candidate.tokens
+        found = self.nodes.find(candidate.space, tokens, len(tokens))
+        least = max(_WORTH_PAGES * self._ledger.cache.page_size, _WORTH_PART * len(tokens))
+        return len(tokens) - (0 if found is None else found.tokens) >= least
+
+    def forget(self, key: int) -> list[StepPlan]:
+        """A sequence is about to be closed: return the plans that end what is done with it."""
+        self._queue.pop(key, None)
+        if self.saving is not None and self.saving.of.key == key:
+            return self._abandon()
+        return []
+
+    def next(self) -> StepPlan | None:
+        """Return the plan of the next part to move, if any can be moved now."""
+        if self.loading is not None:
+            return StepPlan(Op.LOAD, self.loading.key)
+        while self.saving is None and self._queue:
+            self.saving = self._begin(self._queue.pop(next(iter(self._queue))))
+        if self.saving is None or time.monotonic() < self._wait_until:
+            return None
+        job, self.saving.job = self.saving.job, None
+        if job is None:
+            return StepPlan(Op.SAVE, self.saving.of.key)
+        job |= {"drop": self.nodes.take_left_host()}
+        return StepPlan(Op.SAVE, self.saving.of.key, payload=as_payload(job))
+
+    def _begin(self, of: Candidate) -> Saving | None:
+        """Prepare to save a sequence, and make room for it; None if there is no room or reason."""
+        nodes = self.nodes
+        nodes.refresh()
+        if not self._is_new(of):
+            return None
+        writes = "disk" in nodes.room and self._may_write()
+        parent, begin = nodes.sharing(of.space, of.tokens, on_disk=writes)
+        manifest = self._manifest(of, parent, begin)
+        keep = set() if parent is None else set(parent.chain)
+        if self.loading is not None:
+            keep |= set(self.loading.chain)
+        fits = {
+            tier: (tier == "host" or writes) and nodes.make_room(tier, manifest.nbytes, keep)
+            for tier in nodes.room
+        }
+        draft = None
+        if fits.get("disk"):
+            assert self._store is not None
+            try:
+                draft = self._store.draft(manifest.node)
+            except OSError as error:
+                self._complain(error)
+        host = fits.get("host", False)
+        if draft is None and not host:
+            return None
+        job: Job = {"manifest": manifest.sha256, "begin": begin, "end": manifest.end, "host": host}
+        job |= {"draft": draft and draft.name, "kv_parts": manifest.kv_parts}
+        job |= {"steps": manifest.steps, "parts": manifest.state_parts, "tails": manifest.tails}
+        return Saving(of, manifest, parent, draft, host, job)
+
+    def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
+        space, end, cache = self.nodes.space(of.space), len(of.tokens), self._ledger.cache
+        size, chunks = self._ledger.world_size, of.holding.chunks
+        after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
+        tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, of.holding.tails, strict=True)]
+        if not of.holding.cached:
+            # Its answer goes on meanwhile, and its tail with it: half of it is given up for that.
+            windows = (max(a.policy.sinks, a.policy.start(end)) for a in cache.arenas)
+            later = (
+                tail + arena.tail // 2 for tail, arena in zip(tails, cache.arenas, strict=True)
+            )
+            tails = [min(pair) for pair in zip(windows, later, strict=True)]
+        token_bytes = cache.page_bytes / cache.page_size
+        states = self._state_parts(end)
+        places = zip(cache.arenas, tails, cache.place_bytes, strict=True)
+        nbytes = sum(place * (arena.ring + end - tail) for arena, tail, place in places)
+        return Manifest(
+            fingerprint=self._fingerprint,
+            node=self.nodes.names.node(space, of.tokens),
+            copy=secrets.token_hex(16),
+            parent=None if parent is None else parent.manifest.node,
+            begin=begin,
+            end=end,
+            space=space,
+            world_size=size,
+            chunks=Manifest.rows_of(chunks, begin, end),
+            tails=tuple(tails),
+            kv_parts=kv_parts(int((after - before).max()), token_bytes),
+            steps=tuple(step for step, _ in states),
+            state_parts=tuple(parts for _, parts in states),
+            nbytes=int(nbytes + token_bytes * (end - begin)),
+            tokens_sha256=tokens_digest(of.tokens[begin:]),
+        )
+
+    def _may_write(self) -> bool:
+        assert self._store is not None
+        failed = time.monotonic() < self._disk_failed + _DISK_SECONDS
+        return not failed and self._store.acquire()
+
+    def saved(self, answers: Tensor) -> list[StepPlan]:
+        """Take in how far the ranks are with the save; return what they are to do at its end."""
+        saving = self.saving
+        assert saving is not None
+        left = answers[:, 0]
+        if (left < 0).any():
+            if (left == FAILED).any():
+                self._disk_failed = time.monotonic()
+            return self._abandon()
+        parent, on_disk = saving.parent, saving.draft is not None
+        if parent is not None and not parent.where & ({"disk"} if on_disk else {"disk", "host"}):
+            return self._abandon()
+        if left.any():
+            busy = answers[:, 1].any()
+            self._wait_until = time.monotonic() + _WRITER_SECONDS if busy else 0.0
+            return []
+        self.saving = None
+        self._wait_until = 0.0
+        m = saving.manifest
+        own = saving.of.tokens[m.begin :]
+        if saving.draft is not None:
+            assert self._store is not None
+            try:
+                stamp = self._store.publish(saving.draft, m, own)
+            except OSError as error:
+                self._store.discard(saving.draft)
+                self._complain(error)
+            else:
+                self.nodes.enter(m, own, parent, "disk", stamp)
+        if saving.host:
+            self.nodes.enter(m, own, parent, "host")
+        return []
+
+    def _abandon(self) -> list[StepPlan]:
+        """Drop what has been saved of a sequence so far."""
+        saving, self.saving = self.saving, None
+        assert saving is not None
+        self._wait_until = 0.0
+        if saving.draft is not None and self._store is not None:
+            self._store.discard(saving.draft)
+        drop = [saving.manifest.sha256, *self.nodes.take_left_host()]
+        return [StepPlan(Op.SAVE, payload=as_payload({"drop": drop}))]
+
+    def _complain(self, error: OSError) -> None:
+        self._disk_failed = time.monotonic()
+        self.nodes.counts["disk_failures"] += 1
+        log.warning("prefix_store cannot be written: %s", error)
+
+    def close(self) -> None:
+        """Drop what is not whole, and let another process write to the store."""
+        if self._store is not None:
+            if self.saving is not None and self.saving.draft is not None:
+                self._store.discard(self.saving.draft)
+            self._store.lock.release()
+
+    def pause(self) -> None:
+        """Sleep until the ranks' writers are to be asked again: nothing else is to be done."""
+        with contextlib.suppress(ValueError):
+            time.sleep(min(_WRITER_SECONDS, max(0.0, self._wait_until - time.monotonic())))

@@ -1,0 +1,291 @@
+"""A rank's part in moving cached sequences to and from host memory and disk.
+
+Rank 0 says what moves (`razor_dist.prefix.tiers`), one bounded part with each plan, so that other
+requests' steps go on between. Every plan ends with one gathering of how far each rank is: all ranks
+have succeeded or none has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from razor_dist.cache.caches import Caches
+from razor_dist.cache.sequence import Sequence
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.sharding import held_positions, shard_lengths
+from razor_dist.parallel.zigzag import Chunk
+from razor_dist.prefix.parts import BadPartError, PartWriter, read_file, unpack, write_file
+from razor_dist.prefix.store import kv_part, part_header, state_part
+
+log = logging.getLogger(__name__)
+
+# Bytes of a part, about: a step that waits for one is delayed by some milliseconds.
+PART_BYTES = 16 << 20
+# Of a rank's answer to a plan: it has failed; the sequence has gone on too far to be kept.
+FAILED, TOO_LATE = -1, -2
+
+Job = dict[str, Any]
+
+
+@dataclass
+class _Read:
+    """A part to read: where it is, and which of its tokens go where in the shard."""
+
+    node: int  # in the chain
+    rank: int
+    part: int
+    tokens: int  # that the part has
+    take: Tensor  # int64: indices in the part
+    at: Tensor  # int64: indices in this rank's shard
+    positions: Tensor
+
+
+def as_payload(job: Job) -> Tensor:
+    """Return what a plan tells the ranks as integers."""
+    data = msgpack.packb(job)
+    padded = len(data).to_bytes(8, "little") + data + bytes(-len(data) % 8)
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def of_payload(payload: Tensor) -> Job:
+    data = payload.numpy().tobytes()
+    job: Job = msgpack.unpackb(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return job
+
+
+class Transfers:
+    """Saves and loads of one rank, one of each at a time.
+
+    ``folder`` has the nodes of this engine's fingerprint on disk; None if nothing is kept there.
+    """
+
+    def __init__(self, comm: Communicator, caches: Caches, folder: Path | None) -> None:
+        self._comm, self._caches, self._folder = comm, caches, folder
+        self._writer = PartWriter()
+        # By the manifests' digests: each node's parts, by the files' names.
+        self._host: dict[str, dict[str, bytes]] = {}
+        self._saving: Iterator[int] = iter(())
+        self._loading: Iterator[tuple[int, int]] = iter(())
+        self._complaint = ""  # why the load cannot be finished, if this rank knows
+
+    def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
+        """Begin to save a sequence, or go on; return all ranks' `_answers`."""
+        if len(payload):
+            job = of_payload(payload)
+            for manifest in job.get("drop", ()):
+                self._host.pop(manifest, None)
+            self._saving = iter(())
+            self._writer.begin()
+            if "manifest" in job:
+                assert sequence is not None
+                self._saving = self._save(sequence, job)
+        left = next(self._saving, 0) if not self._writer.busy else 1
+        if left >= 0:
+            left = max(left, self._writer.pending)
+        if self._writer.error is not None:  # asked last: nothing is pending by then
+            log.warning("a prefix cannot be saved: %s", self._writer.error)
+            left = FAILED
+        return self._answers(left, int(self._writer.busy))
+
+    def load(self, sequence: Sequence, payload: Tensor) -> Tensor:
+        """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
+        if len(payload):
+            self._loading = self._load(sequence, of_payload(payload))
+            self._complaint = ""
+            return self._answers(1, 0)
+        left, node = next(self._loading, (0, 0))
+        answers = self._answers(left, node, bool(self._complaint))
+        # One line, of the first rank that has met something.
+        if answers[:, 2].nonzero()[:1].flatten().tolist() == [self._comm.rank]:
+            log.warning("a cached prefix is read anew: %s", self._complaint)
+        return answers
+
+    def _answers(self, *mine: int) -> Tensor:
+        """Return every rank's numbers, int64 ``[P, n]``: first the parts that are left, or why not.
+
+        The second number is, when saving, 1 if the writer is busy; of a load that has failed, which
+        node is to blame, and the third 1 if the rank knows why.
+        """
+        row = torch.tensor(mine, dtype=torch.int64, device=self._caches.pages.k.device)
+        return self._comm.all_gather(row, "control").cpu()
+
+    # -------------------------------------------------------------------------------- to save
+
+    def _save(self, sequence: Sequence, job: Job) -> Iterator[int]:
+        """Copy one part after the other for the writer; yield how many are left."""
+        begin, end, size = job["begin"], job["end"], self._comm.size
+        chunks, rank = list(sequence.chunks), self._comm.rank
+        first, last = (shard_lengths(chunks, at, size)[rank] for at in (begin, end))
+        states = [
+            (window, part, slice(row, row + step))
+            for window, (step, parts) in enumerate(zip(job["steps"], job["parts"], strict=True))
+            for part, row in enumerate(range(0, step * parts, step))
+        ]
+        left = itertools.count(len(states[rank::size]) + job["kv_parts"] - 1, -1)
+        for window, part, rows in states[rank::size]:
+            cache, slot = self._caches.streaming[window], sequence.streaming[window]
+            tail = job["tails"][window]
+            if not cache.can_cut(slot, end) or slot.tail_begin > tail:
+                yield TOO_LATE
+            rows = slice(rows.start, min(rows.stop, cache.rows.stop))
+            # Of all parts alike, though the sequence may go on between two of them.
+            state = cache.state(slot, rows, end, tail)
+            self._put(state, job, state_part(window, part), window=window, part=part)
+            yield next(left)
+        pages, parts = self._caches.pages, job["kv_parts"]
+        for part in range(parts):
+            edges = [first + (last - first) * n // parts for n in (part, part + 1)]
+            k, v = pages.read(sequence.table, *edges)
+            name = kv_part(rank, part)
+            self._put({"k": k, "v": v}, job, name, rank=rank, part=part)
+            yield next(left)
+
+    def _put(self, tensors: dict[str, Tensor], job: Job, name: str, **part: int) -> None:
+        about = part_header(job["manifest"], **part)
+        on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
+        to: list[Callable[[bytes], object]] = []
+        if job["host"]:
+            held = self._host.setdefault(job["manifest"], {})
+            to.append(partial(held.__setitem__, name))
+        if job["draft"] is not None:
+            assert self._folder is not None
+            to.append(partial(write_file, self._folder / job["draft"] / name))
+
+        def everywhere(data: bytes) -> None:
+            for one in to:
+                one(data)
+
+        self._writer.put(on_host, about, everywhere)
+
+    # -------------------------------------------------------------------------------- to load
+
+    def _load(self, sequence: Sequence, job: Job) -> Iterator[tuple[int, int]]:
+        """Fill a sequence part by part; yield how many are left, or `FAILED` and a node's index."""
+        reads, chain = self._reads(sequence, job), job["chain"]
+        node = chain[-1]
+        try:
+            states = [(w, part) for w, parts in enumerate(node["parts"]) for part in range(parts)]
+            size = self._comm.size
+            rounds = range(0, len(states), size)
+            left = len(rounds) + len(reads)
+            for first in rounds:
+                self._load_states(sequence, node, states[first : first + size])
+                left -= 1
+                yield left, 0
+        except BadPartError:
+            yield FAILED, len(chain) - 1
+            return
+        if sum(len(read.take) for read in reads) != sequence.table.tokens:
+            self._complain(node, "manifest.json", BadPartError("its chunks leave tokens out"))
+            yield FAILED, len(chain) - 1
+            return
+        for read in reads:
+            try:
+                self._load_tokens(sequence, chain[read.node], read)
+            except BadPartError as error:
+                self._complain(chain[read.node], kv_part(read.rank, read.part), error)
+                yield FAILED, read.node
+                return
+            left -= 1
+            yield left, 0
+
+    def _load_states(self, sequence: Sequence, node: Job, states: list[tuple[int, int]]) -> None:
+        """Read one part on each rank and hand all to all; `BadPartError` if any rank cannot."""
+        rank, data = self._comm.rank, b""
+        if rank < len(states):
+            window, part = states[rank]
+            name = state_part(window, part)
+            try:
+                data = self._part(node, name)
+                unpack(data, part_header(node["manifest"], window=window, part=part))
+            except BadPartError as error:
+                self._complain(node, name, error)
+                data = b""
+        nbytes = self._answers(len(data))[: len(states), 0].tolist()
+        if not all(nbytes):
+            raise BadPartError
+        device = self._caches.pages.k.device
+        padded = torch.zeros(max(nbytes), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyones = self._comm.all_gather(padded.to(device), "halo").cpu()
+        for (window, part), row, length in zip(states, everyones, nbytes, strict=False):
+            about = part_header(node["manifest"], window=window, part=part)
+            state = unpack(row[:length].numpy().tobytes(), about)
+            cache, step = self._caches.streaming[window], node["steps"][window]
+            rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
+            _, tail, end = state["at"].tolist()
+            shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
+            as_told = end == node["end"] and tail <= node["tails"][window]
+            if tuple(state["k"].shape[:2]) != shape or not as_told:
+                others = BadPartError("its heads or tokens are others")
+                self._complain(node, state_part(window, part), others)
+                raise others  # which all ranks see alike
+            on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
+            cache.restore(sequence.streaming[window], rows, on_device)
+
+    def _load_tokens(self, sequence: Sequence, node: Job, read: _Read) -> None:
+        pages = self._caches.pages
+        data = self._part(node, kv_part(read.rank, read.part))
+        about = part_header(node["manifest"], rank=read.rank, part=read.part)
+        found = unpack(data, about)
+        want = (pages.k.shape[0], read.tokens, pages.width)
+        if any(tuple(found[key].shape) != want for key in ("k", "v")):
+            raise BadPartError("its heads or tokens are others")
+        device = pages.k.device
+        slots = pages.slots(sequence.table, read.at).to(device)
+        k, v = (found[key].index_select(1, read.take).to(device) for key in ("k", "v"))
+        pages.put(slice(None), slots, k, v)
+        if pages.positions is not None:
+            pages.positions[slots] = read.positions.to(device)
+
+    def _reads(self, sequence: Sequence, job: Job) -> list[_Read]:
+        """Return the parts that have tokens of this rank's shard."""
+        size, reads = self._comm.size, []
+        end = job["chain"][-1]["end"]
+        mine = held_positions(sequence.chunks, 0, end, self._comm.rank, size)
+        for index, node in enumerate(job["chain"]):
+            ranks = range(node["world_size"])
+            if job["same"]:
+                ranks = range(self._comm.rank, self._comm.rank + 1)
+            chunks = [Chunk(a, b, node["world_size"], (c, d)) for a, b, c, d in node["chunks"]]
+            for rank in ranks:
+                held = held_positions(chunks, node["begin"], node["end"], rank, node["world_size"])
+                for part in range(node["kv_parts"]):
+                    a, b = (len(held) * n // node["kv_parts"] for n in (part, part + 1))
+                    wanted = held[a:b] < node["cut"]
+                    wanted &= np.isin(held[a:b], mine, assume_unique=True)
+                    take = np.flatnonzero(wanted)
+                    if len(take):
+                        positions = held[a:b][take]
+                        at = np.searchsorted(mine, positions)
+                        numbers = map(torch.from_numpy, (take, at, positions))
+                        reads.append(_Read(index, rank, part, b - a, *numbers))
+        return reads
+
+    def _part(self, node: Job, name: str) -> bytes:
+        held = self._host.get(node["manifest"], {}).get(name)
+        if held is not None:
+            return held
+        if self._folder is None:
+            raise BadPartError("it is not in host memory")
+        return read_file(self._folder / node["node"] / name)
+
+    def _complain(self, node: Job, name: str, error: BadPartError) -> None:
+        self._complaint = f"{name} of {node['node']}: {error}"
+
+
+def kv_parts(tokens: int, token_bytes: float) -> int:
+    """Return into how many parts a rank's keys and values of so many tokens are cut."""
+    return -int(-tokens * token_bytes // PART_BYTES)

@@ -1,0 +1,1 @@
+"""What frontend and ranks say to each other: messages, sampling parameters, step plans."""

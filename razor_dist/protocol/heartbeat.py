@@ -1,0 +1,55 @@
+"""Signs of life, which rank 0 sends from a thread of its own.
+
+A chunk may keep rank 0's main thread busy for minutes, so silence between its messages means
+nothing. A thread beside it shows that the process runs, though not that the main thread gets on: a
+rank that waits for another in vain is found by the collectives' time-out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from razor_dist.protocol.messages import Message
+
+# Seconds between two signs of life, if that is not too long for the frontend's patience.
+_INTERVAL = 1.0
+# Seconds that the thread gets to end, which a frontend that reads no more keeps from it.
+_GRACE = 1.0
+
+
+def interval(timeout: float) -> float:
+    """Seconds between two signs of life of which a frontend with that patience misses none."""
+    return min(_INTERVAL, timeout / 4)
+
+
+@contextmanager
+def heartbeat(
+    send: Callable[[Message], None], seconds: float, seconds_left: Callable[[], dict[str, float]]
+) -> Iterator[None]:
+    """Send ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
+
+    ``send`` and ``seconds_left`` may be called from any thread. The first `OSError` ends the
+    heartbeat: the main thread finds out by itself that the frontend has gone.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        with suppress(OSError):
+            ended = False
+            while not ended:
+                send({"t": "alive", "pid": os.getpid(), "seconds_left": seconds_left()})
+                ended = over.wait(seconds)
+
+    # A daemon: a frontend that reads no more can block it in the socket.
+    thread = threading.Thread(target=run, name="razor-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        # Its closures may be the last that hold the engine. A daemon thread that frees tensors
+        # while the interpreter ends is aborted: "terminate called without an active exception".
+        thread.join(_GRACE)

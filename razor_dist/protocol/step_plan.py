@@ -1,0 +1,154 @@
+"""One step of all ranks: a fixed-layout tensor of integers, never a pickle.
+
+Rank 0 decides and broadcasts; the others follow. A plan is one int64 frame of `FRAME` numbers,
+``HEADER`` of them fields; a payload that does not fit follows in a second tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razor_dist.parallel.comm import Communicator
+
+FRAME = 512
+HEADER = 16
+_ROW = 5  # numbers that describe a piece beside its tokens
+
+
+class Op(IntEnum):
+    OPEN = 1
+    STEP = 2  # the model reads tokens of several sequences
+    CLOSE = 3
+    FORK = 4
+    STATS = 5
+    STOP = 6
+    KEEP = 7  # nobody uses a sequence now: it is cached
+    # A sequence's next part goes to host memory and disk, or comes from there. Ranks answer how far
+    # they are (`razor_dist.prefix.transfer`).
+    SAVE = 8
+    LOAD = 9
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The next tokens of one sequence in a step.
+
+    All ranks compute all of them, or, if it is ``sharded``, they are a chunk of a prompt of which
+    each rank computes its shards.
+    """
+
+    sequence: int
+    tokens: Tensor  # int64 [n], made of any integers
+    sharded: bool = False
+    # The prompt ends with them, or is cached up to here: every rank needs the whole window.
+    last: bool = True
+    # Of a chunk: -1, or how many likeliest tokens to report for each of its tokens.
+    prompt_logprobs: int = -1
+    # The prompt's token after them, if log-probabilities are asked for and there is one.
+    following: int = -1
+    # Of a single token: tell where the strongest heads look (`razor_dist.attention.sources`).
+    sources: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.int64))
+
+    @property
+    def single(self) -> bool:
+        """True for one token on every rank, which may be part of a recorded step."""
+        return len(self.tokens) == 1 and not self.sharded
+
+    @property
+    def flags(self) -> int:
+        return self.sharded | self.last << 1 | self.sources << 2
+
+    @property
+    def samples(self) -> bool:
+        """True if a step gives logits for what follows."""
+        return self.last or not self.sharded
+
+
+def payload_length(pieces: int, tokens: int) -> int:
+    """Return how many numbers describe a step."""
+    return 1 + _ROW * pieces + tokens
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step. Fields say which operations use them; the others ignore them."""
+
+    op: Op
+    sequence: int = 0  # OPEN, CLOSE, FORK, KEEP, SAVE, LOAD: its key
+    begin: int = 0  # FORK: how many of its source's tokens it copies
+    # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
+    # what FORK copies.
+    end: int = 0
+    total: int = 0  # OPEN, FORK, LOAD: tokens to reserve, prompt and answer
+    source: int = 0  # FORK: key of the sequence to copy
+    instead: bool = False  # FORK: its source ends, which nobody else uses
+    # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
+    max_read: int = 0
+    # STEP: its pieces; SAVE and LOAD: with the first part, what to do.
+    payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @classmethod
+    def step(cls, pieces: Sequence[Piece]) -> StepPlan:
+        """Return the plan of a step: single tokens first, sharded pieces last."""
+        ordered = sorted(pieces, key=lambda piece: (piece.sharded, not piece.single))
+        # The number of pieces, a row of numbers for each, and the tokens of all.
+        rows = [
+            (p.sequence, len(p.tokens), p.flags, p.prompt_logprobs, p.following) for p in ordered
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).flatten()
+        tokens = [piece.tokens for piece in ordered]
+        return cls(Op.STEP, payload=torch.cat([torch.tensor([len(rows)]), table, *tokens]))
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """STEP: the pieces, in their order in the step."""
+        count = int(self.payload[0])
+        tokens = payload_length(count, 0)
+        rows = self.payload[1:tokens].view(count, _ROW).tolist()
+        of_each = self.payload[tokens:].split([row[1] for row in rows])
+        return [
+            Piece(key, of, bool(flags & 1), bool(flags & 2), logprobs, following, bool(flags & 4))
+            for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
+        ]
+
+    def send(self, comm: Communicator) -> None:
+        """Tell the other ranks, who `receive` it."""
+        if comm.size == 1:
+            return
+        frame = torch.zeros(FRAME, dtype=torch.int64)
+        header = [*(int(getattr(self, name)) for name in _NUMBERS), len(self.payload)]
+        frame[: len(header)] = torch.tensor(header)
+        inline = len(self.payload) <= FRAME - HEADER
+        if inline:
+            frame[HEADER : HEADER + len(self.payload)] = self.payload
+        comm.host.broadcast(frame, "control")
+        if not inline:
+            comm.host.broadcast(self.payload, "control")
+
+    @classmethod
+    def receive(cls, comm: Communicator) -> StepPlan:
+        """Take part in rank 0's broadcast; blocks until it comes."""
+        frame = torch.zeros(FRAME, dtype=torch.int64)
+        comm.host.broadcast(frame, "control")
+        *header, n = frame[: len(_NUMBERS) + 1].tolist()
+        if n <= FRAME - HEADER:
+            payload = frame[HEADER : HEADER + n]
+        else:
+            payload = torch.empty(n, dtype=torch.int64)
+            comm.host.broadcast(payload, "control")
+        numbers: dict[str, Any] = dict(zip(_NUMBERS, header, strict=True))
+        numbers |= {"op": Op(numbers["op"]), "instead": bool(numbers["instead"])}
+        return cls(**numbers, payload=payload)
+
+
+_NUMBERS = [field.name for field in fields(StepPlan) if field.name != "payload"]

@@ -1,0 +1,414 @@
+"""Answers that match a JSON schema, a regular expression, a choice or a grammar, by llguidance.
+
+llguidance is native code that may crash, and take long and much memory. So a child process of the
+frontend compiles a constraint first (`razor_dist.frontend.grammar_process`), and rank 0 gets it as
+llguidance's text (`GrammarText`). Rank 0 compiles that with the model's vocabulary
+(`GrammarCompiler`) before the request is admitted, and masks the tokens that cannot follow
+(`Grammar.fill`) before each is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from razor_dist.config.errors import RequestError
+from razor_dist.protocol.grammar_bounds import LONGEST, grammar_problem, schema_problem
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:  # the command line imports this, and loads in a second without them
+    from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+FIELD = "structured_outputs"
+# Characters of llguidance's text of a constraint: escaping may lengthen what was given.
+LONGEST_TEXT = 4 * LONGEST
+# Bytes of the stack of rank 0's thread: eight times that of the child process, where llguidance
+# overflows it first.
+_STACK_BYTES = 64 << 20
+# Masks that are computed before a constraint is taken: an object's properties come second.
+_FIRST_MASKS = 2
+# Compiled grammars that are kept.
+_KEPT = 16
+# Between the parts of a JSON text. Bounded: small models would write blanks for ever.
+_WHITESPACE = r"( |\n[ \t]{0,20})?"
+# Limits in the place of llguidance's own (in brackets). An enum of 8,000 words takes 100,000 of
+# fuel, and 300 numbers between decimal bounds 170,000 (1,000,000). An object of 500 optional
+# properties has 2,007 items in a row (2,000). A state of the lexer takes 1 to 2 kB for as long as
+# the answer lasts (250,000).
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "max_lexer_states": 50_000,
+    "max_items_in_row": 2_500,
+}
+# Size of a grammar that a user has written, and of one that llguidance makes of a schema or an
+# expression: 4,200 for 500 optional properties. llguidance builds a row before it counts its items,
+# in time by their square: half a second for 10,000, in which no sequence of rank 0 gets a token.
+_GRAMMAR_SIZE, _SCHEMA_SIZE = 5_000, 20_000
+# Where one text alone can follow, llguidance looks for its end, to have it tokenised as the model
+# would. Of /a+/ /a+/ there is none, since the first takes every a, and no limit of llguidance's
+# stops it. The last such line of a grammar counts.
+_UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """A constraint on an answer, with vLLM's names; exactly one of the first five is set.
+
+    ``json``                    a JSON schema, as a mapping or as text
+    ``json_object``             True: any JSON object
+    ``regex``                   a regular expression that the whole answer matches
+    ``choice``                  the answer is one of these strings
+    ``grammar``                 a context-free grammar: llama.cpp's GBNF, EBNF, or Lark
+    ``disable_any_whitespace``  JSON without blanks between its parts
+    ``whitespace_pattern``      a regular expression for these blanks; a space, or a line feed and
+                                an indentation of at most 20, if not given
+
+    Raises `RequestError` whose ``param`` is "structured_outputs" for anything else.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        if self.json is False:
+            raise _refusal("json: false is a schema that nothing matches")
+        if len(kinds) != 1:
+            got = " and ".join(kinds) or "none"
+            raise _refusal(f"exactly one of {', '.join(_KINDS)} must be given, got {got}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _refusal(f"{name} must be a string")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _refusal(f"{name} must be true or false")
+        if not isinstance(self.json, str | Mapping | bool | None):
+            raise _refusal("json must be a JSON schema: an object, or a string that holds one")
+        if self.choice is not None:
+            strings = not isinstance(self.choice, str) and isinstance(self.choice, Sequence)
+            if not (strings and self.choice and all(isinstance(c, str) for c in self.choice)):
+                raise _refusal("choice must be a list of strings that is not empty")
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @classmethod
+    def of(cls, value: object) -> StructuredOutputsParams:
+        """Take a mapping for the fields of one; refuses unknown names."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise _refusal(f"must be an object, got {value!r:.80}")
+        names = [field.name for field in fields_of(cls)]
+        unknown = [name for name in value if name not in names]
+        if unknown:
+            raise _refusal(f"unsupported field {unknown[0]!r:.80}; there are {', '.join(names)}")
+        return cls(**{n: v for n, v in value.items() if (n, v) != ("disable_any_whitespace", None)})
+
+    def check(self) -> None:
+        """Raise `RequestError` if it is too large, or nested or chained too deeply, to be compiled.
+
+        Takes time in proportion to its length. What else is wrong llguidance finds, which is not
+        called here.
+        """
+        kind, given = self._kind, self._given()
+        if len(given) + len(self.whitespace_pattern or "") > LONGEST:
+            raise _refusal(f"{kind} is longer than {LONGEST} characters")
+        try:
+            given.encode()
+            problem = None
+            if kind == "grammar":
+                problem = grammar_problem(given)
+            elif kind == "json":
+                problem = schema_problem(json.loads(given))
+        except UnicodeEncodeError:
+            raise _refusal(f"{kind} holds a lone surrogate (\\ud800 to \\udfff)") from None
+        except ValueError as error:
+            raise _refusal(f"{kind} cannot be used: {error}") from None
+        except RecursionError:
+            problem = "is nested too deeply"
+        if problem:
+            raise _refusal(f"{kind} {problem}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the fields by name, for a message; ``of(fields)`` is as good."""
+        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
+        if isinstance(self.json, Mapping):
+            # As text: msgpack has no integers beyond 64 bits, and a schema may.
+            fields["json"] = self._schema()
+        return fields
+
+    def _given(self) -> str:
+        match self._kind:
+            case "choice":
+                return "|".join(self.choice or ())
+            case "json" | "json_object":
+                return self._schema()
+        return str(getattr(self, self._kind))
+
+    @property
+    def _kind(self) -> str:
+        return next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))
+
+    def llguidance(self) -> str:
+        """Return llguidance's own description of it."""
+        matcher, grammar_from = _library()
+        try:
+            match self._kind:
+                case "choice":  # llguidance's own fails, in mid-answer, above 2,000
+                    return matcher.grammar_from_regex("|".join(map(re.escape, self.choice or ())))
+                case "regex":
+                    return matcher.grammar_from_regex(self.regex)
+                case "grammar":
+                    return grammar_from("grammar", self.grammar) + _UNFORCED
+            description = matcher.grammar_from_json_schema(self._schema(), overrides=self._blanks)
+        except ValueError as error:
+            raise _refusal(f"{self._kind} cannot be used: {_short(str(error))}") from None
+        schema = json.loads(description)["grammars"][0]["json_schema"]
+        if self.whitespace_pattern is None and schema["x-guidance"] == self._blanks:
+            return description
+        # Patterns of the user's stand between the parts, which may be as endless as a grammar's.
+        return f"start: %json {json.dumps(schema)}{_UNFORCED}"
+
+    def compiled(self, tokenizer: LLTokenizer) -> GrammarText:
+        """Compile it and compute an answer's first masks, as rank 0 will do with the result.
+
+        Native code does it, without bounds of time, memory and stack: only for a process that may
+        die. Raises `RequestError` if it cannot be matched, or llguidance is missing.
+        """
+        text = self.llguidance()
+        if len(text) > LONGEST_TEXT:
+            raise _refusal(f"{self._kind} is longer than {LONGEST_TEXT} characters for llguidance")
+        matcher = _matcher(text, tokenizer, self._kind)
+        import numpy as np
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        mask = allocate_token_bitmask(1, tokenizer.vocab_size)
+        for _ in range(_FIRST_MASKS):
+            fill_next_token_bitmask(matcher, mask)
+            _check_matcher(matcher, self._kind)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+            if not len(allowed) or allowed[0] in tokenizer.eos_tokens:
+                break
+            matcher.consume_token(int(allowed[0]))
+        return GrammarText(text=text)
+
+    def _schema(self) -> str:
+        if self.json_object:
+            return '{"type": "object"}'
+        if isinstance(self.json, str):
+            return self.json
+        try:
+            return json.dumps(self.json, ensure_ascii=False)
+        except RecursionError:
+            raise _refusal("json is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise _refusal(f"json must be a JSON schema: {error}") from None
+
+    @property
+    def _blanks(self) -> dict[str, Any]:
+        if self.disable_any_whitespace:
+            return {"whitespace_flexible": False}
+        return {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
+
+
+@dataclass(frozen=True)
+class GrammarText:
+    """A constraint as llguidance's own text, which the frontend's child process has compiled."""
+
+    text: str
+
+    def check(self) -> None:
+        """Raise `RequestError` if no frontend can have compiled it."""
+        if len(self.text) > LONGEST_TEXT:
+            raise _refusal(f"it is longer than {LONGEST_TEXT} characters")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def llguidance(self) -> str:
+        return self.text
+
+
+class Grammar:
+    """The matcher of one answer, at the place the answer has reached."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, frozenset(ends)
+        self.ended = False  # the answer is complete, by an end-of-sequence token
+
+    def fresh(self) -> Grammar:
+        """Return a copy, for another answer; this one must not have begun."""
+        return Grammar(self._matcher.deep_copy(), list(self._ends))
+
+    def fill(self, mask: Tensor) -> None:
+        """Write a bit for each token into ``mask``, int32 ``[V / 32]``: 1 if it may come next."""
+        # Not llguidance.torch, whose import takes seconds: it brings torch's compiler.
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, mask.unsqueeze(0).numpy())
+
+    def accept(self, token: int) -> None:
+        self.ended = self.ended or token in self._ends
+        self._matcher.consume_token(token)
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why no token can follow, such as a limit of llguidance's that the grammar exceeds."""
+        if not self._matcher.is_error():
+            return None
+        return _refusal(f"the answer cannot go on: {_short(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Compiles requests' grammars in a thread, those that it knows at once.
+
+    The tokenizer is loaded in that thread, by `prepare` or when first asked. It has a large stack
+    of its own, and llguidance the limits that it has in the frontend's child process.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase | None],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._load, self._vocab_size, self._ends = load_tokenizer, vocab_size, eos_token_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def prepare(self) -> None:
+        """Begin to load the vocabulary, if structured outputs can be had at all."""
+        self._submit(self._vocabulary)
+
+    def compile(self, params: StructuredOutputsParams | GrammarText) -> Future[Grammar]:
+        """Return a future grammar, to be copied; its exception is a `RequestError`."""
+
+        def compiled() -> Grammar:
+            params.check()
+            return self._compiled(params.llguidance())
+
+        return self._submit(compiled)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        with stack_size(_STACK_BYTES):  # the first begins the thread
+            return self._thread.submit(work)
+
+    def _compile(self, description: str) -> Grammar:
+        tokenizer = self._vocabulary()
+        return Grammar(_matcher(description, tokenizer, "it"), tokenizer.eos_tokens)
+
+    def _vocabulary(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            tokenizer = serialized(self._load())
+            vocabulary = vocabulary_of(tokenizer, self._vocab_size, self._ends)
+            self._tokenizer = load_vocabulary(vocabulary)
+        return self._tokenizer
+
+
+@contextmanager
+def stack_size(size: int) -> Iterator[None]:
+    """Give threads that are begun meanwhile a stack of ``size`` bytes."""
+    before = threading.stack_size(size)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def vocabulary_of(
+    tokenizer: SerializedTokenizer, vocab_size: int, ends: Sequence[int]
+) -> dict[str, Any]:
+    """Return what `load_vocabulary` takes, and a message may hold."""
+    end = list(ends) or tokenizer.eos_token_id
+    return {"tokenizer": tokenizer.json, "n_vocab": vocab_size, "eos_token": end}
+
+
+class SerializedTokenizer(NamedTuple):
+    """A tokenizer as the JSON of the tokenizers library, and its end-of-sequence token."""
+
+    json: str
+    eos_token_id: int | None
+
+
+def serialized(tokenizer: PreTrainedTokenizerBase | None) -> SerializedTokenizer:
+    """Return a tokenizer as llguidance takes it.
+
+    Raises `RequestError` if there is none, or not of the tokenizers library, or it has parts in
+    Python, which have no JSON. For 49,152 tokens it takes 0.2 s with the interpreter's lock held.
+    """
+    if tokenizer is None:
+        raise _refusal("the model has no tokenizer, which structured outputs need")
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise _refusal("the model's tokenizer cannot be used: it is not of the tokenizers library")
+    try:
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return SerializedTokenizer(str(backend.to_str()), tokenizer.eos_token_id)
+    except Exception as error:  # the library raises nothing more special
+        problem = f"the model's tokenizer cannot be used: {_short(str(error))}"
+        raise _refusal(problem) from None
+
+
+def load_vocabulary(vocabulary: Mapping[str, Any]) -> LLTokenizer:
+    """Return llguidance's vocabulary of a model; `RequestError` if it cannot be used."""
+    _library()
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(**vocabulary)
+    except ValueError as error:
+        raise _refusal(f"the model's tokenizer cannot be used: {_short(str(error))}") from None
+
+
+def _matcher(text: str, tokenizer: LLTokenizer, kind: str) -> LLMatcher:
+    """Compile llguidance's text within bounds; `RequestError` if it cannot be."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    size = _SCHEMA_SIZE if text.startswith("{") else _GRAMMAR_SIZE  # JSON, or Lark
+    limits = LLParserLimits(**_LIMITS, max_grammar_size=size)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    _check_matcher(matcher, kind)
+    return matcher
+
+
+def _check_matcher(matcher: LLMatcher, kind: str) -> None:
+    if matcher.is_error():
+        raise _refusal(f"{kind} cannot be used: {_short(matcher.get_error())}")
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        from llguidance import LLMatcher, grammar_from
+    except ImportError as error:
+        raise _refusal(f"it needs the package llguidance on the server: {error}") from error
+    return LLMatcher, grammar_from
+
+
+def _refusal(problem: str) -> RequestError:
+    return RequestError(f"{FIELD}: {problem}", param=FIELD)
+
+
+def _short(message: str) -> str:
+    """An error of llguidance's on one line, without the state that may follow."""
+    return " ".join(message.partition("<state>")[0].split())[:300]
