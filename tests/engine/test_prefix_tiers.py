@@ -336,7 +336,7 @@ def test_a_damaged_prefix_is_one_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         [(_, cached, stats)] = lives(Communicator(None), str(path), store, (q(0),))
     assert cached == {"q0": 0} and stats["disk"]["failures"] == 1
-    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.engine.t")]
+    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.prefix.t")]
     assert "kv-000-00000.safetensors" in record.message
     assert check_node(part.parent).end == 162  # written again
 
@@ -353,7 +353,7 @@ def test_a_store_of_another_format_is_a_miss_and_one_line(
     with caplog.at_level(logging.WARNING):
         [(_, cached, stats)] = lives(Communicator(None), path, store, asks[:1])
     assert cached == {"d0": 0} and stats["disk"]["failures"] == 0
-    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.engine.n")]
+    [record] = [r for r in caplog.records if r.name.startswith("razor_dist.prefix.n")]
     assert "stored prefixes left out: 3, its format is 1" in record.message
     # The writer has removed them, and written what was asked in this format.
     assert len(node_folders(folder)) == 1
