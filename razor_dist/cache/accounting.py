@@ -23,7 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(eq=False)
-class Holding:
+class Allocation:
     """The pages and slots that one sequence holds."""
 
     tables: list[PageTable]  # by rank
@@ -34,7 +34,7 @@ class Holding:
     cached: bool = False
 
 
-class Ledger:
+class CacheAccounts:
     """The free, cached and used parts of every rank's pools.
 
     Quantities are arrays with a row for each of: pages, places of each arena, pages of the scratch
@@ -65,7 +65,7 @@ class Ledger:
         pages = [pool.free_pages for pool in self._pools]
         return self._table(pages, self._free_places, self._free_scratch)
 
-    def available(self, *sources: Holding) -> Ints:
+    def available(self, *sources: Allocation) -> Ints:
         """Return what is free if all is evicted that is cached, except for ``sources``."""
         pages = [pool.available_pages for pool in self._pools]
         pairs = zip(self._free_places, self._cached_places, strict=True)
@@ -97,19 +97,19 @@ class Ledger:
 
     def open(
         self,
-        source: Holding | None,
+        source: Allocation | None,
         stored: Ints,
         begin: int,
         chunks_end: int,
         total: int,
-    ) -> Holding:
+    ) -> Allocation:
         """Take what `need` says, for a sequence that begins as the first tokens of ``source``.
 
         ``stored`` are these by rank; they may be yet to be read. ``source`` is as long as the
         ledger was told (`grown`).
         """
         size, arenas = self.world_size, self.cache.arenas
-        before = Holding([PageTable() for _ in self._pools], [], [0 for _ in arenas])
+        before = Allocation([PageTable() for _ in self._pools], [], [0 for _ in arenas])
         source = source or before
         new = shard_sizes(begin, chunks_end, total, size)
         need = self.need(stored, begin, chunks_end, total)
@@ -122,7 +122,7 @@ class Ledger:
         for index, arena in enumerate(arenas):
             self._free_places[index] -= arena.width(total)
         self._free_scratch = self._free_scratch - need[-1]
-        return Holding(
+        return Allocation(
             tables,
             [total for _ in arenas],
             [arena.tail_begin(begin, at) for arena, at in zip(arenas, source.tails, strict=True)],
@@ -130,10 +130,10 @@ class Ledger:
             need[-1],
         )
 
-    def places(self, holding: Holding) -> Ints:
+    def places(self, allocation: Allocation) -> Ints:
         """Return the places of the arenas that a sequence has."""
         none = np.zeros(self.world_size, np.int64)
-        pairs = zip(self.cache.arenas, holding.totals, strict=True)
+        pairs = zip(self.cache.arenas, allocation.totals, strict=True)
         return self._table(none, [arena.width(total) for arena, total in pairs], none)
 
     def places_of(self, total: int) -> Ints:
@@ -146,7 +146,7 @@ class Ledger:
         none = np.zeros(self.world_size, np.int64)
         return self._table(self.pages_for(sizes), [a.width(total) for a in self.cache.arenas], none)
 
-    def place(self, chunks: list[Chunk], total: int, tails: Seq[int]) -> Holding:
+    def place(self, chunks: list[Chunk], total: int, tails: Seq[int]) -> Allocation:
         """Take room for a sequence of these chunks that comes from elsewhere, whole."""
         sizes, arenas = shard_lengths(chunks, total, self.world_size), self.cache.arenas
         tables = [
@@ -156,70 +156,70 @@ class Ledger:
         for index, arena in enumerate(arenas):
             self._free_places[index] -= arena.width(total)
         begins = [a.tail_begin(total, tail) for a, tail in zip(arenas, tails, strict=True)]
-        return Holding(tables, [total for _ in arenas], begins, chunks)
+        return Allocation(tables, [total for _ in arenas], begins, chunks)
 
-    def end_prompt(self, holding: Holding) -> None:
+    def end_prompt(self, allocation: Allocation) -> None:
         """Take back the scratch pages, as the ranks do when a prompt ends."""
-        if holding.scratch is not None:
-            self._free_scratch = self._free_scratch + holding.scratch
-            holding.scratch = None
+        if allocation.scratch is not None:
+            self._free_scratch = self._free_scratch + allocation.scratch
+            allocation.scratch = None
 
-    def keep(self, holding: Holding, length: int) -> None:
+    def keep(self, allocation: Allocation, length: int) -> None:
         """Count a sequence of ``length`` tokens as cached (`Op.KEEP`)."""
-        sizes = shard_lengths(holding.chunks, length, self.world_size)
-        for pool, table, tokens in zip(self._pools, holding.tables, sizes, strict=True):
+        sizes = shard_lengths(allocation.chunks, length, self.world_size)
+        for pool, table, tokens in zip(self._pools, allocation.tables, sizes, strict=True):
             table.tokens = tokens
             pool.cache(table)
-        holding.cached = True
+        allocation.cached = True
         for index, arena in enumerate(self.cache.arenas):
-            total = arena.kept_total(holding.totals[index], length)
-            self._free_places[index] += arena.width(holding.totals[index]) - arena.width(total)
+            total = arena.kept_total(allocation.totals[index], length)
+            self._free_places[index] += arena.width(allocation.totals[index]) - arena.width(total)
             self._cached_places[index] += arena.width(total)
-            holding.totals[index] = total
-        self.grown(holding, length)
+            allocation.totals[index] = total
+        self.grown(allocation, length)
 
-    def close(self, holding: Holding) -> None:
-        for pool, table in zip(self._pools, holding.tables, strict=True):
+    def close(self, allocation: Allocation) -> None:
+        for pool, table in zip(self._pools, allocation.tables, strict=True):
             pool.release(table)
         for index, arena in enumerate(self.cache.arenas):
-            width = arena.width(holding.totals[index])
+            width = arena.width(allocation.totals[index])
             self._free_places[index] += width
-            self._cached_places[index] -= width * holding.cached
-        self.end_prompt(holding)
+            self._cached_places[index] -= width * allocation.cached
+        self.end_prompt(allocation)
 
-    def grown(self, holding: Holding, length: int) -> int:
+    def grown(self, allocation: Allocation, length: int) -> int:
         """Note that a sequence has come to ``length`` tokens, with which its tails have moved.
 
         Return the least n that it can be cut to. What is copied of it (`open`) has no more.
         """
         cuts = [0]
         for index, arena in enumerate(self.cache.arenas):
-            tail = arena.tail_begin(length, holding.tails[index])
-            holding.tails[index] = tail
+            tail = arena.tail_begin(length, allocation.tails[index])
+            allocation.tails[index] = tail
             cuts.append(arena.least_cut(length, tail))
         return max(cuts)
 
     def first_cut(self, end: int, begin: int) -> int:
         """The least n to which a prompt can be cut that is read to ``end`` from ``begin`` on."""
-        new = Holding([], [], [arena.tail_begin(begin) for arena in self.cache.arenas])
+        new = Allocation([], [], [arena.tail_begin(begin) for arena in self.cache.arenas])
         return self.grown(new, end)
 
-    def exclusive(self, holding: Holding) -> Ints:
+    def exclusive(self, allocation: Allocation) -> Ints:
         """Return what an eviction would free."""
-        pairs = zip(self._pools, holding.tables, strict=True)
+        pairs = zip(self._pools, allocation.tables, strict=True)
         pages = [pool.exclusive_pages(table) for pool, table in pairs]
-        pairs_of = zip(self.cache.arenas, holding.totals, strict=True)
+        pairs_of = zip(self.cache.arenas, allocation.totals, strict=True)
         places = [arena.width(total) for arena, total in pairs_of]
         return self._table(pages, places, np.zeros(self.world_size, np.int64))
 
-    def together(self, holdings: Seq[Holding]) -> Ints:
+    def together(self, allocations: Seq[Allocation]) -> Ints:
         """Return what sequences hold that share pages."""
         pages = [
-            len({page for holding in holdings for page in holding.tables[rank].pages})
+            len({page for allocation in allocations for page in allocation.tables[rank].pages})
             for rank in range(self.world_size)
         ]
         places = [
-            sum(arena.width(holding.totals[index]) for holding in holdings)
+            sum(arena.width(allocation.totals[index]) for allocation in allocations)
             for index, arena in enumerate(self.cache.arenas)
         ]
         return self._table(pages, places, np.zeros(self.world_size, np.int64))

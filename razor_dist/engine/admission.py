@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from razor_dist.cache.accounting import Bools, Holding, Ints, Ledger
+from razor_dist.cache.accounting import Allocation, Bools, CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
-from razor_dist.engine.demand import Demand
+from razor_dist.engine.cache_need import CacheNeed
+from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Request
-from razor_dist.engine.turns import Turns
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 from razor_dist.prefix.device import Hit, PrefixCache
 from razor_dist.prefix.radix import Tokens, common_tokens
@@ -43,16 +43,16 @@ class Admission:
         self,
         cache: CacheConfig,
         world_size: int,
-        turns: Turns,
+        prefill_policy: PrefillPolicy,
         *,
         share: bool,
         end_ids: Iterable[int] = (),
     ) -> None:
-        self.cache, self.world_size, self._turns = cache, world_size, turns
+        self.cache, self.world_size, self._prefill_policy = cache, world_size, prefill_policy
         self._end_ids = sorted(end_ids)
-        self.ledger = Ledger(cache, world_size)
-        self.demand = Demand(cache, self.ledger, world_size)
-        self.prefix_cache = PrefixCache(self.ledger, turns.cost) if share else None
+        self.accounts = CacheAccounts(cache, world_size)
+        self.demand = CacheNeed(cache, self.accounts, world_size)
+        self.prefix_cache = PrefixCache(self.accounts, prefill_policy.cost) if share else None
         self.tiers: Tiers | None = None  # beyond the device, if there are any
         self._pending: list[StepPlan] = []
         self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
@@ -79,41 +79,48 @@ class Admission:
         if hit is not None and self._promotes(request, hit):
             return []
         short, request.cached = request.short, 0
-        for source, holding, instead in self._sources(request, hit):
+        for source, allocation, instead in self._sources(request, hit):
             begin, end, total = request.begin, request.end, request.total
-            stored, read = self.demand.begun(holding, begin), self.demand.read(request, holding)
-            need = self.ledger.need(stored, begin, request.chunks_end, total)
-            if instead and holding is not None:
-                need = need - self.ledger.places(holding)
-            each = self.ledger.need(read, end, end, total)  # fork when the prompt has been read
-            evicting = self._make_room(need + len(request.siblings) * each, *_some(holding))
+            stored, read = (
+                self.demand.begun(allocation, begin),
+                self.demand.read(request, allocation),
+            )
+            need = self.accounts.need(stored, begin, request.chunks_end, total)
+            if instead and allocation is not None:
+                need = need - self.accounts.places(allocation)
+            each = self.accounts.need(read, end, end, total)  # fork when the prompt has been read
+            evicting = self._make_room(need + len(request.siblings) * each, *_some(allocation))
             if evicting is not None:
                 if not instead:
-                    return [*evicting, self._open(request, hit, source, holding)]
+                    return [*evicting, self._open(request, hit, source, allocation)]
                 evicting += self._forget(source)
-                opened = replace(self._open(request, hit, source, holding), instead=True)
-                assert self.prefix_cache is not None and holding is not None
+                opened = replace(self._open(request, hit, source, allocation), instead=True)
+                assert self.prefix_cache is not None and allocation is not None
                 self.prefix_cache.remove(source)
-                self.ledger.close(holding)
+                self.accounts.close(allocation)
                 return [*evicting, opened]
             request.short, request.cached = short, 0
         return None
 
     def _open(
-        self, request: Request, hit: Hit | None, source: int, holding: Holding | None
+        self, request: Request, hit: Hit | None, source: int, allocation: Allocation | None
     ) -> StepPlan:
-        begin, ledger = request.begin, self.ledger
-        stored, read = self.demand.begun(holding, begin), self.demand.read(request, holding)
+        begin, accounts = request.begin, self.accounts
+        stored, read = self.demand.begun(allocation, begin), self.demand.read(request, allocation)
         request.prefilled_to = begin
-        request.holding = ledger.open(holding, stored, begin, request.chunks_end, request.total)
+        request.allocation = accounts.open(
+            allocation, stored, begin, request.chunks_end, request.total
+        )
         for one in request.siblings:
-            one.holding = ledger.open(request.holding, read, one.begin, one.begin, one.total)
+            one.allocation = accounts.open(
+                request.allocation, read, one.begin, one.begin, one.total
+            )
         if self.prefix_cache is not None:
             self._use(hit if request.cached else None, request)
             branch, ends = self._branch(request, hit), self._message_ends(request)
             request.stops, request.spare = sorted({*branch, *ends}), {*ends} - {*branch}
         return StepPlan(
-            Op.OPEN if holding is None else Op.FORK,
+            Op.OPEN if allocation is None else Op.FORK,
             request.key,
             begin=begin,
             end=request.chunks_end,
@@ -126,15 +133,15 @@ class Admission:
     def fork(self, sibling: Request) -> StepPlan:
         """Begin another answer to a prompt that is read, in the room that it has got."""
         first, end = sibling.prefix, sibling.end
-        assert first is not None and first.holding is not None and sibling.holding is not None
+        assert first is not None and first.allocation is not None and sibling.allocation is not None
         sibling.prefilled_to = end
-        sibling.holding.chunks = list(first.holding.chunks)
+        sibling.allocation.chunks = list(first.allocation.chunks)
         return StepPlan(Op.FORK, sibling.key, end, end, sibling.total, source=first.key)
 
     def forgo(self, sibling: Request) -> None:
         """Take back the room of a sibling that has not begun."""
-        assert sibling.holding is not None
-        self.ledger.close(sibling.holding)
+        assert sibling.allocation is not None
+        self.accounts.close(sibling.allocation)
 
     def _find(self, request: Request, running: Seq[Request]) -> Hit | None:
         if self.prefix_cache is None or request.params.prompt_logprobs is not None:
@@ -142,11 +149,11 @@ class Admission:
         for other in running:
             if other.prefilled:
                 self.prefix_cache.grown(other.key, other.length)
-        return self.prefix_cache.find(request.space, request.tokens, request.end - 1)
+        return self.prefix_cache.find(request.namespace, request.tokens, request.end - 1)
 
     def _sources(
         self, request: Request, hit: Hit | None
-    ) -> Iterator[tuple[int, Holding | None, bool]]:
+    ) -> Iterator[tuple[int, Allocation | None, bool]]:
         """Stream what a request may continue, the best first; it is set to begin there.
 
         True says that it takes its source's place: there may be no room beside it.
@@ -154,17 +161,17 @@ class Admission:
         prefix = request.prefix
         least = max(self.cache.page_size, request.base + 1)  # less is read as soon as copied
         if hit is not None and hit.entry is not None and hit.tokens >= least:
-            held = hit.entry.holding
+            held = hit.entry.allocation
             for instead in (False, True):
                 request.cached = hit.tokens
-                request.short = self._turns.is_short(request)
+                request.short = self._prefill_policy.is_short(request)
                 free = held.cached and held not in self._saved
                 if (free or not instead) and (not request.pinned or self._is_even(request, held)):
                     yield hit.entry.key, held, instead
         request.cached = 0
-        yield (0, None, False) if prefix is None else (prefix.key, prefix.holding, False)
+        yield (0, None, False) if prefix is None else (prefix.key, prefix.allocation, False)
 
-    def _is_even(self, request: Request, source: Holding) -> bool:
+    def _is_even(self, request: Request, source: Allocation) -> bool:
         """Tell if a pinned prefix takes of all ranks what `check` has counted for it."""
         if request.prefix is not None:
             return False  # it is counted with the pages that it shares with that
@@ -180,14 +187,14 @@ class Admission:
         """
         worth = hit.tokens + _WORTH_PAGES * self.cache.page_size
         for other in running:
-            if other.prefilled or other.key > request.key or other.space != request.space:
+            if other.prefilled or other.key > request.key or other.namespace != request.namespace:
                 continue
             if other.end < worth or other.tokens[0] != request.tokens[0]:
                 continue
             common = min(common_tokens(other.tokens, request.tokens), request.end - 1)
             if common < worth:
                 continue
-            if common >= self.ledger.first_cut(other.end, other.begin):
+            if common >= self.accounts.first_cut(other.end, other.begin):
                 return True
             stop = self._stop(other, common)
             if other.prefilled_to < stop < other.end and stop >= worth and not other.short:
@@ -218,7 +225,7 @@ class Admission:
             return []
         worth = _WORTH_PAGES * self.cache.page_size
         ends, begin = [], request.begin
-        tokens = request.tokens[begin : self.ledger.first_cut(request.end, begin)]
+        tokens = request.tokens[begin : self.accounts.first_cut(request.end, begin)]
         for at in np.flatnonzero(np.isin(tokens, self._end_ids)).tolist():
             stop = self._stop(request, request.begin + at + 1)
             if stop - begin >= worth:
@@ -228,12 +235,12 @@ class Admission:
 
     def _promotes(self, request: Request, hit: Hit) -> bool:
         """Tell if a request waits for what it begins with, which is in host memory or on disk."""
-        tiers, ledger = self.tiers, self.ledger
+        tiers, accounts = self.tiers, self.accounts
         if tiers is None:
             return False
         if request.loading is not None:  # once: what could not be loaded is read
             return tiers.loading is not None and tiers.loading.key == request.loading
-        found = tiers.find(request.space, request.tokens, request.end - 1)
+        found = tiers.find(request.namespace, request.tokens, request.end - 1)
         if found is None or found.tokens < hit.tokens + _WORTH_PAGES * self.cache.page_size:
             return False
         if tiers.loading is not None:
@@ -242,18 +249,18 @@ class Admission:
         chunks = node.layout(size)
         stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
         # Room for the request as well, which then takes what it begins with from there.
-        need = ledger.need_of(shard_lengths(chunks, end, size), end)
+        need = accounts.need_of(shard_lengths(chunks, end, size), end)
         # It may take the place of what is loaded (`_sources`).
-        beside = ledger.need(stored, found.tokens, request.end, request.total)
-        need = np.maximum(need, need + beside - ledger.places_of(end))
+        beside = accounts.need(stored, found.tokens, request.end, request.total)
+        need = np.maximum(need, need + beside - accounts.places_of(end))
         evicting = self._make_room(need)
         if evicting is None:
             return False
         request.loading = key = next(self._copies)
-        space = request.space
-        assert isinstance(space, tuple)
-        holding = ledger.place(chunks, end, node.manifest.tails)
-        self._pending += [*evicting, tiers.load(node, key, space, holding)]
+        namespace = request.namespace
+        assert isinstance(namespace, tuple)
+        allocation = accounts.place(chunks, end, node.manifest.tails)
+        self._pending += [*evicting, tiers.load(node, key, namespace, allocation)]
         return True
 
     def pause(self) -> None:
@@ -283,12 +290,12 @@ class Admission:
         if whole is None:
             return []
         if not whole:
-            self.ledger.close(loading.holding)
+            self.accounts.close(loading.allocation)
             return [StepPlan(Op.CLOSE, loading.key)]
-        tokens, holding = loading.tokens, loading.holding
-        self.ledger.keep(holding, len(tokens))
-        self.prefix_cache.add(loading.space, tokens, loading.key, holding, loading.tier)
-        return [StepPlan(Op.KEEP, loading.key), *self._within_bounds(holding)]
+        tokens, allocation = loading.tokens, loading.allocation
+        self.accounts.keep(allocation, len(tokens))
+        self.prefix_cache.add(loading.namespace, tokens, loading.key, allocation, loading.tier)
+        return [StepPlan(Op.KEEP, loading.key), *self._within_bounds(allocation)]
 
     def _use(self, hit: Hit | None, request: Request) -> None:
         cache, tiers = self.prefix_cache, self.tiers
@@ -299,34 +306,34 @@ class Admission:
             hit.entry.tier = "device"
         cache.use(hit, len(request.prompt), request.base)
 
-    def _offer(self, request: Request, tokens: Tokens, key: int, holding: Holding) -> None:
+    def _offer(self, request: Request, tokens: Tokens, key: int, allocation: Allocation) -> None:
         if self.tiers is not None:
-            assert isinstance(request.space, tuple)
-            self.tiers.offer(Candidate(key, request.space, tokens, holding))
+            assert isinstance(request.namespace, tuple)
+            self.tiers.offer(Candidate(key, request.namespace, tokens, allocation))
 
     @property
-    def _saved(self) -> list[Holding]:
+    def _saved(self) -> list[Allocation]:
         """The entry whose sequence is being saved: it must stay."""
         saving = None if self.tiers is None else self.tiers.saving
-        return [] if saving is None else [saving.of.holding]
+        return [] if saving is None else [saving.of.allocation]
 
-    def _make_room(self, need: Ints, *but: Holding) -> list[StepPlan] | None:
+    def _make_room(self, need: Ints, *but: Allocation) -> list[StepPlan] | None:
         but = (*but, *self._saved)
-        if (need > self.ledger.available(*but)).any():
+        if (need > self.accounts.available(*but)).any():
             return None
         plans = []
-        while (short := need > self.ledger.free).any():
+        while (short := need > self.accounts.free).any():
             evicted = self._evict(short, *but)
             assert evicted, "what is available is cached"
             plans += evicted
         return plans
 
-    def _evict(self, short: Bools, *but: Holding) -> list[StepPlan]:
+    def _evict(self, short: Bools, *but: Allocation) -> list[StepPlan]:
         assert self.prefix_cache is not None
         entry = self.prefix_cache.evict(short, *but, *self._saved)
         if entry is None:
             return []
-        self.ledger.close(entry.holding)
+        self.accounts.close(entry.allocation)
         return [*self._forget(entry.key), StepPlan(Op.CLOSE, entry.key)]
 
     def _forget(self, key: int) -> list[StepPlan]:
@@ -334,31 +341,32 @@ class Admission:
 
     def prefilled(self, request: Request) -> None:
         """Note that a prompt has been read: others may continue it."""
-        assert request.holding is not None
-        self.ledger.end_prompt(request.holding)
+        assert request.allocation is not None
+        self.accounts.end_prompt(request.allocation)
         if self.prefix_cache is not None:
             tokens = request.tokens
-            self.prefix_cache.add(request.space, tokens, request.key, request.holding)
-            self._offer(request, tokens, request.key, request.holding)
+            self.prefix_cache.add(request.namespace, tokens, request.key, request.allocation)
+            self._offer(request, tokens, request.key, request.allocation)
 
     def copy(self, request: Request) -> list[StepPlan]:
         """Keep a copy of a sequence as it is now, if there is room for one."""
-        assert request.holding is not None and self.prefix_cache is not None
-        length, holding = request.length, request.holding
-        stored = self.demand.begun(holding, length)
-        need = self.ledger.need(stored, length, length, length)
+        assert request.allocation is not None and self.prefix_cache is not None
+        length, allocation = request.length, request.allocation
+        stored = self.demand.begun(allocation, length)
+        need = self.accounts.need(stored, length, length, length)
         if length in request.spare and (
-            (need > self.ledger.free).any() or self.prefix_cache.evictable >= self.cache.max_cached
+            (need > self.accounts.free).any()
+            or self.prefix_cache.evictable >= self.cache.max_cached
         ):
             return []  # nothing that was asked for goes for what may never be
-        plans = self._make_room(need, holding)
+        plans = self._make_room(need, allocation)
         tokens = _tokens_read(request)
         if plans is None:
             return []
         key = next(self._copies)
-        copied = self.ledger.open(holding, stored, length, length, length)
-        self.ledger.keep(copied, length)
-        self.prefix_cache.add(request.space, tokens, key, copied)
+        copied = self.accounts.open(allocation, stored, length, length, length)
+        self.accounts.keep(copied, length)
+        self.prefix_cache.add(request.namespace, tokens, key, copied)
         self._offer(request, tokens, key, copied)
         plans += [
             StepPlan(Op.FORK, key, length, length, length, source=request.key),
@@ -368,17 +376,17 @@ class Admission:
 
     def end(self, request: Request, *, keep: bool) -> list[StepPlan]:
         """Keep a sequence that nobody uses any more for prompts that begin alike, or close it."""
-        holding, cache = request.holding, self.prefix_cache
-        assert holding is not None
+        allocation, cache = request.allocation, self.prefix_cache
+        assert allocation is not None
         if cache is None or not keep or request.length < self.cache.page_size:
             if cache is not None:
                 cache.remove(request.key)
-            self.ledger.close(holding)
+            self.accounts.close(allocation)
             return [*self._forget(request.key), StepPlan(Op.CLOSE, request.key)]
-        self.ledger.keep(holding, request.length)
+        self.accounts.keep(allocation, request.length)
         tokens = _tokens_read(request)
-        cache.add(request.space, tokens, request.key, holding)
-        self._offer(request, tokens, request.key, holding)
+        cache.add(request.namespace, tokens, request.key, allocation)
+        self._offer(request, tokens, request.key, allocation)
         return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
 
     def is_worth_keeping(self, request: Request) -> bool:
@@ -389,9 +397,9 @@ class Admission:
             return False
         return request.prefilled_to - request.begin >= _WORTH_ABORTED * self.cache.page_size
 
-    def _within_bounds(self, *but: Holding) -> list[StepPlan]:
+    def _within_bounds(self, *but: Allocation) -> list[StepPlan]:
         assert self.prefix_cache is not None
-        plans, everything = [], np.ones_like(self.ledger.sizes, bool)
+        plans, everything = [], np.ones_like(self.accounts.sizes, bool)
         while self.prefix_cache.evictable > self.cache.max_cached:
             evicted = self._evict(everything, *but)
             if not evicted:
@@ -400,8 +408,8 @@ class Admission:
         return plans
 
 
-def _some(holding: Holding | None) -> list[Holding]:
-    return [] if holding is None else [holding]
+def _some(allocation: Allocation | None) -> list[Allocation]:
+    return [] if allocation is None else [allocation]
 
 
 def _tokens_read(request: Request) -> Tokens:

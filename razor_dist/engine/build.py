@@ -303,8 +303,8 @@ def _keep_prefixes(
         batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
         return [(of[0].stop, len(of)) for of in batches]
 
-    cost = core.scheduler.turns.cost
-    admission.tiers = Tiers(admission.ledger, cost, fingerprint, store, room, state_parts)
+    cost = core.scheduler.prefill_policy.cost
+    admission.tiers = Tiers(admission.accounts, cost, fingerprint, store, room, state_parts)
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.engine.logits import LogitsProcessors
+from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Sampled, sample
 from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step_cost import StepSeconds
-from razor_dist.engine.turns import Turns
 from razor_dist.parallel.comm import PURPOSES
 from razor_dist.protocol.messages import (
     Message,
@@ -49,10 +49,10 @@ _LAST_SECONDS = 1.0
 class EngineCore:
     """Turns requests into tokens, one step of all ranks at a time; ``runner`` is rank 0's.
 
-    From ``seed`` come the seeds of requests that bring none. ``max_step`` and ``by_priority`` are
-    `Turns`' settings. With ``prefix_cache``, sequences stay in the caches when they end, for
-    prompts that begin alike, until others need the room. ``load_tokenizer`` is called in a thread,
-    for structured outputs.
+    Requests without a seed get theirs from ``seed``. ``max_step`` and ``by_priority`` are settings
+    of `PrefillPolicy`. With ``prefix_cache``, a sequence stays in the caches after its end, for
+    later prompts with the same beginning, until other sequences need the room. ``load_tokenizer``
+    is called in a thread, for structured outputs.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         shared = runner.decode == "tensor"
-        turns = Turns(max_step, runner.comm.size, by_priority=by_priority, shared=shared)
+        prefill_policy = PrefillPolicy(
+            max_step, runner.comm.size, by_priority=by_priority, shared=shared
+        )
         # What continues an exactly read prompt is not read exactly: its logits would be others.
         share = prefix_cache and not runner.config.scratch_pages
         self.scheduler = Scheduler(
-            runner.config, runner.comm.size, turns, share=share, end_ids=eos_token_ids
+            runner.config, runner.comm.size, prefill_policy, share=share, end_ids=eos_token_ids
         )
         self._requests: dict[str, Request] = {}
         vocab_size = runner.shape.vocab_size
@@ -140,7 +142,9 @@ class EngineCore:
         max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
         # Keys of other rotary frequencies, if there are any, are of no use.
         most = self.max_model_len if pin else before + len(tokens) + max_tokens
-        space = (salt, self.runner.position_mark(most - 1)) if prefix is None else prefix.space
+        namespace = (
+            (salt, self.runner.position_mark(most - 1)) if prefix is None else prefix.namespace
+        )
         first: Request | None = None
         requests = []
         for index, name in enumerate(ids):
@@ -158,7 +162,7 @@ class EngineCore:
                 generator=torch.Generator().manual_seed(seed),
                 prefix=prefix if first is None else first,
                 short=first is not None,
-                space=space,
+                namespace=namespace,
                 arrived=self._clock(),
             )
             first = first or request
@@ -180,7 +184,7 @@ class EngineCore:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
-        if params.priority and not self.scheduler.turns.by_priority:
+        if params.priority and not self.scheduler.prefill_policy.by_priority:
             raise RequestError(
                 "priority is heard only if the engine runs under scheduling_policy: priority",
                 param="priority",
@@ -261,7 +265,7 @@ class EngineCore:
         logits = self._run(plan)
         self.runner.synchronize()
         seconds = self._clock() - began
-        self.scheduler.turns.slowdown = self.runner.slowdown
+        self.scheduler.prefill_policy.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
         self._run_all(self.scheduler.copies([request for request, _ in step]))
         reads = any(read for _, read in step)
@@ -396,7 +400,7 @@ class EngineCore:
         """
         requests = list(self._requests.values())  # at once: they come and go meanwhile
         usual = (_ANSWER_TOKENS + self._generated_tokens) / (1 + self._answers)
-        read, cost = 0.0, self.scheduler.turns.cost
+        read, cost = 0.0, self.scheduler.prefill_policy.cost
         at_once = min(len(requests), self.runner.config.max_sequences)
         free_at = [0.0] * at_once  # when each slot is free
         ends: dict[str, float] = {}

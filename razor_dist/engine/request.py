@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from razor_dist.cache.accounting import Holding
+from razor_dist.cache.accounting import Allocation
 from razor_dist.protocol.messages import Tokens
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
@@ -35,9 +35,9 @@ class Request:
     grammar: Future[Grammar] | None = None
     prefix: Request | None = None  # a pinned prefix that this one continues
     sound: bool = True  # False if an error ended it: its caches may hold anything
-    space: Hashable = None  # prompts of different ones share no caches
+    namespace: Hashable = None  # prompts of different ones share no caches
     cached: int = 0  # tokens that were found in the prefix cache when it was admitted
-    holding: Holding | None = None  # what it has of the caches; once admitted
+    allocation: Allocation | None = None  # what it has of the caches; once admitted
     loading: int | None = None  # the sequence into which its beginning was or is to be loaded
     # Ascending positions, where reading stops for the caches to be kept as of there.
     stops: list[int] = field(default_factory=list)

@@ -11,9 +11,9 @@ import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.engine.admission import Admission
+from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Request, prefixes
 from razor_dist.engine.step_cost import Work
-from razor_dist.engine.turns import Turns
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
 from razor_dist.protocol.step_plan import Piece, StepPlan
@@ -26,10 +26,10 @@ class Scheduler:
     `add` refuses a request that would not fit beside those. A pinned prefix counts from the moment
     it is queued, so none that comes later can take a waiting request's place: it waits behind it.
 
-    A step is the next token of all requests that are already answering, short prompts as a whole,
-    as many as `Turns` lets into one step, and a part of a long one. Several long prompts are
-    prefilled at once: `Turns` says which goes next, and how far, so that nobody is delayed by more
-    than about ``max_step`` seconds at a time.
+    A step computes the next token of every running sequence, whole short prompts, as many as
+    `PrefillPolicy` lets into one step, and one chunk of a long prompt. If there are several long
+    prompts, `PrefillPolicy` chooses which one goes on and how long its chunk is, so that no request
+    is delayed by more than about ``max_step`` seconds at a time.
 
     ``running`` has the admitted requests by key, pinned prefixes included. Room in the caches is
     `Admission`'s; ``share`` and ``end_ids`` are its.
@@ -39,13 +39,13 @@ class Scheduler:
         self,
         cache: CacheConfig,
         world_size: int,
-        turns: Turns,
+        prefill_policy: PrefillPolicy,
         *,
         share: bool = False,
         end_ids: Iterable[int] = (),
     ) -> None:
-        self.cache, self.world_size, self.turns = cache, world_size, turns
-        self.admission = Admission(cache, world_size, turns, share=share, end_ids=end_ids)
+        self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
+        self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         # Tokens of an answer after which the prompt's end is in nobody's tail.
@@ -59,13 +59,13 @@ class Scheduler:
         with every cache empty but for the prompts it continues; ``pinned_prefixes_hold_cache`` if
         it could not be admitted until a pinned prefix is released.
         """
-        request.short = self.turns.is_short(request)
+        request.short = self.prefill_policy.is_short(request)
         self.admission.demand.check(request, self._held())
         for one in (request, *request.siblings):
             if one.prefix is not None:
                 one.prefix.continued_by += 1
         at = len(self.waiting)
-        if self.turns.by_priority and not request.pinned:
+        if self.prefill_policy.by_priority and not request.pinned:
             # Not before the prefix that it waits for, nor before who alone keeps a released one,
             # whose room was counted as free; and a pinned prefix, which keeps what it gets, goes
             # before nobody.
@@ -122,28 +122,28 @@ class Scheduler:
     def next(self) -> StepPlan | None:
         """Plan a step: a token of each answer, prompts that join it whole, a part of a long one."""
         running = [r for r in self.running.values() if not r.unforked]
-        unread = self.turns.first_class([r for r in running if not r.prefilled])
+        unread = self.prefill_policy.first_class([r for r in running if not r.prefilled])
         answering = [r for r in running if r.prefilled and not (r.pinned or r.released)]
         short: list[Request] = []
         long: list[Request] = []
         for request in unread:
-            (short if self.turns.joins(request) else long).append(request)
+            (short if self.prefill_policy.joins(request) else long).append(request)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
-        joining, joined = self.turns.together(short, part=0.5 if long else 1.0)
+        joining, joined = self.prefill_policy.together(short, part=0.5 if long else 1.0)
         pieces = [
             Piece(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
             for r in answering
         ]
         pieces += [self._piece(r, math.inf, sharded=not r.short) for r in joining]
         if long:
-            request = self.turns.choose(long)
+            request = self.prefill_policy.choose(long)
             # Whoever is still waiting could not be admitted, and is not served by shorter steps.
             others = [r for r in unread if r is not request]
             # An exact prefill has all heads' keys elsewhere until it ends.
             exact = self.cache.scratch_pages > 0 and not request.begin
             able = not exact and request.params.prompt_logprobs is None
             lengths = [r.length for r in answering]
-            length, sharded = self.turns.piece(
+            length, sharded = self.prefill_policy.piece(
                 request, others, answering=lengths, joined=joined, able=able
             )
             pieces.append(self._piece(request, length, sharded=sharded))
@@ -186,27 +186,31 @@ class Scheduler:
             at, dealt = request.length, piece.sharded and self.world_size > 1
             # What is not sharded may be computed by every rank, but attends to the rank's own part
             # of what is before it.
-            times = 1 if piece.sharded else self.turns.repeats
+            times = 1 if piece.sharded else self.prefill_policy.repeats
             chunks |= dealt
             wholes += n > 0 and not dealt
             answers += n == 0
             before += at
             tokens += times * n
             pairs += n * (at + times * n / 2)
-        self.turns.cost.learn(Work(1, chunks, wholes, answers, before, tokens, pairs), seconds)
-        in_turn = [r for r in self.running.values() if not (r.prefilled or self.turns.joins(r))]
+        self.prefill_policy.cost.learn(
+            Work(1, chunks, wholes, answers, before, tokens, pairs), seconds
+        )
+        in_turn = [
+            r for r in self.running.values() if not (r.prefilled or self.prefill_policy.joins(r))
+        ]
         for (request, count), piece in zip(read, plan.pieces, strict=True):
             if count:
-                took = self.turns.work(request, count, sharded=piece.sharded)
-                self.turns.took(in_turn, request, took)
+                took = self.prefill_policy.work(request, count, sharded=piece.sharded)
+                self.prefill_policy.took(in_turn, request, took)
         for (request, count), piece in zip(read, plan.pieces, strict=True):
             begin = request.prefilled_to
             request.prefilled_to += count
             request.whole = piece.last or not piece.sharded
             if piece.sharded:
-                assert request.holding is not None
+                assert request.allocation is not None
                 chunk = Chunk(begin, request.prefilled_to, self.world_size)
-                request.holding.chunks.append(chunk)
+                request.allocation.chunks.append(chunk)
             if count and request.prefilled:
                 self.admission.prefilled(request)
         return read

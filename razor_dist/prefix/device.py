@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from razor_dist.cache.accounting import Bools, Holding, Ints, Ledger
+from razor_dist.cache.accounting import Allocation, Bools, CacheAccounts, Ints
 from razor_dist.prefix.radix import RadixIndex, Tokens
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class PrefillCost(Protocol):
 class Entry:
     key: int  # the ranks' name for its sequence
     length: int  # its tokens
-    holding: Holding
+    allocation: Allocation
     used_at: float  # the clock of evictions when it was used last
     tier: str = "device"  # from which it came, until it is used
 
@@ -55,8 +55,8 @@ class PrefixCache:
     and a costly one slower than a cheap one. An entry costs only what the others do not cover.
     """
 
-    def __init__(self, ledger: Ledger, cost: PrefillCost) -> None:
-        self._ledger, self._cost = ledger, cost
+    def __init__(self, accounts: CacheAccounts, cost: PrefillCost) -> None:
+        self._accounts, self._cost = accounts, cost
         self._index = RadixIndex()
         self._entries: dict[int, Entry] = {}
         self._clock = 0.0
@@ -65,17 +65,17 @@ class PrefixCache:
 
     def add(
         self,
-        space: Hashable,
+        namespace: Hashable,
         tokens: Tokens,
         key: int,
-        holding: Holding,
+        allocation: Allocation,
         tier: str = "device",
     ) -> None:
         """Enter a sequence of ``tokens``, or enter it anew, now that it is longer."""
         self.remove(key)
-        least = self._ledger.grown(holding, len(tokens))
-        self._index.add(space, tokens, key, least)
-        self._entries[key] = Entry(key, len(tokens), holding, self._clock, tier)
+        least = self._accounts.grown(allocation, len(tokens))
+        self._index.add(namespace, tokens, key, least)
+        self._entries[key] = Entry(key, len(tokens), allocation, self._clock, tier)
 
     def remove(self, key: int) -> None:
         """Forget a sequence, if it is here."""
@@ -86,10 +86,10 @@ class PrefixCache:
         """Note that an entry in use has become longer, so that it cannot be cut where it could."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._index.set_least_cut(key, self._ledger.grown(entry.holding, length))
+            self._index.set_least_cut(key, self._accounts.grown(entry.allocation, length))
 
-    def find(self, space: Hashable, tokens: Tokens, most: int) -> Hit:
-        match = self._index.match(space, tokens, most)
+    def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Hit:
+        match = self._index.match(namespace, tokens, most)
         entry = None if match.key is None else self._entries[match.key]
         return Hit(entry, match.tokens, match.common)
 
@@ -109,12 +109,12 @@ class PrefixCache:
             if cached > 1024:
                 log.info("%d of %d prompt tokens are cached", cached, prompt_tokens)
 
-    def evict(self, short: Bools, *but: Holding) -> Entry | None:
+    def evict(self, short: Bools, *but: Allocation) -> Entry | None:
         """Forget the entry that is worth least and holds any of what is ``short``; not ``but``."""
         worths = []
         for entry in self._entries.values():
-            if entry.holding.cached and entry.holding not in but:
-                frees = self._ledger.exclusive(entry.holding)
+            if entry.allocation.cached and entry.allocation not in but:
+                frees = self._accounts.exclusive(entry.allocation)
                 helps = bool((short & (frees > 0)).any())
                 worths.append((not helps, self._worth(entry, frees), entry.key))
         if not worths:
@@ -128,9 +128,9 @@ class PrefixCache:
     @property
     def evictable(self) -> int:
         """The number of entries that may be evicted."""
-        return sum(entry.holding.cached for entry in self._entries.values())
+        return sum(entry.allocation.cached for entry in self._entries.values())
 
     def _worth(self, entry: Entry, frees: Ints) -> float:
         covered = self._index.covered(entry.key)
         seconds = self._cost.work(entry.length - covered, covered)
-        return entry.used_at + seconds / max(1.0, float(np.sum(self._ledger.weights @ frees)))
+        return entry.used_at + seconds / max(1.0, float(np.sum(self._accounts.weights @ frees)))

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from razor_dist.cache.accounting import Ledger
+from razor_dist.cache.accounting import CacheAccounts
 from razor_dist.parallel.sharding import cut_chunks
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.prefix.device import PrefillCost
@@ -92,13 +92,13 @@ class Nodes:
 
     def __init__(
         self,
-        ledger: Ledger,
+        accounts: CacheAccounts,
         cost: PrefillCost,
         names: Names,
         store: PrefixStore | None,
         room: dict[Tier, float],
     ) -> None:
-        self._arenas, self._cost, self._store = ledger.cache.arenas, cost, store
+        self._arenas, self._cost, self._store = accounts.cache.arenas, cost, store
         self.names, self.room = names, room
         self._index = RadixIndex()
         self._nodes: dict[str, Node] = {}  # by the digests of their manifests
@@ -115,17 +115,19 @@ class Nodes:
     def entries(self, tier: Tier) -> int:
         return sum(tier in node.where for node in self._nodes.values())
 
-    def space(self, space: Hashable) -> str:
+    def namespace(self, namespace: Hashable) -> str:
         """Name a request's space: a salt, and the mark of positions."""
-        assert isinstance(space, tuple)
-        return self.names.space(*space)
+        assert isinstance(namespace, tuple)
+        return self.names.space(*namespace)
 
-    def find(self, space: Hashable, tokens: Tokens, most: int) -> Found | None:
+    def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Found | None:
         """Return what a prompt can begin from, of at most ``most`` tokens."""
-        match = self._index.match(self.space(space), tokens, most)
+        match = self._index.match(self.namespace(namespace), tokens, most)
         return None if match.key is None else Found(self._by_key[match.key], match.tokens)
 
-    def sharing(self, space: Hashable, tokens: Tokens, *, on_disk: bool) -> tuple[Node | None, int]:
+    def sharing(
+        self, namespace: Hashable, tokens: Tokens, *, on_disk: bool
+    ) -> tuple[Node | None, int]:
         """Return the node that a new one of these tokens follows on, and where the new one begins.
 
         All that is before is in it and in those that it follows on, on disk if that is wanted.
@@ -134,7 +136,7 @@ class Nodes:
         def among(key: int) -> bool:
             return not on_disk or "disk" in self._by_key[key].where
 
-        key, begin = self._index.sharing(self.space(space), tokens, among)
+        key, begin = self._index.sharing(self.namespace(namespace), tokens, among)
         node = None if key is None else self._by_key[key]
         while node is not None and begin <= node.manifest.begin:
             node = node.parent

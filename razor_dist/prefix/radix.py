@@ -50,8 +50,8 @@ class RadixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def add(self, space: Hashable, tokens: Tokens, key: int, least_cut: int) -> None:
-        node = self._roots.setdefault(space, _Node(tokens[:0], 0))
+    def add(self, namespace: Hashable, tokens: Tokens, key: int, least_cut: int) -> None:
+        node = self._roots.setdefault(namespace, _Node(tokens[:0], 0))
         while node.end < len(tokens):
             rest = tokens[node.end :]
             child = node.children.get(int(rest[0]))
@@ -62,7 +62,7 @@ class RadixIndex:
                 child = self._split(child, same)
             node = child
         node.entries[key] = least_cut
-        self._nodes[key] = space, node
+        self._nodes[key] = namespace, node
 
     def set_least_cut(self, key: int, least_cut: int) -> None:
         self._nodes[key][1].entries[key] = least_cut
@@ -77,7 +77,7 @@ class RadixIndex:
         return upper
 
     def remove(self, key: int) -> None:
-        space, node = self._nodes.pop(key)
+        namespace, node = self._nodes.pop(key)
         del node.entries[key]
         while node.parent is not None and not node.entries and len(node.children) < 2:
             parent = node.parent
@@ -90,7 +90,7 @@ class RadixIndex:
             del parent.children[first]
             node = parent
         if not (node.parent or node.children or node.entries):
-            del self._roots[space]
+            del self._roots[namespace]
 
     def tokens(self, key: int) -> Tokens:
         """Return an entry's tokens."""
@@ -100,9 +100,9 @@ class RadixIndex:
             node = node.parent
         return np.concatenate([node.edge, *reversed(edges)])
 
-    def _path(self, space: Hashable, tokens: Tokens) -> list[tuple[_Node, int]]:
+    def _path(self, namespace: Hashable, tokens: Tokens) -> list[tuple[_Node, int]]:
         """Return nodes, and the tokens that a text has in common with what is below each."""
-        node = self._roots.get(space, _Node(tokens[:0], 0))
+        node = self._roots.get(namespace, _Node(tokens[:0], 0))
         path = [(node, 0)]
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
@@ -114,9 +114,9 @@ class RadixIndex:
             node = child
         return path
 
-    def match(self, space: Hashable, tokens: Tokens, most: int) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, most: int) -> Match:
         """Return the entry that can be cut to the longest prefix of at most ``most`` tokens."""
-        path = self._path(space, tokens)
+        path = self._path(namespace, tokens)
         common = path[-1][1]
         for node, same in reversed(path):
             length = min(same, most)
@@ -127,13 +127,13 @@ class RadixIndex:
         return Match(None, 0, common)
 
     def sharing(
-        self, space: Hashable, tokens: Tokens, among: Callable[[int], bool]
+        self, namespace: Hashable, tokens: Tokens, among: Callable[[int], bool]
     ) -> tuple[int | None, int]:
         """Return the entry ``among`` some that has most tokens in common with a text, and how many.
 
         It need not be possible to cut it there.
         """
-        for node, same in reversed(self._path(space, tokens)):
+        for node, same in reversed(self._path(namespace, tokens)):
             found = next((key for key, _ in node.below() if among(key)), None)
             if same and found is not None:
                 return found, same

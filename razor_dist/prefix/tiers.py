@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from razor_dist.cache.accounting import Holding, Ledger
+from razor_dist.cache.accounting import Allocation, CacheAccounts
 from razor_dist.parallel.sharding import shard_lengths
 from razor_dist.prefix.device import PrefillCost
 from razor_dist.prefix.nodes import Found, Node, Nodes, Tier
@@ -32,7 +32,9 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
 
-Space = tuple[str | None, int]  # a salt, and the mark of positions (`razor_dist.models.longrope`)
+Namespace = tuple[
+    str | None, int
+]  # a salt, and the mark of positions (`razor_dist.models.longrope`)
 
 # A prompt is saved if so many pages of it, and this part, are in no node: streaming heads' windows
 # are written with every node, however little is new.
@@ -46,9 +48,9 @@ class Candidate:
     """A sequence that is in the caches as of ``tokens``, and may be saved."""
 
     key: int
-    space: Space
+    namespace: Namespace
     tokens: Tokens
-    holding: Holding
+    allocation: Allocation
 
 
 @dataclass(eq=False)
@@ -65,9 +67,9 @@ class Saving:
 class Loading:
     key: int
     chain: list[Node]
-    space: Space
+    namespace: Namespace
     tokens: Tokens
-    holding: Holding
+    allocation: Allocation
     tier: Tier
 
 
@@ -80,17 +82,17 @@ class Tiers:
 
     def __init__(
         self,
-        ledger: Ledger,
+        accounts: CacheAccounts,
         cost: PrefillCost,
         fingerprint: str,
         store: PrefixStore | None,
         room: dict[Tier, float],
         state_parts: Callable[[int], list[tuple[int, int]]],
     ) -> None:
-        self._ledger, self._fingerprint = ledger, fingerprint
+        self._accounts, self._fingerprint = accounts, fingerprint
         self._store, self._state_parts = store, state_parts
         names = Names(secrets.token_bytes(32)) if store is None else store.names
-        self.nodes = Nodes(ledger, cost, names, store, room)
+        self.nodes = Nodes(accounts, cost, names, store, room)
         self._queue: dict[int, Candidate] = {}
         self.saving: Saving | None = None
         self.loading: Loading | None = None
@@ -109,15 +111,17 @@ class Tiers:
 
     # -------------------------------------------------------------------------------- to load
 
-    def find(self, space: Hashable, tokens: Tokens, most: int) -> Found | None:
+    def find(self, namespace: Hashable, tokens: Tokens, most: int) -> Found | None:
         """Return what a prompt can begin from that is in these tiers."""
         self.nodes.refresh()
-        return self.nodes.find(space, tokens, most)
+        return self.nodes.find(namespace, tokens, most)
 
-    def load(self, node: Node, key: int, space: Space, holding: Holding) -> StepPlan:
+    def load(self, node: Node, key: int, namespace: Namespace, allocation: Allocation) -> StepPlan:
         """Begin to load a node into a sequence that has room for it; return the plan to open it."""
         tier: Tier = "host" if all("host" in one.where for one in node.chain) else "disk"
-        self.loading = Loading(key, node.chain, space, self.nodes.tokens(node), holding, tier)
+        self.loading = Loading(
+            key, node.chain, namespace, self.nodes.tokens(node), allocation, tier
+        )
         chain: list[Job] = []
         for one, cut in node.parts:
             m = one.manifest
@@ -125,9 +129,9 @@ class Tiers:
             about |= {"begin": m.begin, "end": m.end}
             parts = {"kv_parts": m.kv_parts, "steps": m.steps, "parts": m.state_parts}
             chain.append({**about, **parts, "chunks": m.chunks, "tails": m.tails, "cut": cut})
-        chunks = Manifest.rows_of(holding.chunks, 0, node.manifest.end)
-        same = node.written_by(self._ledger.world_size)
-        job = {"chain": chain, "same": same, "chunks": chunks, "mark": space[1]}
+        chunks = Manifest.rows_of(allocation.chunks, 0, node.manifest.end)
+        same = node.written_by(self._accounts.world_size)
+        job = {"chain": chain, "same": same, "chunks": chunks, "mark": namespace[1]}
         return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:
@@ -159,8 +163,8 @@ class Tiers:
 
     def _is_new(self, candidate: Candidate) -> bool:
         tokens = candidate.tokens
-        found = self.nodes.find(candidate.space, tokens, len(tokens))
-        least = max(_WORTH_PAGES * self._ledger.cache.page_size, _WORTH_PART * len(tokens))
+        found = self.nodes.find(candidate.namespace, tokens, len(tokens))
+        least = max(_WORTH_PAGES * self._accounts.cache.page_size, _WORTH_PART * len(tokens))
         return len(tokens) - (0 if found is None else found.tokens) >= least
 
     def forget(self, key: int) -> list[StepPlan]:
@@ -191,7 +195,7 @@ class Tiers:
         if not self._is_new(of):
             return None
         writes = "disk" in nodes.room and self._may_write()
-        parent, begin = nodes.sharing(of.space, of.tokens, on_disk=writes)
+        parent, begin = nodes.sharing(of.namespace, of.tokens, on_disk=writes)
         manifest = self._manifest(of, parent, begin)
         keep = set() if parent is None else set(parent.chain)
         if self.loading is not None:
@@ -216,11 +220,17 @@ class Tiers:
         return Saving(of, manifest, parent, draft, host, job)
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
-        space, end, cache = self.nodes.space(of.space), len(of.tokens), self._ledger.cache
-        size, chunks = self._ledger.world_size, of.holding.chunks
+        namespace, end, cache = (
+            self.nodes.namespace(of.namespace),
+            len(of.tokens),
+            self._accounts.cache,
+        )
+        size, chunks = self._accounts.world_size, of.allocation.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))
-        tails = [a.tail_begin(end, t) for a, t in zip(cache.arenas, of.holding.tails, strict=True)]
-        if not of.holding.cached:
+        tails = [
+            a.tail_begin(end, t) for a, t in zip(cache.arenas, of.allocation.tails, strict=True)
+        ]
+        if not of.allocation.cached:
             # Its answer goes on meanwhile, and its tail with it: half of it is given up for that.
             windows = (max(a.policy.sinks, a.policy.start(end)) for a in cache.arenas)
             later = (
@@ -233,12 +243,12 @@ class Tiers:
         nbytes = sum(place * (arena.ring + end - tail) for arena, tail, place in places)
         return Manifest(
             fingerprint=self._fingerprint,
-            node=self.nodes.names.node(space, of.tokens),
+            node=self.nodes.names.node(namespace, of.tokens),
             copy=secrets.token_hex(16),
             parent=None if parent is None else parent.manifest.node,
             begin=begin,
             end=end,
-            space=space,
+            space=namespace,
             world_size=size,
             chunks=Manifest.rows_of(chunks, begin, end),
             tails=tuple(tails),

@@ -72,7 +72,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
     together = run(core)
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
-    assert core.scheduler.admission.ledger.free[0].tolist() == [core.runner.config.num_pages]
+    assert core.scheduler.admission.accounts.free[0].tolist() == [core.runner.config.num_pages]
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
@@ -178,7 +178,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     told = {name for name, found in messages.items() if any(m["t"] == "progress" for m in found)}
     assert told == {"a", "other"}
     assert core.runner.kv_bytes == 0
-    assert (core.scheduler.admission.ledger.free == core.scheduler.admission.ledger.sizes).all()
+    assert (core.scheduler.admission.accounts.free == core.scheduler.admission.accounts.sizes).all()
 
 
 def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
@@ -197,8 +197,8 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
                 left = {"a", "a/1", "a/2"} - set(gone)
                 assert {name for name in found if name != "busy" and tokens(found[name])} == left
             assert core.runner.kv_bytes == 0
-            ledger = core.scheduler.admission.ledger
-            assert (ledger.free == ledger.sizes).all()
+            accounts = core.scheduler.admission.accounts
+            assert (accounts.free == accounts.sizes).all()
 
 
 def test_more_answers_than_there_is_room_for_are_refused(tiny: Callable[[str], Path]) -> None:
@@ -228,7 +228,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler.admission.ledger.free[-1] == [core.runner.config.scratch_pages]
+    assert core.scheduler.admission.accounts.free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(
@@ -255,7 +255,7 @@ def test_the_time_that_is_left_falls_from_request_to_request(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny("llama"), max_num_seqs=2)
-    cost = core.scheduler.turns.cost
+    cost = core.scheduler.prefill_policy.cost
     monkeypatch.setattr(cost, "learn", lambda *_: None)
     monkeypatch.setattr(cost, "seconds", lambda tokens, _: float(tokens))
     monkeypatch.setattr(cost, "step", lambda *_, **__: 1.0)
@@ -399,7 +399,7 @@ def test_a_long_prompt_is_read_in_the_answers_steps(
 ) -> None:
     def ask(*names: str) -> tuple[dict[str, list[int]], list[int]]:
         core = make_core(tiny("llama"))
-        core.scheduler.turns.is_short = lambda request: len(request.prompt) < 100
+        core.scheduler.prefill_policy.is_short = lambda request: len(request.prompt) < 100
         execute, shared = core.runner.execute, []
 
         def watch(plan: StepPlan) -> torch.Tensor | None:

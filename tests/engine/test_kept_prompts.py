@@ -319,7 +319,7 @@ def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() ->
 
 def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
     core, _ = make_core(pages=30)
-    core.scheduler.turns.joins = lambda *_: False
+    core.scheduler.prefill_policy.joins = lambda *_: False
     add(core, "doc", 24, pin=True)
     add(core, "question", 2, 1, prefix="doc")
     add(core, "other", 3, 1)
@@ -398,7 +398,7 @@ def test_exact_prefill_needs_scratch_pages_for_the_prompt_alone() -> None:
 def evict_all(core: EngineCore) -> list[StepPlan]:
     admission, plans = core.scheduler.admission, []
     while admission.prefix_cache is not None and admission.prefix_cache.evictable:
-        plans += admission._evict(admission.ledger.free < admission.ledger.sizes)
+        plans += admission._evict(admission.accounts.free < admission.accounts.sizes)
     return plans
 
 
@@ -481,7 +481,7 @@ class Engine(RuleBasedStateMachine):
             params=SamplingParams(),
             chunked_prefill_size=CHUNK,
         )
-        short = self.core.scheduler.turns.is_short(cast("Request", request))
+        short = self.core.scheduler.prefill_policy.is_short(cast("Request", request))
         chunks_end = begin if short else end
         new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(
@@ -524,10 +524,10 @@ class Engine(RuleBasedStateMachine):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
             places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
-            ledger = self.core.scheduler.admission.ledger
-            assert ledger.free.tolist() == [free, *places, scratch]
+            accounts = self.core.scheduler.admission.accounts
+            assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
-            assert ledger.available()[0].tolist() == available
+            assert accounts.available()[0].tolist() == available
             running = {request.key for request in self.core.scheduler.running.values()}
             assert set(self.runner.tables) == running | self.runner.cached
 
@@ -556,7 +556,7 @@ TestEngine.settings = settings(max_examples=150, stateful_step_count=30, deadlin
 
 def test_a_prompt_of_fewer_tokens_than_shards_is_not_read_beyond_its_end() -> None:
     core, runner = make_core(ranks=8)
-    core.scheduler.turns.is_short = lambda *_: False
+    core.scheduler.prefill_policy.is_short = lambda *_: False
     add(core, "a", 13, 2)
     run(core)
     assert runner.lengths == {}

@@ -104,8 +104,8 @@ def serve(
     admission = core.scheduler.admission
     if admission.prefix_cache is not None:
         while admission.prefix_cache.evictable:
-            core._run_all(admission._evict(admission.ledger.free < admission.ledger.sizes))
-    assert (admission.ledger.free == admission.ledger.sizes).all()
+            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
+    assert (admission.accounts.free == admission.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
     core.stop()

@@ -77,7 +77,7 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
     told: dict[str, list[Any]] = defaultdict(list)
     # One after the other, and in chunks: how prompts in company are cut, and whether all ranks read
     # all of a prompt, depends on the time that steps take, and the last bits on the cuts.
-    core.scheduler.turns.is_short = lambda *_: False
+    core.scheduler.prefill_policy.is_short = lambda *_: False
     for request in asked:
         core.add(*request)
         while core.has_work:

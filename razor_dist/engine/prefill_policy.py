@@ -7,7 +7,7 @@ overtakes a million tokens, and costs their reader no more time than it takes it
 Prompts that are read in one step take no turns: they join the next one.
 
 A chunk costs several ranks much whatever its length. Ranks that share what is not a chunk may read
-a long prompt without, where that is no slower (`Turns.piece`).
+a long prompt without, where that is no slower (`PrefillPolicy.piece`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARIED = 0.7
 _LAST_PIECE, _WHOLE = 1.25, 1.5
 
 
-class Turns:
+class PrefillPolicy:
     """Chooses among the prompts that are being prefilled by ``world_size`` ranks.
 
     ``max_step`` is in seconds. With ``by_priority``, requests of a lower ``priority`` number go

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Request
 from razor_dist.engine.step_cost import StepCost, Work
-from razor_dist.engine.turns import Turns
 from razor_dist.protocol.sampling_params import SamplingParams
 
 STEP = 0.25
@@ -42,7 +42,7 @@ def observe(cost: StepCost, tokens: int, context: int, seconds: float, chunk: in
 
 @dataclass
 class Simulation:
-    """Prompts that arrive and are read by `Turns`; every chunk takes what ``sab`` says."""
+    """Prompts that arrive and are read by `PrefillPolicy`; every chunk takes what ``sab`` says."""
 
     arrivals: list[Request]
     sab: tuple[float, float, float] = (0.05, 0.002, 0.0)
@@ -53,22 +53,22 @@ class Simulation:
     by_priority: bool = False
 
     def run(self) -> Simulation:
-        turns = Turns(STEP, by_priority=self.by_priority)
+        policy = PrefillPolicy(STEP, by_priority=self.by_priority)
         coming, present = sorted(self.arrivals, key=lambda r: r.arrived), []
         while coming or present:
             if not present:
                 self.now = max(self.now, coming[0].arrived)
             while coming and coming[0].arrived <= self.now:
                 present.append(coming.pop(0))
-            chosen = turns.choose(present)
+            chosen = policy.choose(present)
             others = [prompt for prompt in present if prompt is not chosen]
-            tokens = max(2, int(turns.piece(chosen, others)[0]))
+            tokens = max(2, int(policy.piece(chosen, others)[0]))
             tokens = min(tokens, chosen.end - chosen.prefilled_to)
             s, a, b = self.sab
             seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
             self.now += seconds
-            turns.took(present, chosen, seconds)
-            observe(turns.cost, tokens, chosen.prefilled_to, seconds)
+            policy.took(present, chosen, seconds)
+            observe(policy.cost, tokens, chosen.prefilled_to, seconds)
             self.chunks.append((chosen.key, seconds, len(present) > 1, tokens))
             chosen.prefilled_to += tokens
             if chosen.prefilled:
@@ -133,15 +133,15 @@ def test_who_comes_once_a_minute_does_not_make_chunks_short() -> None:
     assert max(waits[2:]) <= 0.3 + 5 / 4 * 1.15 + STEP
 
 
-def learned(ranks: int = 1, *, shared: bool = False) -> Turns:
+def learned(ranks: int = 1, *, shared: bool = False) -> PrefillPolicy:
     """Turns that know a step's 0.05 s, of several ranks 0.05 more for a chunk, and 2 ms a token."""
-    turns, chunk = Turns(STEP, ranks, shared=shared), int(ranks > 1)
+    policy, chunk = PrefillPolicy(STEP, ranks, shared=shared), int(ranks > 1)
     for tokens in (100, 200, 400) * 20:
-        turns.cost.learn(Work(answers=0), 0.05)
-        observe(turns.cost, tokens, 0, 0.05 + 0.002 * tokens)
+        policy.cost.learn(Work(answers=0), 0.05)
+        observe(policy.cost, tokens, 0, 0.05 + 0.002 * tokens)
         if chunk:
-            observe(turns.cost, tokens, 0, 0.1 + 0.002 * tokens, chunk)
-    return turns
+            observe(policy.cost, tokens, 0, 0.1 + 0.002 * tokens, chunk)
+    return policy
 
 
 def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
@@ -153,23 +153,23 @@ def test_a_prompt_is_short_if_all_ranks_may_as_well_read_it() -> None:
     for ranks, most in ((1, 187), (2, 24), (4, 8), (8, 3)):
         assert [short(n, ranks) for n in (1, most, most + 2)] == [True, True, False]
     explained = dataclasses.replace(request(0, 5, 0.0), params=SamplingParams(prompt_logprobs=0))
-    turns = learned()
-    assert not turns.is_short(explained)
-    assert not turns.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4))
-    assert not Turns(math.inf).is_short(request(0, 513, 0.0))
+    policy = learned()
+    assert not policy.is_short(explained)
+    assert not policy.is_short(dataclasses.replace(request(0, 5, 0.0), chunked_prefill_size=4))
+    assert not PrefillPolicy(math.inf).is_short(request(0, 513, 0.0))
 
 
 def test_what_stays_sharded_is_not_repeated() -> None:
     """A question after a million tokens: every rank attends to its own part of them."""
-    turns = Turns(STEP, 8)
+    policy = PrefillPolicy(STEP, 8)
     for tokens, context in ((1000, 0), (4000, 500_000), (2000, 10**6), (500, 10**5)) * 15:
-        turns.cost.learn(Work(answers=0), 0.01)
+        policy.cost.learn(Work(answers=0), 0.01)
         seconds = 0.03 + 5e-5 * tokens + 8e-10 * tokens * (context + tokens / 2)
-        observe(turns.cost, tokens, context, seconds, chunk=1)
+        observe(policy.cost, tokens, context, seconds, chunk=1)
     prefix = dataclasses.replace(request(0, 10**6, 0.0), max_tokens=0)
     for tokens, short in ((10, True), (50, True), (100, False)):
         question = dataclasses.replace(request(1, tokens, 0.0), prefix=prefix)
-        assert turns.is_short(question) is short  # 7 times 50 us a token, of 20 ms
+        assert policy.is_short(question) is short  # 7 times 50 us a token, of 20 ms
 
 
 def test_prompts_share_a_step_as_far_as_it_goes() -> None:
@@ -180,30 +180,30 @@ def test_prompts_share_a_step_as_far_as_it_goes() -> None:
     short = [dataclasses.replace(prompt, short=True) for prompt in prompts]
     assert learned(1).together(short)[0] == short[:2]
     assert learned(2).together(short)[0] == short[:1]  # 0.2 s each
-    turns = learned(8)
-    assert turns.together([request(0, 4000, 0.0)])[0] != []  # one at least
-    assert turns.together([]) == ([], 0)
-    urgent = Turns(STEP, by_priority=True)
+    policy = learned(8)
+    assert policy.together([request(0, 4000, 0.0)])[0] != []  # one at least
+    assert policy.together([]) == ([], 0)
+    urgent = PrefillPolicy(STEP, by_priority=True)
     first = request(9, 50, 0.0, priority=-1)
     assert urgent.together([*prompts, first])[0] == [first]
 
 
 def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
-    turns, long = learned(), request(0, 40_000, 0.0)
+    policy, long = learned(), request(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
-        found, _ = turns.piece(long, [], answering=[0], joined=joined)
+        found, _ = policy.piece(long, [], answering=[0], joined=joined)
         assert found == pytest.approx(tokens, rel=0.02)
 
 
 def test_who_joins_a_step() -> None:
-    turns = learned(2)
-    assert turns.joins(request(0, 187, 0.0)) and not turns.joins(request(0, 189, 0.0))  # 0.375 s
+    policy = learned(2)
+    assert policy.joins(request(0, 187, 0.0)) and not policy.joins(request(0, 189, 0.0))  # 0.375 s
     begun = dataclasses.replace(request(0, 100, 0.0), prefilled_to=50)
-    assert not turns.joins(begun)
-    assert turns.joins(dataclasses.replace(request(0, 200, 0.0), short=True))
-    assert not turns.joins(dataclasses.replace(request(0, 100, 0.0), chunked_prefill_size=99))
-    fast = Turns(math.inf, 2)
+    assert not policy.joins(begun)
+    assert policy.joins(dataclasses.replace(request(0, 200, 0.0), short=True))
+    assert not policy.joins(dataclasses.replace(request(0, 100, 0.0), chunked_prefill_size=99))
+    fast = PrefillPolicy(math.inf, 2)
     assert fast.joins(request(0, 1024, 0.0)) and not fast.joins(request(0, 1025, 0.0))
 
 
@@ -213,16 +213,16 @@ def test_long_prompts_are_not_cut_for_each_other() -> None:
     assert np.median(usual) == pytest.approx(4 * STEP, rel=0.1)
     # They are read one after the other, but for the oldest's half of the time.
     assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
-    turns = learned()
-    answered = turns.piece(request(0, 20_000, 0.0), [], answering=[0])[0]
+    policy = learned()
+    answered = policy.piece(request(0, 20_000, 0.0), [], answering=[0])[0]
     assert answered == pytest.approx(100, abs=1)
 
 
 def test_a_lone_prompt_is_not_cut_into_more_chunks_beside_other_programs() -> None:
-    turns, quiet, long = learned(), learned(), request(0, 20_000, 0.0)
-    turns.slowdown = 4.0
+    policy, quiet, long = learned(), learned(), request(0, 20_000, 0.0)
+    policy.slowdown = 4.0
     for beside in ([], [0]):  # nothing else to do, and one sequence that decodes
-        slowed = turns.piece(long, [], answering=beside)[0]
+        slowed = policy.piece(long, [], answering=beside)[0]
         usual = quiet.piece(long, [], answering=beside)[0]
         # While something waits for the step, it takes `max_step`, whatever slows it down.
         assert slowed == pytest.approx(usual if beside else 4 * usual, rel=0.1)
@@ -311,19 +311,19 @@ def test_chunks_of_about_one_length_tell_what_each_costs_anyway() -> None:
 
 def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
     """As when another program computes: then a step costs much, and its tokens little more."""
-    turns, random = Turns(STEP), np.random.default_rng(0)
+    policy, random = PrefillPolicy(STEP), np.random.default_rng(0)
 
     def cuts(s: float, a: float) -> int:
         """Read a hundred prompts of 94 tokens beside an answer; return how often one was cut."""
         count = 0
         for key in range(100):
             prompt = request(key, 94, 0)
-            turns.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
+            policy.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
             while not prompt.prefilled:
                 left = prompt.end - prompt.prefilled_to
-                tokens = min(left, max(2, int(turns.piece(prompt, [], answering=[0])[0])))
+                tokens = min(left, max(2, int(policy.piece(prompt, [], answering=[0])[0])))
                 seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
-                observe(turns.cost, tokens, prompt.prefilled_to, seconds)
+                observe(policy.cost, tokens, prompt.prefilled_to, seconds)
                 prompt.prefilled_to += tokens
                 count += tokens < left
         return count
@@ -331,37 +331,37 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
     assert cuts(0.08, 0.002) < 10
     assert cuts(2.0, 0.004) < 10
     assert cuts(0.08, 0.002) < 40
-    assert turns.cost.seconds(80, 0) == pytest.approx(0.24, rel=0.25)
+    assert policy.cost.seconds(80, 0) == pytest.approx(0.24, rel=0.25)
 
 
 def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> None:
-    long, turns = request(0, 40_000, 0.0), learned(2, shared=True)
+    long, policy = request(0, 40_000, 0.0), learned(2, shared=True)
     # Of 0.25 s, 0.05 are for the step, and would be as many for a chunk.
-    assert turns.piece(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
+    assert policy.piece(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
     assert learned(2).piece(long, [], answering=[0]) == (pytest.approx(75, rel=0.02), True)
-    assert turns.piece(long, [request(1, 50, 0.0)])[1] is False
-    assert turns.piece(long, [])[1] and turns.piece(long, [request(1, 9_000, 0.0)])[1]
+    assert policy.piece(long, [request(1, 50, 0.0)])[1] is False
+    assert policy.piece(long, [])[1] and policy.piece(long, [request(1, 9_000, 0.0)])[1]
     assert learned(1, shared=True).piece(long, [], answering=[0])[1]
-    fast = Turns(math.inf, 2, shared=True)
+    fast = PrefillPolicy(math.inf, 2, shared=True)
     assert fast.piece(long, [], answering=[0]) == (512, False)
 
 
 def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
     """Nor what a chunk costs whatever its length: chunks would become ever shorter."""
-    turns, random = Turns(STEP, 2), np.random.default_rng(0)
+    policy, random = PrefillPolicy(STEP, 2), np.random.default_rng(0)
 
     def noise() -> float:
         return random.uniform(0.9, 1.1)
 
     for _ in range(8):
-        turns.cost.learn(Work(answers=1), 0.09 * noise())
-        observe(turns.cost, 2000, 4000, 5.33 * noise(), 1)
+        policy.cost.learn(Work(answers=1), 0.09 * noise())
+        observe(policy.cost, 2000, 4000, 5.33 * noise(), 1)
     long, lengths = request(0, 40_000, 0.0), []
     for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
-        tokens, sharded = turns.piece(long, [], answering=[0] * answers)
+        tokens, sharded = policy.piece(long, [], answering=[0] * answers)
         assert sharded
         seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
-        turns.cost.learn(Work(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)
+        policy.cost.learn(Work(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)
         lengths.append(tokens)
     # 0.17 s are answers, and 0.25 the chunk's: it has 0.42 s of its own, or 0.7 times that.
     assert np.median(lengths[-40:]) == pytest.approx(150, rel=0.25)

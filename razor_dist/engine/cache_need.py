@@ -6,19 +6,19 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from razor_dist.cache.accounting import Holding, Ints, Ledger
+from razor_dist.cache.accounting import Allocation, CacheAccounts, Ints
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Request, prefixes
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 
 
-class Demand:
-    """Quantities are those of `Ledger`, without the last row, the scratch pool's."""
+class CacheNeed:
+    """Quantities are those of `CacheAccounts`, without the last row, the scratch pool's."""
 
-    def __init__(self, cache: CacheConfig, ledger: Ledger, world_size: int) -> None:
-        self._cache, self._ledger, self._world_size = cache, ledger, world_size
-        self._sizes = ledger.sizes[:-1]
+    def __init__(self, cache: CacheConfig, accounts: CacheAccounts, world_size: int) -> None:
+        self._cache, self._accounts, self._world_size = cache, accounts, world_size
+        self._sizes = accounts.sizes[:-1]
 
     def check(self, request: Request, pinned: Seq[Request]) -> None:
         """Refuse a request that is too large even for empty caches, or would wait for ever.
@@ -77,30 +77,30 @@ class Demand:
 
     def _lasting(self, requests: Seq[Request]) -> Ints:
         """Return what requests take together until they end, like ``_sizes``."""
-        held = [r.holding for r in requests if r.holding is not None]
-        waiting = [self._need(r)[:-1] for r in requests if r.holding is None]
-        return sum(waiting, start=self._ledger.together(held)[:-1])
+        held = [r.allocation for r in requests if r.allocation is not None]
+        waiting = [self._need(r)[:-1] for r in requests if r.allocation is None]
+        return sum(waiting, start=self._accounts.together(held)[:-1])
 
     def _need(self, request: Request) -> Ints:
         """Return what a request takes that finds nothing in the cache but its pinned prefix."""
         stored = self._stored(request.prefix)
-        return self._ledger.need(stored, request.base, request.chunks_end, request.total)
+        return self._accounts.need(stored, request.base, request.chunks_end, request.total)
 
     def _stored(self, prefix: Request | None) -> Ints:
         """Tokens of a pinned prefix on every rank."""
         if prefix is None:
             return np.zeros(self._world_size, np.int64)
-        if prefix.holding is not None:
-            return self.read(prefix, prefix.holding)
+        if prefix.allocation is not None:
+            return self.read(prefix, prefix.allocation)
         own = shard_sizes(prefix.base, prefix.chunks_end, prefix.end, self._world_size)
         return self._stored(prefix.prefix) + own
 
-    def begun(self, holding: Holding | None, begin: int) -> Ints:
+    def begun(self, allocation: Allocation | None, begin: int) -> Ints:
         """Tokens that a sequence has on every rank which begins from another's."""
-        chunks = [] if holding is None else holding.chunks
+        chunks = [] if allocation is None else allocation.chunks
         return np.array(shard_lengths(chunks, begin, self._world_size), np.int64)
 
-    def read(self, request: Request, holding: Holding | None) -> Ints:
+    def read(self, request: Request, allocation: Allocation | None) -> Ints:
         """Tokens of a prompt on every rank, once it has been read."""
         new = shard_sizes(request.begin, request.chunks_end, request.end, self._world_size)
-        return self.begun(holding, request.begin) + new
+        return self.begun(allocation, request.begin) + new
