@@ -201,16 +201,16 @@ def _activity(text: str, console: Console) -> Iterator[Callable[[int, int], None
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
-    told, lines = time.monotonic(), not console.is_terminal
+    shown, lines = time.monotonic(), not console.is_terminal
     with Progress(*columns, console=console, disable=lines) as bar:
         task = bar.add_task("", total=None)
 
         def tell(done: int, total: int) -> None:
-            nonlocal told
+            nonlocal shown
             count = f"{done:,} of {total:,} tokens"
             bar.update(task, total=total, completed=done, description=count)
-            if lines and (done == total or time.monotonic() - told > _LINE_SECONDS):
-                told = time.monotonic()
+            if lines and (done == total or time.monotonic() - shown > _LINE_SECONDS):
+                shown = time.monotonic()
                 console.print(f"   {text}: {count}")
 
         if lines:
@@ -243,8 +243,8 @@ def ask(client: httpx.Client, content: str, console: Console) -> DemoAnswer:
             if "error" in event:
                 raise ServingError(f"the server failed: {event['error']['message']}")
             usage = event.get("usage") or usage
-            if told := event.get("prompt_progress"):
-                progress(told["processed"], told["total"])
+            if shown := event.get("prompt_progress"):
+                progress(shown["processed"], shown["total"])
             for piece in filter(None, (c["delta"].get("content") for c in event["choices"])):
                 if not pieces:
                     first = time.monotonic() - begin

@@ -38,8 +38,8 @@ __all__ = [
     "takes_windows",
 ]
 
-# Keys of another dtype than the queries are converted so many at a time: a shard of a long context
-# would else be in memory twice.
+# Keys of another dtype than the queries are converted in blocks of this many: otherwise
+# a shard of a long context would be in memory twice.
 _CONVERTED_KEYS = 4096
 
 # In order of preference; each module is imported when it is first asked.

@@ -4,7 +4,7 @@ Softmax ignores a constant per query, so the bias may as well be ``slope * (j - 
 reference r; only the lse must be put right afterwards, by ``slope * (r - i)``. The choice of r is
 one of precision. ``slope * j`` with j counted from the context's beginning is rounded to within
 0.03 at a million tokens and a slope of 1, and so then is every score, of near keys too. With r
-among the queries at hand, what is large, and rounded, is the bias of far keys only, whose weights
+among these queries, what is large, and rounded, is the bias of far keys only, whose weights
 vanish. So queries are taken in blocks, each with its first position for r: near keys' scores are
 off by ``slope * BLOCK * 2**-24`` (3e-5) at most, however long the context.
 
@@ -47,7 +47,7 @@ class Places(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """``j - i`` of keys, in the form that the ops at hand want."""
+    """``j - i`` of keys, in the form that the ops want."""
 
     number: Tensor  # float32 [S], multiples of 1/256 below 2**24
     digits: Tensor | None  # bfloat16 [S, WIDER], `digits_of`: where a mask could not hold the bias

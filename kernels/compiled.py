@@ -98,7 +98,7 @@ def _compile(command: list[str], library: Path) -> None:
         errors="replace",
     )
     with partial.open("rb") as file:
-        os.fsync(file.fileno())  # half a library would end whoever loads it
+        os.fsync(file.fileno())  # half a library would crash the process that loads it
     partial.rename(library)
 
 
@@ -110,6 +110,8 @@ def _key() -> str:
     # A cache folder may be shared by machines of different processors.
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
-    told = "flags", "Features", "model name", "CPU part"
-    digest.update("".join(sorted({line for line in lines if line.startswith(told)})).encode())
+    identifying = "flags", "Features", "model name", "CPU part"
+    digest.update(
+        "".join(sorted({line for line in lines if line.startswith(identifying)})).encode()
+    )
     return digest.hexdigest()[:16]

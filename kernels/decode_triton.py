@@ -41,10 +41,10 @@ TILES = {2: 64, 4: 16}
 ROWS = 16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WARPS, STAGES = 4, 5
-# Programs for every multiprocessor, as nearly as splits of so many keys, a power of 2, allow.
+# Programs for every multiprocessor, as nearly as splits of a power of 2 keys allow.
 _PROGRAMS = 4
 _SPLITS = (256, 4096)
-# A program of the merge reads so many dimensions of so many splits at a time.
+# Dimensions, and splits, that a program of the merge reads at a time.
 MERGED, MERGED_WIDTH = 64, 32
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from razor_dist.kernels.compiled import operations
 
-# A matrix of one vector's product is cut into up to so many blocks of rows: a batch of products,
+# A matrix of one vector's product is cut into up to this many blocks of rows: a batch of products,
 # which MKL computes side by side and by better code than a single one.
 _BLOCKS = 16
 

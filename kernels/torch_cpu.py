@@ -15,7 +15,7 @@ from torch import Tensor
 from razor_dist.kernels.partial import Partial, attend_folded, foldable, per_head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-# From so many queries on, torch's kernel reads the keys for larger blocks of them at once.
+# From this many queries on, torch's kernel reads the keys for larger blocks of them at once.
 _LARGER_BLOCKS = (192, 768)
 
 

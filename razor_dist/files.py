@@ -57,8 +57,8 @@ def check_writable(*files: Path | None) -> None:
 class Line:
     """The place of a line in its file.
 
-    A line of a million-token document is megabytes: the job's driver keeps where it is, and
-    whoever works on it reads it.
+    A line of a million-token document is megabytes: the job's driver keeps its place, and
+    an engine's thread reads it.
     """
 
     path: str  # absolute

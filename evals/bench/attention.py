@@ -23,9 +23,9 @@ from razor_dist.kernels.decode import Pages, implementation
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 GROUP, HEAD_DIM = 8, 128
-# The reference in float64 is computed for so many of the queries.
+# Queries for which the reference is computed in float64.
 _CHECKED_QUERIES = 8
-# Decode reads other keys at every call, of so many bytes in all: more than the caches hold.
+# Decode reads other keys at every call; bytes of all of them, more than the CPU's caches hold.
 _ROTATED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
 _SECONDS = {"cuda": 0.5, "cpu": 0.1}
 _PAGE = 64

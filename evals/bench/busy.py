@@ -142,7 +142,7 @@ def _cpu_seconds() -> float:
 
 @contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
-    """Have so many processes compute without end, each in a session of its own."""
+    """Run ``count`` processes that compute without end, each in a session of its own."""
     with ExitStack() as stack:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-c", _SPIN], start_new_session=True)

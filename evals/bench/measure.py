@@ -103,7 +103,7 @@ class Ceilings:
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure a device at `SIZES`, with torch's present number of threads.
 
-    Bytes are those of a buffer that is summed or multiplied with a vector, whichever is faster:
+    Bytes are those of a buffer that is summed or multiplied with a vector (the faster counts):
     both read it once and write next to nothing. A matrix product is computed by torch's ``matmul``
     and as the engine's linear layers do (`razor_dist.kernels.linear`), which on some CPUs is much
     faster.
@@ -124,7 +124,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def fastest(operation: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one call at best, over about so many ``seconds`` of calls."""
+    """Return the seconds of the fastest call, of calls that take about ``seconds`` in all."""
 
     def clock() -> float:
         synchronize(device)
@@ -167,7 +167,7 @@ class TimedRun:
         return cls(stamps[0] - begin, decode, tuple(tokens))
 
 
-Generate = Callable[[list[int], int], TimedRun]  # an engine; of a prompt and so many new tokens
+Generate = Callable[[list[int], int], TimedRun]  # an engine; of a prompt and a number of new tokens
 
 
 @dataclass
@@ -208,7 +208,7 @@ def take_turns(
     return timings
 
 
-# Cells are not padded beyond so many characters.
+# Cells are padded up to this many characters.
 _WIDEST = 48
 
 

@@ -87,14 +87,14 @@ def server(*flags: str, kill: bool = False) -> Iterator[openai.OpenAI]:
 def saved(client: openai.OpenAI) -> dict[str, Any]:
     """Wait until nothing is left to be saved; return the counters of the disk."""
     while True:
-        told: Any = httpx.get(str(client.base_url.join("/stats"))).json()
-        if not told["prefix_cache"]["saving"]:
-            return dict(told["prefix_cache"]["disk"])
+        stats_now: Any = httpx.get(str(client.base_url.join("/stats"))).json()
+        if not stats_now["prefix_cache"]["saving"]:
+            return dict(stats_now["prefix_cache"]["disk"])
         time.sleep(0.1)
 
 
 def ask(client: openai.OpenAI, messages: Sequence[dict[str, str]], tokens: int = 16) -> Asked:
-    """Ask for an answer of so many tokens, greedily."""
+    """Ask for a greedy answer of ``tokens`` tokens."""
     began, first, text, usage = time.perf_counter(), 0.0, "", None
     stream: Any = client.chat.completions.create(
         model=client.models.list().data[0].id,

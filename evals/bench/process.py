@@ -1,4 +1,4 @@
-"""A function in a process of its own: its memory, its crash and its time are nobody else's."""
+"""A function in a process of its own: its memory, crashes and time touch no other."""
 
 from __future__ import annotations
 

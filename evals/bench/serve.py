@@ -196,8 +196,8 @@ async def run_load(requests: Sequence[LoadRequest], url: str, most: int | None) 
             await asyncio.sleep(request.arrival - clock())
             async with gate:
                 await request.send(client, url, clock)
-            told = request.failure or f"{request.output_tokens} tokens"
-            log.info("%s after %.1f s: %s", request.name, clock(), told)
+            described = request.failure or f"{request.output_tokens} tokens"
+            log.info("%s after %.1f s: %s", request.name, clock(), described)
 
         await asyncio.gather(*map(serve, requests))
 
@@ -228,8 +228,10 @@ def run(settings: ServeBenchSettings) -> BenchRecord:
         files[settings.answers] = "".join(lines).encode()
     if settings.plot:
         files[settings.plot] = ttft_over_time(groups)
-    told = [{k: v for k, v in asdict(r).items() if k not in ("body", "text")} for r in requests]
-    figures = {"model_id": model, "classes": classes, "requests": told}
+    described = [
+        {k: v for k, v in asdict(r).items() if k not in ("body", "text")} for r in requests
+    ]
+    figures = {"model_id": model, "classes": classes, "requests": described}
     table = Table("", [["", *classes], *rows])
     return BenchRecord("serve", settings, figures, [table], notes, files)
 

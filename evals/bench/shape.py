@@ -1,6 +1,6 @@
 """Razor against full attention at a model's shape, with random weights and the same kernels.
 
-For models whose weights are not at hand: time and memory depend on shapes alone. Both engines run
+For models whose weights are missing: time and memory depend on shapes alone. Both engines run
 on one rank, one after the other on the same weights, so that the peak memory of each is its own.
 Retrieval heads are made up, evenly spread; their share of the KV heads has to be given.
 

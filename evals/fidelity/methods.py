@@ -41,23 +41,23 @@ def _method(config: FidelityConfig, name: str, own: Mapping[str, Any]) -> Method
     engine = EngineConfig(
         model=config.model, **shared | {key: own[key] for key in own if key != _PERCENT}
     )
-    told: dict[str, Any] = {"attention": engine.attention}
+    shown: dict[str, Any] = {"attention": engine.attention}
     if engine.kv_dtype != "auto":
-        told["kv_dtype"] = engine.kv_dtype
+        shown["kv_dtype"] = engine.kv_dtype
     if engine.attention != "full":
-        told |= {key: getattr(engine, key) for key in ("prefill", *STREAMING_SETTINGS)}
+        shown |= {key: getattr(engine, key) for key in ("prefill", *STREAMING_SETTINGS)}
     if engine.attention != "razor":
         if useless := own.keys() & {"head_map", _PERCENT}:
             raise ConfigError(f"{min(useless)} is of no use with attention: {engine.attention}")
-        return Method(name, told)
+        return Method(name, shown)
     path = Path(engine.head_map or default_head_map(config.model))
     head_map = HeadMap.load(path)
     model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
     head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
     if percent is None:
-        told["head_map"] = path.name
-        return Method(name, told, head_map.retrieval, head_map.windows)
+        shown["head_map"] = path.name
+        return Method(name, shown, head_map.retrieval, head_map.windows)
     if isinstance(percent, bool) or not isinstance(percent, int | float):
         raise ConfigError(f"{_PERCENT} must be a number, got {percent!r}")
-    told["head_map"] = f"{path.name}, {percent:g} %"
-    return Method(name, told, choose(head_map, kv_budget(head_map, percent)).retrieval)
+    shown["head_map"] = f"{path.name}, {percent:g} %"
+    return Method(name, shown, choose(head_map, kv_budget(head_map, percent)).retrieval)

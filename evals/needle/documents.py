@@ -92,7 +92,7 @@ class Haystack:
 def hide_words(tokens: int, depths: Sequence[float], seed: int = 0) -> tuple[str, list[Fact]]:
     """Write a document for the needle model: random words, with sentences to remember.
 
-    Returns the text, of exactly so many tokens, and a fact for each depth, in percent of the
+    Returns the text, of exactly ``tokens`` tokens, and a fact for each depth, in percent of the
     document's sentences. Keys and answers are drawn too, and occur nowhere else. Raises
     `ConfigError` if the sentences do not fit, or a depth is not a percentage.
     """

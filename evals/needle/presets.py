@@ -50,7 +50,7 @@ Draw = Callable[[Sequence[float], int], list[Fact]]  # from their depths and a s
 
 @dataclass(frozen=True)
 class Preset:
-    """A needle test as somebody has described it."""
+    """A needle test as published."""
 
     source: str
     draw: Draw
@@ -59,7 +59,7 @@ class Preset:
     score_name: str
     answer_tokens: int
     chat: bool  # asked in a user's message, where the model has a chat template
-    most_needles: int = 1  # facts that can be told apart in one document
+    most_needles: int = 1  # facts that differ enough for one document
     lengths: int = 5  # how many, if the user does not say
     depths: int = 5
     haystack: str = "auto"  # of `haystack_paragraphs`; empty where the preset makes its own text

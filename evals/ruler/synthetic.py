@@ -98,7 +98,7 @@ def fit(units: Units, tokens: Callable[[Sample], int], room: int) -> Sample:
 class RulerNeedles:
     """One of the eight needle tasks (section 3.1): single, multi-key, -value or -query."""
 
-    # Around the needles: one sentence over and over, prose, or needles nobody asks for.
+    # Around the needles: one sentence over and over, prose, or needles that no question asks for.
     haystack: Literal["noise", "essay", "needles"] = "essay"
     keys: Literal["words", "uuids"] = "words"
     values: Literal["numbers", "uuids"] = "numbers"

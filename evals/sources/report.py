@@ -310,7 +310,7 @@ def page(summary: Mapping[str, Any], count: int) -> str:
     if len(tasks) > 1:
         rows = []
         for task, found in tasks.items():
-            # Or all, where there are not so many.
+            # Or all, where there are fewer.
             named = (f"{count} strongest", "all ")
             own = next(row for row in found["heads"] if row["heads"].startswith(named))
             rows.append((f"{task}, {found['right']} of {found['asked']} right", own))

@@ -100,13 +100,13 @@ class TracedModel:
         params = SamplingParams(temperature=0, max_tokens=most, return_sources=1)
         core.add("question", ids, params)
         tokens: list[int] = []
-        told: list[Any] = []
+        traced_now: list[Any] = []
         while core.has_work:
             for message in core.step():
                 if message["t"] == "token":
                     tokens.append(message["token"])
-                    told += runner.sources.values()
-        return tokens, told
+                    traced_now += runner.sources.values()
+        return tokens, traced_now
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ class SourcesTask:
         kind, place = item.data["at"]
         document = self.document(model.prompter, item)
         ids = model.prompter.whole(document.content, document.cue)
-        tokens, told = model.answer(ids, ANSWER_TOKENS.get(kind, PRESET.answer_tokens))
+        tokens, traced_now = model.answer(ids, ANSWER_TOKENS.get(kind, PRESET.answer_tokens))
         answer = model.prompter.decode(tokens)
-        shape = (len(told), -1, TOP)
-        positions = np.array([t.positions.numpy() for t in told], "<i4").reshape(shape)
-        weights = np.array([t.weights.numpy() for t in told], "<f4").reshape(shape)
+        shape = (len(traced_now), -1, TOP)
+        positions = np.array([t.positions.numpy() for t in traced_now], "<i4").reshape(shape)
+        weights = np.array([t.weights.numpy() for t in traced_now], "<f4").reshape(shape)
         return {
             "kind": kind,
             "length": place[0],

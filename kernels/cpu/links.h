@@ -48,7 +48,7 @@ inline long futex(const Counters& counter, int operation, uint32_t value, const 
   return syscall(SYS_futex, counter.data, operation, value, time, nullptr, 0);
 }
 
-// Note that a rank's part of a number is on its board; if all parts are, wake whoever waits.
+// Note that a rank's part of a number is on its board; if all parts are, wake the ranks that wait.
 inline bool post(const Tensor& of_posted, const Tensor& of_complete, int64_t rank, int64_t number) {
   const Counters posted(of_posted), complete(of_complete);
   posted.set(rank, number + 1);
@@ -91,7 +91,7 @@ inline void yield_until(const Counters& complete, int64_t number, int yields) {
   }
 }
 
-// Wait until all ranks' parts of a number are on their boards, so many seconds at most.
+// Wait until all ranks' parts of a number are on their boards, for at most ``seconds``.
 inline bool wait_for(const Counters& posted, const Counters& complete, int64_t number, int yields,
                      double seconds) {
   yield_until(complete, number, yields);

@@ -22,7 +22,7 @@ constexpr int WIDTH = 16;
 #else
 constexpr int WIDTH = 8;
 #endif
-// So many numbers are worth a thread of their own.
+// Least numbers that are worth a thread of their own.
 constexpr int64_t GRAIN = 1 << 14;
 // A score of what is not seen, and the lse of seeing nothing.
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();

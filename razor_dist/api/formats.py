@@ -142,7 +142,7 @@ class ChatFormat(Format):
         news: list[Json] = []
         logprobs = chat_logprobs(self._tokenizer, [piece])
         text, finish = piece.text, piece.finish_reason
-        told = told_sources(self._choices[index], [piece])
+        rendered = rendered_sources(self._choices[index], [piece])
         calls: list[Json] = []
         if parser := self._parsers.get(index):
             text = parser.push(piece)
@@ -156,10 +156,10 @@ class ChatFormat(Format):
             news.append({"delta": {"tool_calls": numbered}})
         if finish:
             news.append({"finish_reason": finish})
-        if told and not news:
+        if rendered and not news:
             news.append({"delta": {"content": ""}})
-        if told:
-            news[-1] |= told
+        if rendered:
+            news[-1] |= rendered
         return [self._chunk([{**self._empty(index), **new}]) for new in news]
 
     def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
@@ -174,7 +174,7 @@ class ChatFormat(Format):
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, pieces),
             "finish_reason": finish,
-            **told_sources(self._choices[index], pieces),
+            **rendered_sources(self._choices[index], pieces),
         }
 
     def _empty(self, index: int) -> Json:
@@ -247,29 +247,33 @@ class CompletionFormat(Format):
             "text": text,
             "logprobs": legacy_logprobs(self._tokenizer, pieces),
             "finish_reason": pieces[-1].finish_reason,
-            **told_sources(self._choices[index], pieces),
+            **rendered_sources(self._choices[index], pieces),
         }
         if self._tokenizer is None:
             choice["token_ids"] = [piece.token for piece in pieces]
         return choice
 
 
-def told_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
+def rendered_sources(choice: Choice, pieces: Sequence[TextPiece]) -> Json:
     """Fields for a choice's sources: of its sentences, and with its last piece of the whole."""
-    told: Json = {}
+    rendered: Json = {}
     if pieces[-1].finish_reason and choice.sources is not None:
-        told = {"sources": _sources(choice.sources), "grounded": choice.grounded, "sentences": []}
+        rendered = {
+            "sources": _sources(choice.sources),
+            "grounded": choice.grounded,
+            "sentences": [],
+        }
     if found := [sentence for piece in pieces for sentence in piece.sentences]:
-        told["sentences"] = [
+        rendered["sentences"] = [
             {"start": s.start, "end": s.end, "sources": _sources(s.sources), "grounded": s.grounded}
             for s in found
         ]
-    return told
+    return rendered
 
 
 def _sources(sources: Sequence[Source]) -> list[Json]:
-    told = map(asdict, sources)
-    return [{k: v for k, v in s.items() if (k, v) != ("message", None)} for s in told]
+    rendered = map(asdict, sources)
+    return [{k: v for k, v in s.items() if (k, v) != ("message", None)} for s in rendered]
 
 
 def chat_logprobs(
@@ -288,7 +292,7 @@ def chat_logprobs(
 
 
 def prompt_pieces(tokenizer: PreTrainedTokenizerBase | None, choice: Choice) -> list[TextPiece]:
-    """Return a prompt as pieces, with log-probabilities if the engine has told them.
+    """Return a prompt as pieces, with log-probabilities if the engine has sent them.
 
     Those of the first token are an empty mapping: nothing comes before it.
     """

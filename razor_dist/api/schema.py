@@ -300,7 +300,7 @@ class CompletionBody(GenerateBody):
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The sampling settings; without a limit 16 tokens, OpenAI's default here.
 
-        With ``echo``, 0 tokens are as good as 1, which nobody sees.
+        With ``echo``, 0 tokens are computed as 1, which is not shown.
         """
         limit = 16 if self.max_tokens is None else self.max_tokens
         params = self._sampling(limit or int(bool(self.echo)), self.logprobs, defaults)

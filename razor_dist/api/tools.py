@@ -359,8 +359,8 @@ class ToolParser:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
         cut = unread and finish == "length"
         reason = finish if cut else self._finish_reason
-        told = [call.message(self._short_ids) for call in calls[: self._most]]
-        return rest + unread, told, reason
+        messages = [call.message(self._short_ids) for call in calls[: self._most]]
+        return rest + unread, messages, reason
 
     def read(
         self, pieces: Iterable[TextPiece], finish: str

@@ -3,8 +3,8 @@
 Which memory a step reads is said in one of two ways: by a `ReadExtent` for each sequence, plain
 numbers and slices for `razor_dist.attention.short`; or by `BlockTables`, in tensors, for
 `razor_dist.attention.decode`, which computes all sequences at once. `StepInputs` holds everything
-else as one tensor. So a CUDA graph of the second way is told of the next step, whatever sequences
-are in it, by writing to two tensors (`razor_dist.engine.graph`).
+else as one tensor. So a CUDA graph of the second way gets the next step, with any sequences, by
+writing to two tensors (`razor_dist.engine.graph`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StepInputs(NamedTuple):
 
     token: Tensor  # the new token's id
     position: Tensor
-    model_position: Tensor  # as the model is told of it (`Sequence.position_mark`)
+    model_position: Tensor  # as the model gets it (`Sequence.position_mark`)
     # Slot of the page pool for the new token's retrieval keys and values; the pool's dummy slot on
     # ranks that do not keep them.
     at: Tensor

@@ -3,7 +3,7 @@
 While an answer's token is computed, the chosen heads' queries are held against the rank's own keys
 once more. Each rank keeps the few largest scores and the logarithm of the sum of all; with those of
 the other ranks a position's weight is ``exp(score - logsumexp)``, its softmax weight over the whole
-sequence, whatever the number of ranks. Steps in which nobody asks do nothing of this.
+sequence, for any number of ranks. Steps without a request for sources skip this.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from razor_dist.models.bridge import AttentionContext
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_positions
 
-# Positions that are told for each head and token.
+# Positions reported for each head and token.
 TOP = 8
-# The least weight, the mean over the heads, of which a request is told.
+# Least reported weight, a mean over the heads.
 LEAST = 0.002
 # Keys of another dtype than float32 that are widened at a time.
 _WIDENED = 1 << 16

@@ -104,7 +104,7 @@ class SpanQueries:
         if self.query.takes_windows(k):
             run_of, starts = _runs_and_drops(tuple(runs), start, k.device)
             return self.part(at).attend_windows(k, v, starts[run_of])
-        # The bias by distance is relative to the run at hand.
+        # The bias by distance is relative to this run.
         most = 1 if self.query.by_distance else len(runs)
         found = [
             self._see_window(group[0], keys) if len(group) == 1 else self._see_moved(group, keys)

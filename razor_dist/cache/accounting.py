@@ -105,8 +105,8 @@ class CacheAccounts:
     ) -> Allocation:
         """Take what `need` says, for a sequence that begins as the first tokens of ``source``.
 
-        ``stored`` are these by rank; they may be yet to be read. ``source`` is as long as the
-        ledger was told (`grown`).
+        ``stored`` are these by rank; they may not be prefilled yet. The length of ``source`` is
+        what `grown` has counted so far.
         """
         size, arenas = self.world_size, self.cache.arenas
         before = Allocation([PageTable() for _ in self._pools], [], [0 for _ in arenas])
@@ -137,12 +137,12 @@ class CacheAccounts:
         return self._table(none, [arena.width(total) for arena, total in pairs], none)
 
     def places_of(self, total: int) -> Ints:
-        """Return the places that a sequence of so many tokens takes."""
+        """Return the slots' rows that a sequence of this length takes."""
         none = np.zeros(self.world_size, np.int64)
         return self._table(none, [arena.width(total) for arena in self.cache.arenas], none)
 
     def need_of(self, sizes: Seq[int], total: int) -> Ints:
-        """Return what a sequence takes that has so many tokens on each rank, ``total`` in all."""
+        """Return what a sequence takes, from its tokens on each rank and their ``total``."""
         none = np.zeros(self.world_size, np.int64)
         return self._table(self.pages_for(sizes), [a.width(total) for a in self.cache.arenas], none)
 

@@ -23,7 +23,7 @@ class CacheConfig:
     scratch_pages: int  # for exact prefill; 0 with local prefill
     dtype: torch.dtype  # of retrieval heads' keys and values, in the caches and between ranks
     streaming_dtype: torch.dtype  # of streaming heads'
-    max_cached: int = 0  # sequences that are kept when nobody uses them
+    max_cached: int = 0  # sequences kept after their end, for the prefix cache
     page_bytes: int = 1
     place_bytes: tuple[int, ...] = ()  # of each arena
 

@@ -28,8 +28,8 @@ from razor_dist.kernels.quantized import (
     unpacked,
 )
 
-# Shorter runs of pages than this many tokens are read by copying them together, up to so many at a
-# time: a call for each costs more than the copy (docs/LOG.md).
+# Shorter runs of pages than this many tokens are copied together, up to this many tokens at
+# a time: a call for each run costs more than the copy (docs/LOG.md).
 _LONG_RUN = 512
 _COPIED = 4096
 
@@ -43,7 +43,7 @@ class PageTable:
 
     pages: list[int] = field(default_factory=list)  # in the order in which tokens fill them
     tokens: int = 0  # stored so far; their order does not matter: keys are stored rotated
-    cached: bool = False  # nobody uses it now: it may be evicted
+    cached: bool = False  # not in use: it may be evicted
     _found: tuple[list[int], list[tuple[int, int, int]]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -188,7 +188,7 @@ class PagePool:
         table.pages = table.pages[:kept]
 
     def cache(self, table: PageTable) -> None:
-        """Note that nobody uses a sequence any more; pages that it has not filled are free."""
+        """Mark a sequence as cached: not in use. Pages that it has not filled become free."""
         self._drop(table, self.pages_for(table.tokens))
         self._users[np.asarray(table.pages, np.int64)] -= 1
         table.cached = True
@@ -244,8 +244,8 @@ class PagePool:
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return new keys and values ``[K, n, D]`` as they are kept, and travel.
 
-        Attention sees no others, not even of the tokens at hand: what it computes then does not
-        depend on which keys have been through a cache or a link.
+        Attention uses these even for the step's own tokens, so that its result does not depend on
+        which keys have been through a cache or a link.
         """
         if self.k_scale is not None:
             return quantize(k).packed(), quantize(v).packed()

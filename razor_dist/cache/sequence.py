@@ -41,14 +41,14 @@ class Sequence:
     # whole by all ranks.
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0  # tokens in the caches
-    # Added to positions wherever the model is told of them (`razor_dist.models.longrope`).
+    # Added to positions wherever the model gets them (`razor_dist.models.longrope`).
     position_mark: int = 0
     # Positions of this rank's shard, up to ``total``, and how many of its tokens are before each
     # run; made when they are asked for (`razor_dist.attention.sources`).
     runs: tuple[list[range], list[int]] | None = None
 
     def grow(self, sizes: Seq[int], rank: int) -> None:
-        """Count new tokens in the caches, so many in each rank's shard; this rank is ``rank``."""
+        """Count new tokens in the caches: ``sizes`` by rank; this rank is ``rank``."""
         self.shard_tokens = [n + new for n, new in zip(self.shard_tokens, sizes, strict=True)]
         self.table.tokens += sizes[rank]
         self.length += sum(sizes)

@@ -108,7 +108,7 @@ class StreamingSlot:
     ring_begin: int = 0
     tail_begin: int = 0
     finite: int = 0  # places that have been cleared or written: no more are read
-    cached: bool = False  # nobody uses it now: it may be evicted
+    cached: bool = False  # not in use: it may be evicted
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class StreamingCache:
         self._free.append(slot.index)
 
     def cache(self, slot: StreamingSlot, length: int, total: int) -> None:
-        """Note that nobody uses a slot of ``total`` tokens, which has seen ``length``, any more.
+        """Mark a slot of ``total`` tokens, of which it has seen ``length``, as cached: not in use.
 
         Places that it will not need are free then (`Arena.kept_total`).
         """

@@ -29,7 +29,7 @@ def batch(
 ) -> None:
     """Answer the requests of a batch file.
 
-    Malformed lines and refused requests are told of; the exit code is 1 then.
+    Malformed lines and refused requests are reported; the exit code is then 1.
     """
     from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch

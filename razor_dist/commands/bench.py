@@ -40,7 +40,7 @@ bench = typer.Typer(
 
 def _add(name: str, kind: type[BenchSettings], summary: str) -> None:
     def run(settings: BenchSettings) -> None:
-        # Every run is told on stderr: a bench that is silent for minutes looks stuck.
+        # Every run is logged on stderr: a benchmark that is silent for minutes looks stuck.
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("razor_dist.evals.bench").setLevel(logging.INFO)
         # Imported here, so that --help does not wait for torch.

@@ -129,7 +129,7 @@ def _is_document(file: Path) -> bool:
         with file.open("rb") as opened:
             beginning = opened.read(8192)
     except OSError:
-        return True  # told of with the other documents that cannot be read
+        return True  # reported with the other documents that cannot be read
     return b"\0" not in beginning or beginning.startswith(BOMS_OF_UTF16)
 
 
@@ -155,7 +155,7 @@ def _sources(path: Path, encoding: str | None) -> Iterator[Source]:
     except UnicodeDecodeError:
         pass  # the encoding is needed
     except OSError:
-        encoding = None  # told of with the other documents that cannot be read
+        encoding = None  # reported with the other documents that cannot be read
     yield Source(name, name, kind, file, size, digest, encoding=encoding)
 
 

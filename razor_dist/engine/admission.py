@@ -375,7 +375,7 @@ class Admission:
         return plans + self._within_bounds()
 
     def end(self, request: Request, *, keep: bool) -> list[StepPlan]:
-        """Keep a sequence that nobody uses any more for prompts that begin alike, or close it."""
+        """Cache a finished sequence for prompts with the same beginning, or close it."""
         allocation, cache = request.allocation, self.prefix_cache
         assert allocation is not None
         if cache is None or not keep or request.length < self.cache.page_size:
@@ -390,7 +390,7 @@ class Admission:
         return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
 
     def is_worth_keeping(self, request: Request) -> bool:
-        """Tell if so much of a prompt was read, though not all, that it is not to be read again."""
+        """True if an aborted prefill has done enough of its prompt to be worth caching."""
         if self.prefix_cache is None or request.prefilled or not request.sound:
             return False
         if request.short or request.params.prompt_logprobs is not None:

@@ -34,17 +34,17 @@ _CHUNK_CUDA = 8192
 _LONGEST_CHUNK_CUDA = 32768
 _WIDTH_OF_LONGEST = 4096
 _STEP_CUDA = 1024
-# So many windows per rank. Each of a chunk's 2P shards fetches its window: of 2P windows' length, a
-# chunk would have the streaming heads send all of their keys and values, of twice that, half of
-# them.
+# Least length of a chunk, in windows per rank. Each of a chunk's 2P shards fetches its window: in a
+# chunk of 2P windows the streaming heads send all of their keys and values, in one of 4P windows
+# half of them.
 _WINDOWS_IN_CHUNK = 4
 # Tokens by which the last chunk and the decoded tokens may favour one rank.
 _UNEVEN = 4
 # The caches of several sequences take up to this part of the memory that is free.
 _SHARE = 0.7
-# Sequences that are cached when nobody uses them, for each that may be used at once.
+# Finished sequences that stay cached, for each one that may run.
 _CACHED = 4
-# A chunk's activations take about so many times its hidden states (`razor-dist plan` counts them).
+# Activations of a chunk, in multiples of its hidden states (`razor-dist plan` counts them).
 _ACTIVATIONS = 16
 
 

@@ -42,7 +42,7 @@ _LOGPROB_CHUNK_TOKENS = 512
 _ANSWER_TOKENS = 256
 # Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
 _GRAMMAR_SECONDS = 0.02
-# Sequences that are to be saved get so long when the ranks are told to stop.
+# Seconds for saving sequences to the prefix store when the ranks are stopped.
 _LAST_SECONDS = 1.0
 
 
@@ -114,7 +114,7 @@ class EngineCore:
     ) -> None:
         """Queue a request.
 
-        Its ``params.n`` answers are told of by the ids of `answer_ids`. With ``prefix_id``,
+        Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
         ``prompt`` continues that pinned request: its pages are shared, its
         streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
         requests that continue it, until it is aborted. Those of another ``salt`` share no caches
@@ -247,7 +247,7 @@ class EngineCore:
             if not request.released:  # its id may be another's now
                 admitted.append(_progress_message(request, request.begin, self._clock()))
         if admitted:
-            return admitted  # told now: the first chunk may take long
+            return admitted  # now: the first chunk may take long
         moved = self._transfer()
         plan = self.scheduler.next()
         if plan is None and (moved or self._moves):
@@ -306,7 +306,7 @@ class EngineCore:
     def _transfer(self) -> bool:
         """Move the next parts to or from host memory and disk, for a part of a step's time.
 
-        One is enough where others are served and nobody waits for it. True if any was moved.
+        One part is enough while requests run and none waits for the parts. True if any was moved.
         """
         tiers = self.scheduler.admission.tiers
         began, moved = self._clock(), False
@@ -329,7 +329,7 @@ class EngineCore:
         return answering
 
     def _read(self, request: Request, tokens: int, began: float) -> list[Message]:
-        """Report that so many more of a request's tokens were read, in a step that began then."""
+        """Report ``tokens`` more prefilled tokens of a request, in a step started at ``began``."""
         done, messages = request.prefilled_to, []
         first = done == request.begin + tokens
         if first:
@@ -379,9 +379,9 @@ class EngineCore:
         if finish is not None:
             self._answers += 1
             self._end(request)
-        told = self.runner.sources.get(request.key)
+        sources = self.runner.sources.get(request.key)
         found = sampled.token, sampled.logprob, sampled.top, finish
-        return token_message(request.id, *found, told and told.merged())
+        return token_message(request.id, *found, sources and sources.merged())
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params

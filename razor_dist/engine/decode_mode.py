@@ -45,8 +45,8 @@ def share_short_steps(
 ) -> DecodeMode:
     """Return the mode of decoding, and its layout of the ranks' heads.
 
-    All ranks call this together. ``decode: auto`` has them time steps of both kinds, by way of the
-    ``recorder`` where there is one, and follow rank 0.
+    All ranks call this together. With ``decode: auto`` they time steps of both kinds, recorded if
+    there is a ``recorder``, and follow rank 0.
     """
     whole = HeadLayout.from_decision(retrieval, model.device, windows)
     if comm.size == 1:

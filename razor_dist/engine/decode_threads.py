@@ -178,7 +178,7 @@ class _Comparison:
         self._timed: dict[int, list[float]] = {}  # seconds of the steps with both numbers
 
     def next(self, decoded: int) -> int:
-        """Return the number of threads for a step of so many sequences."""
+        """Return the number of threads for a step of ``decoded`` sequences."""
         if decoded != self._decoded or not self._timed:  # times of other batches do not compare
             self._decoded, self._timed = decoded, {self.best: [], self._fewer[0]: []}
         times = self._timed

@@ -92,7 +92,7 @@ def ring_of(
 
 
 def wait_for_device(device: torch.device, seconds: float) -> None:
-    """Wait until a device has done all that it was told.
+    """Wait until a device has finished its queued work.
 
     `RuntimeError` if that takes so long: collectives in a recorded step have no time-out of their
     own, and never end where another rank has stopped.

@@ -64,7 +64,7 @@ class Recorder(Protocol):
     """Records steps: `CudaRecorder`, or `razor_dist.engine.tape.Tape` on CPU."""
 
     most_sequences: int  # of a step that is recorded
-    pad: int  # lengths are padded to a multiple of so many tokens at least
+    pad: int  # lengths are padded to a multiple of at least this, in tokens
 
     def rows(self, sequences: int) -> int:
         """The number of sequences that the recording of a step is for."""
@@ -80,7 +80,7 @@ class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory."""
 
     most_sequences = 1 << 30
-    pad = 1024  # so many more cost next to nothing
+    pad = 1024  # tokens; padding by less than this costs next to nothing
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -1,13 +1,13 @@
-"""The choice of the prompt that is read next, and for how long: prefill is shared by time.
+"""The prefill policy: which prompt gets the next chunk, and how long the chunk is.
 
-A long prompt is hundreds of chunks, so that whoever comes after it would wait for all of them. Here
-those with little to do go first, and the oldest gets at least half of the time: a short question
-overtakes a million tokens, and costs their reader no more time than it takes itself.
+A long prompt takes hundreds of chunks, and a request that comes after it must not wait for all of
+them. Prompts with the least remaining work go first, and the oldest prompt gets at least half of
+the time: a short question overtakes a million tokens, and delays them by its own time only.
 
-Prompts that are read in one step take no turns: they join the next one.
+Prompts that fit into one step join the next step.
 
-A chunk costs several ranks much whatever its length. Ranks that share what is not a chunk may read
-a long prompt without, where that is no slower (`PrefillPolicy.piece`).
+A chunk has a large fixed cost on several ranks. With tensor-parallel decode a long prompt may be
+prefilled without chunks, where that is no slower (`PrefillPolicy.piece`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,30 @@ from collections.abc import Sequence
 from razor_dist.engine.request import Request
 from razor_dist.engine.step_cost import StepCost
 
-# Tokens that a rank reads of prompts that join a step, and of one that it reads a part of without a
-# chunk, at most: their activations are in nobody's plan.
+# Most tokens of a rank in a step, of prompts that join it whole or go on without a chunk. `plan`
+# counts no activations for them.
 _JOINING = 512
-# A long prompt is read without chunks beside others where it is so much of the speed: steps are
-# shorter, and going from one to the other costs something.
+# Least speed, relative to chunks, at which a long prompt is prefilled without chunks beside other
+# requests. Below 1, since steps become shorter; switching between the two costs something.
 _WITHOUT_CHUNKS = 0.7
-# A chunk takes the time of so many steps where nobody waits for less than that: somebody may come
-# meanwhile. It takes longer where what each step costs would be more than a part of it: than the
-# first part always, and than the second if it takes no more than the third part of the time between
-# two that come, so that who comes often waits less.
-_LONGER, _MOST_IDLE, _IDLE, _ALONE = 4, 0.15, 0.05, 0.25
-# Every other such chunk is shorter by this, and so is one that takes its length from what a step
-# costs whatever its length: that cannot be told from chunks of one length.
+# Length of a chunk while no request waits, in multiples of `max_step`. It stays bounded because a
+# request may arrive.
+_LONGER = 4
+# Such a chunk is longer if the fixed cost of a step would be more than this share of it.
+_MOST_IDLE = 0.15
+# It is lengthened further, down to this share,
+_IDLE = 0.05
+# but to no more than this share of the time between two arrivals: frequent requests wait less.
+_ALONE = 0.25
+# Every other such chunk is shorter by this factor, and so is one whose length follows from the
+# fixed cost of a step: the fit cannot separate fixed from per-token cost if all chunks are equally
+# long.
 _VARIED = 0.7
-# A prompt whose rest would take little more than a step is read to its end, and one that takes up
-# to so much of it as a whole: its first token would come after several steps else.
-_LAST_PIECE, _WHOLE = 1.25, 1.5
+# A rest of a prompt that takes up to this many times the planned chunk is prefilled in one piece.
+_LAST_PIECE = 1.25
+# A prompt that takes up to this many `max_step` is prefilled whole: otherwise its first token would
+# take several more steps.
+_WHOLE = 1.5
 
 
 class PrefillPolicy:
@@ -63,7 +70,7 @@ class PrefillPolicy:
         self.slowdown = 1.0
         # Seconds that others were served since the oldest prompt was; of which prompt that is true.
         self._debt, self._oldest = 0.0, -1
-        # Seconds of chunks since somebody else was served, and between those that were.
+        # Seconds of chunks since another request came, and between the last two that came.
         self._alone = self._between = 0.0
         self._varied = False
 
@@ -139,17 +146,16 @@ class PrefillPolicy:
         joined: float = 0.0,
         able: bool = True,
     ) -> tuple[float, bool]:
-        """Return how many tokens of a prompt are read next at most, and if in chunks.
+        """Return the most tokens of a prompt to prefill next, and whether as a sharded chunk.
 
-        They are those of one step's time if answers are ``answering``, of sequences that have so
-        many tokens, or if of the ``others`` that are being read one has little left: for the rest
-        that would be overhead. Prompts that join the step have taken ``joined`` seconds of it, but
-        at least half is left. They take at least as long as a step without answers costs whatever
-        it reads, or that would be most of it.
+        The piece takes one `max_step` while sequences decode (``answering`` has their lengths) or
+        one of the ``others`` is nearly prefilled; otherwise cutting it would be mere overhead.
+        Prompts that join the step have taken ``joined`` seconds of it, but at least half is left.
+        The piece takes at least as long as the fixed cost of a step.
 
-        Chunks are done without beside others if the ranks share what is none, if the prompt is
-        ``able`` to, and if it is read about as fast. What is before it may have to be a chunk still
-        (`Request.whole`), and has a chunk's length.
+        Beside other requests, no chunk is used if decode is tensor-parallel, the prompt is ``able``
+        to, and the speed is about the same. If the part before it must still be a chunk
+        (`Request.whole`), the piece has a chunk's length.
         """
         step, longer, varied = self._max_step, _LONGER * self._max_step, self._vary()
         beside = len(answering) > 0 or any(self._left(other) <= longer for other in others)
@@ -199,7 +205,7 @@ class PrefillPolicy:
             self._somebody_came()
 
     def _somebody_came(self) -> None:
-        """Note the time since somebody else came, which grows to twice what it was at most."""
+        """Note an arrival: the time since the last one, at most twice the time before that."""
         if self._alone:
             most = 2 * self._between or math.inf
             self._alone, self._between = 0.0, min(self._alone, most)

@@ -107,7 +107,7 @@ class ModelRunner:
         self.source_heads = SourceHeads(layout, source_heads, shape.query_heads // shape.kv_heads)
         # Of the last step's tokens that asked, by sequence; on rank 0.
         self.sources: dict[int, Sources] = {}
-        self._tracer: SourceTracer | None = None  # of the step at hand
+        self._tracer: SourceTracer | None = None  # of the running step
         # Of the last step's chunks, by sequence: `_gather_logprobs`.
         self.prompt_logprobs: dict[int, Tensor] = {}
         self.transfers: Transfers | None = None  # to host memory and disk, if that is wanted
@@ -306,8 +306,8 @@ class ModelRunner:
             else:
                 logits = self._mixed_logits(sequences, on_device, wholes, chunks)
         if self._tracer is not None:
-            told = self._tracer.gather()
-            self.sources = dict(zip([key for _, key in asking], told, strict=False))
+            gathered = self._tracer.gather()
+            self.sources = dict(zip([key for _, key in asking], gathered, strict=False))
         advance_lengths(self.comm, sequences)
         for whole in wholes:
             whole.finish()

@@ -75,14 +75,18 @@ def sample(
             for i, token in zip(drawn, chosen, strict=True):
                 tokens[i] = token
     sampled = [Sampled(token) if ok else None for token, ok in zip(tokens, finite, strict=True)]
-    told = [i for i, p in enumerate(params) if finite[i] and p.logprobs is not None]
-    if told:
-        logprobs = torch.log_softmax(logits[told], dim=-1)
-        own = logprobs.gather(-1, _column([tokens[i] for i in told], logprobs.device))
+    with_logprobs = [i for i, p in enumerate(params) if finite[i] and p.logprobs is not None]
+    if with_logprobs:
+        logprobs = torch.log_softmax(logits[with_logprobs], dim=-1)
+        own = logprobs.gather(-1, _column([tokens[i] for i in with_logprobs], logprobs.device))
         # As many for each, so that among equals the choice is the same in company.
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))
         found = zip(
-            told, own[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            with_logprobs,
+            own[:, 0].tolist(),
+            top.indices.tolist(),
+            top.values.tolist(),
+            strict=True,
         )
         for i, logprob, ids, values in found:
             pairs = list(zip(ids, values, strict=True))[: params[i].logprobs]

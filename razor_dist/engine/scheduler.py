@@ -48,7 +48,7 @@ class Scheduler:
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
-        # Tokens of an answer after which the prompt's end is in nobody's tail.
+        # Tokens of an answer after which no rollback window reaches the prompt's end.
         tails = [arena.tail - arena.policy.block for arena in cache.arenas]
         self._answer_kept = min(tails, default=0)
 
@@ -66,9 +66,9 @@ class Scheduler:
                 one.prefix.continued_by += 1
         at = len(self.waiting)
         if self.prefill_policy.by_priority and not request.pinned:
-            # Not before the prefix that it waits for, nor before who alone keeps a released one,
-            # whose room was counted as free; and a pinned prefix, which keeps what it gets, goes
-            # before nobody.
+            # Not before the prefix that it waits for, nor before the last request that uses a
+            # released prefix, whose room was counted as free. A pinned prefix keeps its room, so
+            # it overtakes no request.
             while (
                 at
                 and self.waiting[at - 1] is not request.prefix
@@ -104,7 +104,7 @@ class Scheduler:
             if prefix is not None and not (prefix.key in self.running and prefix.prefilled):
                 continue
             if index and request.pinned:
-                break  # whoever waits may not fit beside it, and it does not end by itself
+                break  # a waiting request may not fit beside it, and it stays until released
             plans = self.admission.open(request, self.running.values())
             if plans is None:
                 break
@@ -137,7 +137,7 @@ class Scheduler:
         pieces += [self._piece(r, math.inf, sharded=not r.short) for r in joining]
         if long:
             request = self.prefill_policy.choose(long)
-            # Whoever is still waiting could not be admitted, and is not served by shorter steps.
+            # Requests that still wait could not be admitted: shorter steps do not help them.
             others = [r for r in unread if r is not request]
             # An exact prefill has all heads' keys elsewhere until it ends.
             exact = self.cache.scratch_pages > 0 and not request.begin

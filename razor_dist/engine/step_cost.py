@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Weight that an observation keeps when the next of its kind comes. If that takes so many times as
-# long as expected, something else computes as well.
-_FORGET, _SLOWER = 0.97, 2.0
+# Weight that an observation keeps when the next one of its kind comes.
+_FORGET = 0.97
+# A step that takes this many times what was expected runs beside other programs.
+_SLOWER = 2.0
 # Weight of what is believed before any: a few milliseconds a step and a chunk, half of one a token.
 # That is also the scale of each term.
 _BELIEF = 1e-7
@@ -83,7 +84,7 @@ class StepCost:
             self._products[reading] = _FORGET * self._products[reading] + x
             if work.chunk or not reading:
                 self._bounds[_CHUNK if work.chunk else _WHOLE].append(seconds)
-            # Where nobody asks, as while all are answering, the fit is left for later.
+            # Fitted when next asked for: not while all sequences decode.
             self._changed = True
             if slow:
                 self._fit()
@@ -105,7 +106,7 @@ class StepCost:
             return self._fitted
 
     def step(self, answers: int = 0, before: int = 0) -> float:
-        """Estimate a step of so many answers, with so many tokens in its sequences' caches."""
+        """Estimate a step that decodes ``answers`` sequences, with ``before`` tokens cached."""
         return float(np.array(Work(answers=answers, before=before)) @ self._fit())
 
     @property
@@ -118,16 +119,16 @@ class StepCost:
         return float(self._fit()[_CHUNK if sharded and self._ranks > 1 else _CHUNK + 1])
 
     def work(self, tokens: float, context: int) -> float:
-        """Estimate what so many tokens of a prompt add to a step, after ``context`` others."""
+        """Estimate what ``tokens`` of a prompt after ``context`` others add to a step."""
         *_, a, b = self._fit().tolist()
         return float(a * tokens + b * tokens * (context + tokens / 2))
 
     def seconds(self, tokens: float, context: int) -> float:
-        """Estimate a step that reads so many tokens of a prompt, and does nothing else."""
+        """Estimate a step that only prefills ``tokens`` of a prompt."""
         return self.step(before=context) + self.part(sharded=True) + self.work(tokens, context)
 
     def tokens(self, seconds: float, context: int) -> float:
-        """Return how many tokens of a prompt add so much to a step."""
+        """Return how many tokens of a prompt add these ``seconds`` to a step."""
         *_, a, b = self._fit().tolist()
         linear = a + b * context
         if linear == 0:

@@ -26,7 +26,7 @@ from razor_dist.kernels.linear import linear
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 
-# Inner features and rows of the vocabulary are dealt out in units of so many: a vector's length.
+# Inner features and rows of the vocabulary are dealt out in units of a vector's length.
 _UNIT = 16
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -52,7 +52,7 @@ class _Layer:
 
 
 def _layers(model: PreTrainedModel) -> list[_Layer] | str:
-    """The parts of a model's layers that its plan splits, or why that cannot be told."""
+    """The parts of a model's layers that its plan splits, or why they are unknown."""
     body = model.base_model
     plan = getattr(model.config, "base_model_tp_plan", None)
     if not plan:

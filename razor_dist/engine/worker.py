@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The ranks wait so long for each other while one fetches and loads the model: no such wait shows
-# that anything is wrong. A rank that dies meanwhile is noticed by whoever started it.
+# that anything is wrong. A rank that dies meanwhile is noticed by its parent process.
 _LOADING = timedelta(days=1)
 # Seconds that the frontend gets to read why rank 0 ends, before rank 0 ends.
 _LAST_WORDS = 5.0
 
 
 class FrontendClosedError(OSError):
-    """The frontend has gone; there is nobody left to serve."""
+    """The frontend has gone."""
 
 
 class Link:

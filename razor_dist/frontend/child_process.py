@@ -112,7 +112,7 @@ class ChildProcess:
             raise ProcessKilledError(CLOSED)
         await self._turn.acquire(key)
         self._asking = asyncio.create_task(self._work(work))
-        # If nobody waits any more, nobody need hear of an error either.
+        # If the caller has gone, so has its interest in an error.
         self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         result: T = await asyncio.shield(self._asking)
         return result

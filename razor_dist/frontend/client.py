@@ -417,7 +417,7 @@ class EngineClient:
                 future.set_exception(EngineError(error))
 
     def _set(self, status: Status) -> None:
-        # A failure is raised to whoever waits for the engine, and logged there.
+        # A failure is raised to, and logged by, the code that waits for the engine.
         if status.state == "ready":
             log.info("engine ready")
         elif status.state not in ("failed", "closed"):

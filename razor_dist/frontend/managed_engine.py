@@ -29,7 +29,7 @@ _MAX_FAILED_STARTS, _MAX_FAILED_RESTARTS = 3, 10
 _BACKOFF, _LONGEST_PAUSE = 0.5, 30.0
 # Seconds that rank 0 gets at least to import its libraries and connect: cold disks take minutes.
 _LEAST_PATIENCE = 120.0
-# Seconds after which a folder that nobody has locked belongs to a process that was killed.
+# Seconds after which an unlocked folder belongs to a process that was killed.
 _ABANDONED = 60.0
 
 
@@ -201,7 +201,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove this user's folders whose frontends were killed: nobody holds their locks any more."""
+    """Remove this user's folders whose frontends were killed: their locks are free."""
     for socket in Path(tempfile.gettempdir()).glob("razor-*/engine"):
         with contextlib.suppress(OSError):
             found = socket.lstat()

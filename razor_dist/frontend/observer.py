@@ -18,4 +18,4 @@ class Observer:
         """Note a message about an answer."""
 
     def ended(self, request_id: str, reason: str) -> None:
-        """Note an answer's end that no message told of: "stop" or "length", "abort", or "error"."""
+        """Note an answer's end without a message: "stop" or "length", "abort", or "error"."""

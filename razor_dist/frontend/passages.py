@@ -92,9 +92,9 @@ class Trace:
     # Of each token: positions, and the strongest heads' mean attention to them; none of the first.
     tokens: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     answer: str = ""  # so far
-    # Of the tokens, and up to where sentences have been told, in characters of the answer.
+    # In characters of the answer: where tokens begin, and the end of the last reported sentence.
     _begins: list[int] = field(default_factory=list, init=False)
-    _told: int = field(default=0, init=False)
+    _reported: int = field(default=0, init=False)
 
     def add(self, pairs: Sequence[tuple[int, float]], begin: int = 0, text: str = "") -> None:
         """Add what a token's message tells, where it begins, and the text that it made certain."""
@@ -111,10 +111,10 @@ class Trace:
 
     def ended(self, *, last: bool = False) -> list[tuple[int, int]]:
         """Return the sentences of the answer that have ended since: all, if nothing follows."""
-        rest = self.answer[self._told :]
-        spans = [(self._told + begin, self._told + end) for begin, end in sentences(rest)]
+        rest = self.answer[self._reported :]
+        spans = [(self._reported + begin, self._reported + end) for begin, end in sentences(rest)]
         spans = spans if last else spans[:-1]
-        self._told = max([self._told, *(end for _, end in spans)])
+        self._reported = max([self._reported, *(end for _, end in spans)])
         return spans
 
     def sentences(self, spans: Sequence[tuple[int, int]]) -> list[AnswerSentence]:

@@ -200,7 +200,7 @@ class HeadMap:
         )
 
     def validate(self, shape: ModelShape, fingerprint: str) -> None:
-        """Raise `HeadMapError`, with both values, unless this map fits the model at hand."""
+        """Raise `HeadMapError`, with both values, unless this map fits the model."""
         wanted = (shape.layers, shape.query_heads, shape.kv_heads)
         for (what, mine), theirs in zip(self.sizes.items(), wanted, strict=True):
             if mine != theirs:

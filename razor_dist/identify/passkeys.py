@@ -121,7 +121,7 @@ class Passkeys:
         return PasskeySample(torch.tensor(ids), torch.tensor(mask))
 
     def _text(self, tokens: int, draw: random.Random) -> list[list[int]]:
-        """Take consecutive sentences of so many tokens in all, the last one cut."""
+        """Take consecutive sentences of ``tokens`` tokens in all, the last one cut."""
         first = draw.randrange(len(self._sentences))
         text: list[list[int]] = []
         while tokens > 0:

@@ -7,7 +7,7 @@ The author of a job writes a `razor_dist.jobs.task.Task`: plain data that can be
 - ``items()``: a list of ``Item(id, size, engine, data)``;
 - ``run(llm, item)``: one item's result, plain JSON data, or a generator that returns it and yields
   a `PartResult` for each part that is to be kept at once. It is called in a process beside the
-  engine's rank 0, with a `razor_dist.LLM` that nobody else uses meanwhile.
+  engine's rank 0, with a `razor_dist.LLM` of its own.
 
 ``job.run_job(task, config, folder)`` runs it as a `JobConfig` says; ``results.read_job(folder)``
 returns the settings and the records. In between `job.run_task` opens the folder (`results`), skips

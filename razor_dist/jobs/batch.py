@@ -187,7 +187,7 @@ def _served(
         TextPiece(token, text, entry, offset=offset)
         for token, text, entry, offset in zip(ids, texts, logprobs, offsets, strict=True)
     ]
-    cached = 0 if answer.index else output.num_cached_tokens  # told once for a prompt
+    cached = 0 if answer.index else output.num_cached_tokens  # counted once for a prompt
     pieces[-1] = replace(
         pieces[-1],
         finish_reason=answer.finish_reason,
@@ -195,8 +195,8 @@ def _served(
         sentences=answer.sentences or (),
     )
     prompt = np.array(output.prompt_token_ids, np.int32)
-    told = answer.sources, answer.grounded
-    return Choice(prompt, answer.index, pieces, cached, _entries(output), *told)
+    sourced = answer.sources, answer.grounded
+    return Choice(prompt, answer.index, pieces, cached, _entries(output), *sourced)
 
 
 def _entries(output: RequestOutput) -> list[Any]:

@@ -55,7 +55,7 @@ def connected(address: str | None) -> Iterator[bool]:
 
 
 def _check_listens(address: str) -> None:
-    """Raise `ClusterError` unless somebody listens there: `ray.init` tries for many minutes."""
+    """Raise `ClusterError` unless something listens there: `ray.init` tries for many minutes."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if not host:
         return  # "auto", which looks for a cluster of this host
@@ -102,7 +102,7 @@ def reserve(
 ) -> PlacementGroup:
     """Reserve room for an engine; waits ``timeout`` seconds while the cluster is full, and says so.
 
-    ``over`` is set when nobody wants the engine any more. In a cluster that never ``grows``, a
+    ``over`` is set when the engine is no longer wanted. In a cluster that never ``grows``, a
     demand that its nodes cannot hold is refused at once. The message of the `ClusterError` tells
     the demand and what the cluster has.
     """
@@ -112,7 +112,7 @@ def reserve(
             "(--cpus-per-rank 0.25) or world_size, or use processes of this host (--no-ray)"
         )
     group = placement_group([dict(demand.bundle)] * demand.ranks, strategy=demand.strategy)
-    begin, told = time.monotonic(), -_TELL
+    begin, logged_at = time.monotonic(), -_TELL
     try:
         while not group.wait(_LOOK):
             waited = time.monotonic() - begin
@@ -123,8 +123,8 @@ def reserve(
                     f"{what} asks for {demand}, for which {_cluster()} had no room within "
                     f"{timeout:g} s"
                 )
-            if waited - told >= _TELL:
-                told, asks = waited, f"it asks for {demand}; {_cluster()}"
+            if waited - logged_at >= _TELL:
+                logged_at, asks = waited, f"it asks for {demand}; {_cluster()}"
                 log.info("%s is pending: %s (%.0f of %g s)", what, asks, waited, timeout)
     except BaseException:
         remove_placement_group(group)

@@ -1,7 +1,6 @@
-"""Hands items to engines that are free, and tells how each item gets on and ends.
+"""Hands items to free engines, and reports each item's progress and outcome.
 
-Threads for each engine, as many as it is given items at once; nothing here knows what an engine is
-made of.
+Each engine has one thread for every item that it works on at once.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class JobEngine(Protocol):
 
 
 # From one of the task's engine names and the number of the thread that asks, to an engine that is
-# ready. It may take long; the event is set when nobody waits for the engine any more.
+# ready. It may take long; the event is set when the engine is no longer wanted.
 OpenEngine = Callable[[str, int, threading.Event], JobEngine]
 
 

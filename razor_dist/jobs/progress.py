@@ -1,4 +1,4 @@
-"""Progress of a job: a line for each finished item or part, and a bar where somebody watches."""
+"""Progress of a job: a line for each finished item or part, and a bar on a terminal."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ An engine is one placement group with a bundle for each rank. In it are
 - `EngineActor`, on the node of the first bundle: the frontend. It holds the `LLM` and runs the
   task's items.
 - the ranks, `razor_dist.jobs.ray_ranks.RankActor`, made and owned by it: they end when it does,
-  and it ends with the job's driver, so that Ray leaves nothing behind whoever is killed.
+  and it ends with the job's driver, so that Ray leaves nothing behind if any process is killed.
 
 A dead rank is the `LLM`'s to replace, in the same place; the item in work fails with `EngineError`.
 If the frontend dies, or the node, the engine is lost: the driver opens another.
@@ -79,8 +79,9 @@ class EngineActor:
 class RayEngine:
     """The driver's handle of an engine, ready when the constructor returns.
 
-    ``group`` is removed when the engine is closed; ``over`` is set when nobody waits any more. An
-    actor that dies is an `EngineLostError`, ranks that cannot start an `EngineError` with theirs.
+    ``group`` is removed when the engine is closed; ``over`` is set when the engine is no
+    longer wanted. An actor that dies is an `EngineLostError`, ranks that cannot start an
+    `EngineError` with theirs.
     """
 
     def __init__(

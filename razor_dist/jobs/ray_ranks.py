@@ -96,7 +96,7 @@ class ActorRanks(Ranks):
             try:
                 places: list[Place] = await asyncio.gather(*refs)
             except RayError:
-                # A start that failed like any other: whoever watches sees which one died.
+                # Return: the supervisor reports which actor died.
                 return cls(actors, [], refs, None)
             environments, store = _rendezvous(places, folder)
             ends = [
@@ -131,8 +131,8 @@ async def _end(rank: int, ref: Any) -> RankExit:
 def brief(error: RayError) -> str:
     """Tell a Ray error in a sentence or two, without the ids it befell and general advice."""
     lines = (line.strip() for line in str(error).splitlines())
-    told = [line for line in lines if line and not re.match(r"[a-z_]+:", line)]
-    return " ".join(told).partition(" Some common causes include")[0] or repr(error)
+    reasons = [line for line in lines if line and not re.match(r"[a-z_]+:", line)]
+    return " ".join(reasons).partition(" Some common causes include")[0] or repr(error)
 
 
 def _rendezvous(places: list[Place], folder: Path) -> tuple[list[dict[str, str]], Any]:

@@ -138,7 +138,7 @@ class ResultStore(contextlib.ExitStack):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
-            # Looked at again, now that nobody else may write.
+            # Looked at again, now that this process alone may write.
             name, header = settings_hash(settings), _read_header(folder)
             if header is None:
                 header = {"format": _FORMAT, "hash": name, "settings": settings}
@@ -181,7 +181,7 @@ class ResultStore(contextlib.ExitStack):
         return before - len(self.records)
 
     def finish(self, ids: Sequence[str]) -> None:
-        """Order the results by ``ids``, those of other items last; drop parts nobody waits for."""
+        """Order the results by ``ids``, those of other items last; drop parts of finished items."""
         order = {id: place for place, id in enumerate(ids)}
         records = list(self.records.values())
         self._results.rewrite(sorted(records, key=lambda r: order.get(r["id"], len(order))))

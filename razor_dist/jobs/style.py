@@ -19,7 +19,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NAMES = ("document", "kind", "words", "language")
 # Tokens for each word asked for: some languages take three, and a sentence wants to be ended.
 _TOKENS_PER_WORD = 3
-# Passages that are told of a sentence.
+# Passages reported for a sentence.
 SOURCES = 3
 
 

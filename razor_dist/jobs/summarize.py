@@ -38,7 +38,8 @@ _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
 # How much less is tried when a part turns out longer than the sum of its units.
 _LESS = 15 / 16
-# An answer ends in a loop if a phrase stands this often at its end, in so many tokens at least.
+# An answer ends in a loop if it ends with this many repetitions of a phrase, in at least this many
+# tokens.
 _REPEATS, _LOOP = 4, 24
 _QUOTE = 240  # characters of a passage on a page
 

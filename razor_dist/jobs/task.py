@@ -148,7 +148,7 @@ def at_once(task: Task) -> int:
 def job_settings(task: Task) -> dict[str, Any]:
     """Return all that decides a task's results, as plain JSON data.
 
-    Head maps are told by their content, so that another path of the same map makes no other job.
+    Head maps count by their content: another path of the same map is the same job.
     Raises `ConfigError` if the task's settings are not JSON data, or a head map cannot be read, and
     `HeadMapError` if an engine needs a head map and its model has none.
     """

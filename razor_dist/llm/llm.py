@@ -240,7 +240,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of each conversation.
 
-        Results, errors and what is not told here are as in `generate`.
+        Results, errors and all else are as in `generate`.
 
         Parameters
         ----------

@@ -2,7 +2,7 @@
 
 BLOOM and MPT bypass transformers' attention interface, and Baichuan is not in transformers at all.
 Each has a small adapter (`bloom`, `mpt`, `baichuan`): a model class whose attention is the call's
-`AttentionContext`, told of the slopes. Nothing as wide as the context is ever built.
+`AttentionContext`, which gets the slopes. Nothing as wide as the context is ever built.
 """
 
 from __future__ import annotations

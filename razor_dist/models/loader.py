@@ -68,7 +68,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the causal language model in a local folder, its attention replaced by ours.
 
-    The safetensors files, however many, are mapped. On CPU, where ``dtype`` is the stored one, the
+    All safetensors files are mapped. On CPU, where ``dtype`` is the stored one, the
     parameters are views of them: the ranks of one host share those pages, and loading reads nothing
     until it is used. To another device or dtype each weight goes by itself.
 

@@ -1,4 +1,4 @@
-"""Attention to the chunks before the one at hand, whose keys are spread over the ranks."""
+"""Attention to the chunks before the current one, whose keys are spread over the ranks."""
 
 from __future__ import annotations
 

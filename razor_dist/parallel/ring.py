@@ -20,7 +20,7 @@ So the early and the late queries are merged apart. Every rank computes about tw
 scores in each step, and none waits for another that has more to do.
 
 Keys of earlier chunks precede every query. They either travel with the block (pass-KV) or stay
-where they are while the queries travel (pass-Q), whichever moves fewer bytes.
+where they are while the queries travel (pass-Q): the choice that moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from razor_dist.parallel.zigzag import Chunk
 RingAttention = Callable[[Communicator, Chunk, Query, Tensor, Tensor, Earlier], Tensor]
 
 
-# Chunks of at most so many tokens a rank are too short for the ring (docs/LOG.md).
+# Up to this many tokens per rank, all-gather instead of ring (docs/LOG.md).
 _SHORT = 256
 
 

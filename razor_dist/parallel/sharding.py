@@ -71,8 +71,8 @@ def shard_lengths(chunks: Seq[Chunk], end: int, world_size: int) -> list[int]:
 def shard_sizes(begin: int, chunks_end: int, total: int, world_size: int) -> list[int]:
     """Tokens ``[begin, total)`` of a sequence that each rank will hold.
 
-    ``[begin, chunks_end)`` is prefilled in chunks, whichever (`razor_dist.parallel.zigzag`), or in
-    parts that are even (`is_even`), and the rest computed by all ranks.
+    ``[begin, chunks_end)`` is prefilled in chunks of any length (`razor_dist.parallel.zigzag`), or
+    in parts that are even (`is_even`), and the rest computed by all ranks.
     """
     sizes = [
         len(owned_tokens(Interval(chunks_end, total), rank, world_size))

@@ -17,8 +17,9 @@ boards several may write the same number. A counter is raised after the bytes ar
 before they are: x86 keeps stores and loads in that order, and other processors do not, so there
 gloo is kept (`connect`).
 
-Whoever waits for one transfer moves all others that are under way (`SharedMemory._advance`). So two
-ranks that each wait until the other has read cannot block each other, as long as both wait at all.
+A rank that waits for one transfer moves all others that are under way
+(`SharedMemory._advance`). So two ranks that each wait until the other has read cannot block each
+other, as long as both wait at all.
 
 Short steps wait for two or three small collectives in every layer. Where nothing else is under
 way those go past the queues (`SharedMemory._meet`), as one compiled operation each: a rank writes
@@ -92,11 +93,11 @@ def connect(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemory | None
         first = dist.get_rank(group) == 0
         mine, reading = _own_files(_Segment.nbytes(size) if first else 0, files)
         compiled = operations()
-        told = [(_host(), mine, compiled is not None)] * size
-        dist.all_gather_object(told, told[0], group=group)
-        processes = [process for _, process, _ in told if process is not None]
-        compiled = compiled if all(there for *_, there in told) else None
-        if len(processes) == size and len({host for host, *_ in told}) == 1:
+        peers = [(_host(), mine, compiled is not None)] * size
+        dist.all_gather_object(peers, peers[0], group=group)
+        processes = [process for _, process, _ in peers if process is not None]
+        compiled = compiled if all(there for *_, there in peers) else None
+        if len(processes) == size and len({host for host, *_ in peers}) == 1:
             with contextlib.suppress(OSError):
                 links = SharedMemory(group, timeout, processes, reading, compiled)
         joined = [False] * size
@@ -153,7 +154,7 @@ class _Segment:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Bytes for so many ranks; memory is taken only for the parts that are used."""
+        """Bytes for ``size`` ranks; memory is taken only for the parts that are used."""
         places = size * _BOARD_BYTES + size * size * _CHANNEL_BYTES
         return (2 * (size + size * size) + 1) * _LINE + _PLACES * places
 
@@ -422,7 +423,7 @@ class SharedMemory(Communicator):
 
 
 def _add_up(parts: Tensor, out: Tensor) -> None:
-    """Add up every rank's part, so that all ranks get the same bits, by whichever way they came."""
+    """Add up every rank's part, so that all ranks get the same bits, over either transport."""
     if parts.dtype == torch.float32:  # in the order of ranks, as `_meet` does
         out.copy_(functools.reduce(torch.add, parts.unbind()))
     else:

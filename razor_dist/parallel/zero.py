@@ -47,7 +47,7 @@ def import_deepspeed(
     use: str = "training on several ranks or with --zero-stage 3 needs",
     extra: str = "train",
 ) -> Any:
-    """The module ``deepspeed``, told on which ``device`` it is to run.
+    """The module ``deepspeed``, set up for a ``device``.
 
     ``use`` and ``extra`` are for the message: the purpose, and the extra that brings the package.
     `ConfigError` if it is not installed.
@@ -150,8 +150,8 @@ class ShardedWeights:
     def gather_when_run(self, note: Callable[[int], None] | None = None) -> None:
         """Have each layer's weights gathered when it runs, and freed when it has run.
 
-        All ranks call this together, and then run the module equally often. At each gathering, an
-        all-gather, ``note`` is told how many bytes this rank sends.
+        All ranks call this together, and then run the module equally often. Each gathering is an
+        all-gather, and ``note`` gets the bytes that this rank sends.
         """
         deepspeed = import_deepspeed(self._device)
         if self._together:
@@ -193,7 +193,7 @@ class ShardedWeights:
 
 
 def _count_gathers(param: Any, note: Callable[[int], None]) -> None:
-    """Have ``note`` told of the bytes sent whenever DeepSpeed gathers by way of this weight."""
+    """Call ``note`` with the bytes sent whenever DeepSpeed gathers this weight."""
     gather = param.all_gather_coalesced
 
     def counted(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

@@ -137,7 +137,7 @@ def full_attention(d: Deployment) -> Deployment:
 
 
 def pass_q(d: Deployment, chunk: Chunk, kv_bytes: int) -> bool:
-    """Tell if queries travel, for heads with so many bytes of a token's key and value."""
+    """True if queries travel, for heads with these bytes of a token's key and value."""
     shape, own = d.shape, d.dtype.itemsize
     return queries_travel(chunk, chunk.begin, shape.group, shape.head_dim, own, kv_bytes)
 
@@ -152,7 +152,7 @@ def _handed_on(chunk: Chunk, tokens: Sequence[int], rank: int) -> int:
 def _add_rings(
     d: Deployment, chunks: Sequence[Chunk], rows: int, kv_bytes: int, sent: list[Counter[str]]
 ) -> None:
-    """Add what ``rows`` heads send, with so many bytes of a token's key and value."""
+    """Add what ``rows`` heads send, with these bytes of a token's key and value."""
     size, dim = d.world_size, d.shape.head_dim
     earlier = [0] * size
     for chunk in chunks:

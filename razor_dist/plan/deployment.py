@@ -151,7 +151,7 @@ class Deployment:
     ) -> Deployment:
         """Read the model's ``config.json`` and the head map.
 
-        With a ``fraction``, so much of the KV heads are retrieval heads, instead of a head map's.
+        With a ``fraction``, that share of the KV heads are retrieval heads, not a head map's.
         Errors are the engine's; also a `ConfigError` if a fraction is given beside a head map.
         """
         if config.device not in ("auto", kind):

@@ -46,7 +46,7 @@ _LAST_CHUNKS = 8
 class SilentCommunicator(Communicator):
     """One of several ranks, alone: what it would receive is there at once, and holds nothing.
 
-    ``allocations`` is told which tensors are buffers of an exchange.
+    ``allocations`` learns which tensors are buffers of an exchange.
     """
 
     def __init__(self, rank: int, size: int, allocations: Allocations) -> None:

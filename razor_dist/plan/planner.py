@@ -29,7 +29,7 @@ from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import Memory, MemoryPlanner
 
-# Caches so many times as large as a sequence's are several sequences', and can be made smaller.
+# Caches this many times as large as a sequence's belong to several, and can be made smaller.
 _SEVERAL = 1.1
 
 
@@ -168,7 +168,7 @@ def plan(
     max_model_len = config.max_model_len or context
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
-    # As the engine will be told: the default chunk's length follows from it.
+    # As the engine's settings will say: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
     d = dataclasses.replace(d, config=config)
     d, decode_times = _choose_decode(d, device, context)

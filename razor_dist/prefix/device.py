@@ -1,8 +1,8 @@
 """The sequences whose caches a prompt may begin from, and which of them goes when room is needed.
 
-What is known of a sequence is in rank 0's memory alone: its tokens in a radix index, and in the
-ledger what it holds on every rank. Most entries are sequences that nobody uses any more; pinned
-prefixes and requests that are being answered can be continued as well, and are never evicted.
+The index is in rank 0's memory alone: a sequence's tokens in a radix tree, and its allocation on
+every rank in `CacheAccounts`. Most entries are finished sequences; pinned prefixes and running
+sequences can be continued as well, and are never evicted.
 """
 
 from __future__ import annotations

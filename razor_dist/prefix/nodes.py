@@ -65,7 +65,7 @@ class Node:
         return found[::-1]
 
     def written_by(self, world_size: int) -> bool:
-        """Tell if so many ranks have written all of them."""
+        """True if all ``ranks`` have written all of them."""
         return all(node.manifest.world_size == world_size for node in self.chain)
 
     def layout(self, world_size: int) -> list[Chunk]:

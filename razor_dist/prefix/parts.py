@@ -2,7 +2,7 @@
 
 A *part* is a few tensors as bytes in the safetensors format, with a header that says what it is
 part of and a checksum of the rest. What is damaged, cut off or of something else is a
-`BadPartError` to whoever reads it, never other numbers.
+`BadPartError` to its reader, never other numbers.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class RadixIndex:
         self._nodes[key][1].entries[key] = least_cut
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Return a new node between a node and its parent, after so many tokens of its edge."""
+        """Return a new node between a node and its parent, after some tokens of its edge."""
         assert node.parent is not None
         upper = _Node(node.edge[:at].copy(), node.end - len(node.edge) + at, node.parent)
         node.parent.children[int(node.edge[0])] = upper

@@ -60,7 +60,7 @@ class Saving:
     parent: Node | None
     draft: Path | None
     host: bool
-    job: Job | None  # until the ranks have been told
+    job: Job | None  # until the ranks have it
 
 
 @dataclass(eq=False)

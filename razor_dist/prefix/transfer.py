@@ -287,5 +287,5 @@ class Transfers:
 
 
 def kv_parts(tokens: int, token_bytes: float) -> int:
-    """Return into how many parts a rank's keys and values of so many tokens are cut."""
+    """Return into how many parts a rank's keys and values of ``tokens`` tokens are cut."""
     return -int(-tokens * token_bytes // PART_BYTES)

@@ -121,10 +121,10 @@ def token_message(
     finish: str | None,
     sources: Sequence[tuple[int, float]] | None,
 ) -> Message:
-    """The ``token`` message of one token; without ``sources`` nobody asked, or it is the first."""
+    """The ``token`` message of one token; ``sources``: None if not asked for, or for the first."""
     found = {"token": token, "logprob": logprob, "top": top, "finish": finish}
-    told = {} if sources is None else {"sources": sources}
-    return {"t": "token", "id": request_id, **found, **told}
+    optional = {} if sources is None else {"sources": sources}
+    return {"t": "token", "id": request_id, **found, **optional}
 
 
 def exception_of(message: Message) -> RequestError | EngineError:
@@ -134,9 +134,9 @@ def exception_of(message: Message) -> RequestError | EngineError:
 
 
 def answer_ids(request_id: str, n: int) -> list[str]:
-    """Return the ids under which a request's answers are told of, and each may be aborted.
+    """Return the ids of a request's answers, by which each may be aborted.
 
-    Those of its prompt are told under the first.
+    Messages about its prompt carry the first.
     """
     return [request_id, *(f"{request_id}/{index}" for index in range(1, n))]
 

@@ -69,7 +69,7 @@ class SamplingParams:
     ``logprobs``            return the model's log-probability of each token, before penalties, and
                             those of this many likeliest
     ``prompt_logprobs``     the same for every prompt token but the first
-    ``return_sources``      tell which passages of the prompt an answer came from, so many at most
+    ``return_sources``      most passages of the prompt to report as an answer's sources
     ``priority``            lower numbers go first, under ``scheduling_policy: priority``
 
     Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.

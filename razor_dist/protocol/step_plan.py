@@ -29,7 +29,7 @@ class Op(IntEnum):
     FORK = 4
     STATS = 5
     STOP = 6
-    KEEP = 7  # nobody uses a sequence now: it is cached
+    KEEP = 7  # a sequence is no longer in use: it is cached
     # A sequence's next part goes to host memory and disk, or comes from there. Ranks answer how far
     # they are (`razor_dist.prefix.transfer`).
     SAVE = 8
@@ -91,7 +91,7 @@ class StepPlan:
     end: int = 0
     total: int = 0  # OPEN, FORK, LOAD: tokens to reserve, prompt and answer
     source: int = 0  # FORK: key of the sequence to copy
-    instead: bool = False  # FORK: its source ends, which nobody else uses
+    instead: bool = False  # FORK: its source ends, and has no other user
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
     # STEP: its pieces; SAVE and LOAD: with the first part, what to do.

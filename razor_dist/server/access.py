@@ -99,7 +99,7 @@ _account: ContextVar[_Account | None] = ContextVar("account", default=None)
 
 
 def charge(tokens: int) -> None:
-    """Count tokens of the request at hand for its key until its response has ended.
+    """Count tokens of the current request for its key until its response has ended.
 
     Raises `RequestError` if the key may not have as many, ever or beside those in flight
     (`RateLimitError`).
@@ -199,7 +199,7 @@ class Access:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()
         found = None
-        # All of them, whichever it is: the time tells nothing.
+        # All of them, so that the time does not show which key matched.
         for known, holder in self._holders.items():
             if hmac.compare_digest(known, digest):
                 found = holder

@@ -25,7 +25,7 @@ from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.service import Service
 
-# nginx's code for a client that hung up; nobody reads it but the access log.
+# nginx's code for a client that hung up, for the access log.
 _CLIENT_CLOSED_REQUEST = 499
 
 _ENDPOINTS: dict[str, Endpoint] = {

@@ -79,7 +79,8 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's protocol with a header time-out and a bound on connections.
 
     When there are more than ``max_connections``, the one that has been sending its request for the
-    longest is closed, idle ones included, so that whoever sends his at once is always heard.
+    longest is closed, idle ones included, so that a client that sends its request at once is
+    always served.
     """
 
     header_timeout = 10.0
@@ -111,7 +112,7 @@ class BoundedProtocol(H11Protocol):
                 transport.write(refusal)
                 transport.close()
             else:
-                del self._sending[oldest]  # now: it is told of its end later, and others may come
+                del self._sending[oldest]  # now: its end is reported later, and others may come
                 oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -180,7 +181,7 @@ class TlsProtocol(SSLProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._bounded.accept(transport, b"")  # nobody could read an answer
+        self._bounded.accept(transport, b"")  # no client could read an answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

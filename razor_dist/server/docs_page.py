@@ -62,10 +62,10 @@ def _fields(schema: dict[str, Any]) -> str:
     rows = []
     for name, field in schema["properties"].items():
         rest = {k: v for k, v in field.items() if k not in ("title", "default", "description")}
-        told = escape(field.get("description", ""))
+        description = escape(field.get("description", ""))
         mark = " (required)" if name in required else ""
         rows.append(
             f"<tr><th><code>{escape(name)}</code>{mark}"
-            f"<td><code>{escape(json.dumps(rest))}</code> {told}"
+            f"<td><code>{escape(json.dumps(rest))}</code> {description}"
         )
     return f"<table>{''.join(rows)}</table>"

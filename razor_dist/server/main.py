@@ -193,7 +193,7 @@ class Frontend:
         grammars = GrammarProcess(tokenizer, self.client.require_ready)
         await in_daemon_thread(grammars.load)
         # What has been loaded stays: a full collection would look at all of it again, for a
-        # quarter of a second in which nobody is answered.
+        # quarter of a second in which no request is answered.
         gc.collect()
         gc.freeze()
         process = ParsingProcess(folder, trust_remote_code=trust)

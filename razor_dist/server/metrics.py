@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names under the prefix ``razor:``, and what only this engine has.
 
 Those of requests are kept here, from the messages that pass the frontend. Those of the ranks are
-asked of them at a scrape; while a chunk keeps rank 0 busy the last ones are told again.
+asked of them at a scrape; while a chunk keeps rank 0 busy the last ones are repeated.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Metrics(Observer):
         """Return the text of a scrape; ``ranks`` is the engine's description with its counters."""
         self._ranks.ready = ready
         if ranks is not None:
-            self._ranks.stats, self._ranks.told = ranks, time.monotonic()
+            self._ranks.stats, self._ranks.reported = ranks, time.monotonic()
         return generate_latest(self.registry)
 
     # ------------------------------------------------------------- the client's observer
@@ -204,20 +204,20 @@ class Metrics(Observer):
 
 
 class RankMetrics(Collector):
-    """The ranks' counters as they were last told (`EngineCore.stats`)."""
+    """The ranks' counters as last reported (`EngineCore.stats`)."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self.ready = False
         self.stats: Message = {}
-        self.told: float | None = None
+        self.reported: float | None = None
 
     def collect(self) -> Iterator[Any]:
         yield self._one("engine_ready", "1 if the ranks are ready.", float(self.ready))
-        if self.told is None:
+        if self.reported is None:
             return
-        stats, age = self.stats, time.monotonic() - self.told
-        yield self._one("engine_stats_age_seconds", "Since the ranks told what follows.", age)
+        stats, age = self.stats, time.monotonic() - self.reported
+        yield self._one("engine_stats_age_seconds", "Since the ranks reported what follows.", age)
         held, reserved = stats["kv_bytes_per_rank"], stats.get("kv_reserved_bytes_per_rank")
         if reserved:
             used = max(held) / reserved
@@ -253,10 +253,14 @@ class RankMetrics(Collector):
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
 
-    def _prefixes(self, told: Message) -> Iterator[Any]:
+    def _prefixes(self, reported: Message) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
-        lower: dict[str, Any] = {tier: told[tier] for tier in ("host", "disk") if tier in told}
-        device = {name: told[name] for name in ("hits", "hit_tokens", "evictions") if name in told}
+        lower: dict[str, Any] = {
+            tier: reported[tier] for tier in ("host", "disk") if tier in reported
+        }
+        device = {
+            name: reported[name] for name in ("hits", "hit_tokens", "evictions") if name in reported
+        }
         for name in ("hits", "hit_tokens"):  # what came from below was counted above as well
             if name in device:
                 device[name] -= sum(tier[name] for tier in lower.values())
@@ -272,7 +276,7 @@ class RankMetrics(Collector):
         sizes = self._family("prefix_cache_bytes", "Keys and values that are cached.", "tier")
         held = {tier: of["bytes"] for tier, of in lower.items()}
         if device:
-            held["device"] = sum(told.get("bytes_per_rank", []))
+            held["device"] = sum(reported.get("bytes_per_rank", []))
         for tier, nbytes in held.items():
             sizes.add_metric([*self._labels.values(), tier], nbytes)
         yield sizes

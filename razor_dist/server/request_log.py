@@ -45,7 +45,7 @@ _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request at hand; outside of one, a record that nobody reads."""
+    """Return the record of the current request; outside of one, a record that is dropped."""
     return _record.get() or RequestRecord("")
 
 
@@ -107,8 +107,8 @@ class RequestLog:
                 "completion_tokens": record.completion_tokens,
             }
             level = logging.DEBUG if route in _QUIET else logging.INFO
-            told = [(name, value) for name, value in fields.items() if value not in (None, 0)]
-            text = " ".join(f"{name}={value}" for name, value in told)
+            known = [(name, value) for name, value in fields.items() if value not in (None, 0)]
+            text = " ".join(f"{name}={value}" for name, value in known)
             log.log(level, "%s", text, extra={"fields": fields})
 
 

@@ -201,7 +201,7 @@ class Service:
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
 
     async def scrape(self) -> bytes:
-        """Return the metrics as Prometheus' text; those of the ranks as told last if it is busy."""
+        """Return the metrics as Prometheus' text, the ranks' as last reported if they are busy."""
         state, stats = self.client.status.state, None
         if state == "ready" and self.client.info is not None:
             with contextlib.suppress(EngineError, TimeoutError):
@@ -213,7 +213,7 @@ class Service:
         """Return the ranks' counters, asked once for all who ask meanwhile: it is a collective."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self.client.stats(_STATS_PATIENCE))
-            # Perhaps nobody waits any more.
+            # The client may have gone.
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._asking)
 

@@ -34,11 +34,11 @@ async def stream(
     the counts so far with ``continuous_usage``.
     """
 
-    told = 0  # tokens of the answers
+    sent = 0  # tokens of the answers
 
     def line(chunk: Json) -> str:
         if include_usage:
-            chunk["usage"] = form.usage(told) if continuous_usage else None
+            chunk["usage"] = form.usage(sent) if continuous_usage else None
         return form.frame(chunk)
 
     try:
@@ -48,7 +48,7 @@ async def stream(
             if event is None:
                 yield HEARTBEAT
             elif isinstance(event.what, TextPiece):
-                told += 1
+                sent += 1
                 if form.is_slow:
                     chunks = await asyncio.to_thread(form.piece, event.index, event.what)
                 else:

@@ -87,7 +87,7 @@ def serve_as_rank(config: ServerConfig, torchrun: Torchrun, run_rank: RunRank) -
 def ensure_frontend(config: ServerConfig, agent: int) -> Path:
     """Return the socket of the frontend of this agent's job, which is started if there is none.
 
-    Exits if the new frontend ends at once (the port is in use), which has told the user why. Raises
+    Exits if the new frontend ends at once (the port is in use), after it has logged why. Raises
     `FrontendUnreachableError` if it does not listen in time.
     """
     frontend: subprocess.Popen[bytes] | None = None
@@ -140,7 +140,7 @@ def _private_folder(agent: int) -> Path:
     born = round(psutil.Process(agent).create_time() * 100)
     folder = Path(tempfile.gettempdir()) / f"razor-{os.getuid()}-{agent}-{born}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    # The name can be guessed: somebody else may have made the folder first.
+    # The name can be guessed: another user may have made the folder first.
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"the folder {folder} is not private to this user; remove it")

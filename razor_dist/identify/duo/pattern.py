@@ -203,7 +203,7 @@ def write_pattern(head_map: HeadMap, folder: str | Path) -> bool:
     # A fraction k / n, of which ceil(k / n (n - 1)) is k again for k below n.
     sparsity = flags.count(False) / len(flags)
     gates = rounded(head_map.kv_scores.get(KIND, ()))
-    # False if somebody edited the decision or the gates by hand.
+    # False if the decision or the gates were edited by hand.
     own = bool(gates) and all(0 <= gate <= 1 for row in gates for gate in row)
     own = own and by_sparsity(gates, sparsity) == head_map.retrieval
     if not own:

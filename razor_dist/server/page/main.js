@@ -14,13 +14,13 @@ import { $, TurnView, documentItem, documentSize, download, usageWords } from ".
 const LOOK = 4000;
 const SAVE = 2000;
 const SETTINGS = "razor_dist settings";
-// Passages that are told of an answer.
+// Passages shown for an answer.
 const SOURCES = 3;
 
 let conversation = new Conversation();
 let model = null;
 let tellsSources = false; // the server's heads tell where answers come from
-let working = null; // the AbortController of the request at hand
+let working = null; // the AbortController of the running request
 let uploads = 0;
 let asksLater = false; // the question waits for a document that is being added
 const gauge = new Gauge($("gauge"));

@@ -2,7 +2,7 @@
 
 import { count, duration } from "./format.js";
 
-// The rate is that of the last so many chunks: later ones look back at more, and take longer.
+// Chunks over which the rate is measured: later chunks attend to more, and take longer.
 const CHUNKS = 4;
 
 export class Reading {
