@@ -102,7 +102,7 @@ class ComparingConfig(JobConfig):
         """The presses among the methods."""
 
     def _engine(self, own: Mapping[str, Any], longest: int) -> EngineConfig:
-        """Return an engine's settings with a method's own, for prompts of up to ``longest`` tokens."""
+        """Return an engine's settings with a method's, for prompts of up to ``longest`` tokens."""
         shared = self.model_dump(include=set(EngineConfig.model_fields))
         # Every prompt is read, and memory is what a method takes.
         shared |= {"max_model_len": longest, "prefix_cache": False, **own}
