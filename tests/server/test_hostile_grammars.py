@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import shutil
 import signal
@@ -204,7 +206,12 @@ class Killed(GrammarProcess):
     async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
         if self.times:
             self.times -= 1
-            (await self._running()).send_signal(self.number)
+            process = await self._running()
+            process.send_signal(self.number)
+            # A thread may handle the signal (pytest's faulthandler prints a traceback first) while
+            # the main one still answers. asyncio hears of the end only after this call.
+            with contextlib.suppress(ChildProcessError):  # its thread waits for it as well
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         return await super().ask(seconds, *parts)
 
 
