@@ -58,14 +58,13 @@ class Pages(NamedTuple):
 class Windows(NamedTuple):
     """One layer's streaming heads of one window, and the slots of n sequences in their cache.
 
-    A slot is as `razor_dist.cache.streaming` describes it; of the compensation token's entries only
-    the first is read.
+    A slot is as `razor_dist.cache.streaming` describes it: the compensation token, then the sinks,
+    then the ring.
     """
 
     k: Tensor  # [S, places, D]
     v: Tensor
     sinks: int
-    entries: int
     compensation: bool
     width: int  # places of a slot that are read at most
     position: Tensor  # int64 [n], of the new token

@@ -20,15 +20,15 @@ def store(
     k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
 ) -> None:
     """See `razor_dist.kernels.decode`."""
-    of_pages, of_windows, sizes = [], [], (0, 0)
+    of_pages, of_windows, sinks = [], [], 0
     if pages is not None:
         of_pages = [pages.k, pages.v, pages.at]
         if pages.k_scale is not None and pages.v_scale is not None:
             of_pages += [pages.k_scale, pages.v_scale]
     if windows is not None:
         of_windows = [windows.k, windows.v, windows.position, windows.offset, windows.capacity]
-        sizes = (windows.sinks, windows.entries)
-    operations().store(_rows(k), _rows(v), order, of_pages, of_windows, *sizes)
+        sinks = windows.sinks
+    operations().store(_rows(k), _rows(v), order, of_pages, of_windows, sinks)
 
 
 def attend(
@@ -49,9 +49,9 @@ def attend(
         packed = torch.empty(len(pages.k), group, tokens, dim + 1)
     found = out if out.dtype == torch.float32 else torch.empty(out.shape)
     page_size = 0 if pages is None else pages.page_size
-    sizes = (0, 0, False, 0)
+    sizes = (0, False, 0)
     if windows is not None:
-        sizes = (windows.sinks, windows.entries, windows.compensation, windows.width)
+        sizes = (windows.sinks, windows.compensation, windows.width)
     fields = _of_pages(pages), page_size, _of_windows(windows)
     operations().attend(_rows(q), order, *fields, *sizes, found, scale, slopes, packed)
     if found is not out:

@@ -1,17 +1,24 @@
-"""The definition of `razor_dist.kernels.decode` in plain torch.
+"""`razor_dist.kernels.decode` by torch's own operations, one sequence after the other.
 
-Shapes depend on nothing that is in a tensor, and nothing is read back from one: so steps can be
-recorded. Whole shards are copied, which is for tests.
+It is for machines without a C++ compiler. Only what a query sees is read: runs of consecutive pages
+and the two parts of a ring are views.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from razor_dist.kernels.alibi import Distance
 from razor_dist.kernels.decode import Pages, Windows
-from razor_dist.kernels.partial import merge_stacked
-from razor_dist.kernels.quantized import quantize
+from razor_dist.kernels.partial import Partial, empty_partial, merge, merge_stacked
+from razor_dist.kernels.quantized import Codes, KeysOrValues, quantize
+from razor_dist.kernels.query import Query
+
+# Slots of pages that are not consecutive are copied in parts of this many tokens.
+_COPIED = 4096
 
 
 def store(
@@ -28,14 +35,12 @@ def store(
                 kept = rounded.codes
             cache.index_copy_(1, pages.at, kept.to(cache.dtype))
     if windows is not None:
-        room, position = windows.capacity, windows.position
-        ring = windows.sinks + position % room.clamp(min=1)
-        slot = windows.entries + torch.where(position < windows.sinks, position, ring)
-        # A row without a sequence stores what the first one does.
-        row = torch.where(room > 0, torch.arange(len(room), device=room.device), 0)
-        at = (windows.offset + slot)[row]
+        rows = windows.capacity > 0
+        position, room = windows.position[rows], windows.capacity[rows]
+        place = torch.where(position < windows.sinks, position, windows.sinks + position % room)
+        at = windows.offset[rows] + 1 + place
         for cache, new in ((windows.k, k), (windows.v, v)):
-            cache.index_copy_(1, at, new[order[split:]][:, row].to(cache.dtype))
+            cache.index_copy_(1, at, new[order[split:]][:, rows].to(cache.dtype))
 
 
 def attend(
@@ -50,29 +55,21 @@ def attend(
     pack: bool = False,
 ) -> Tensor | None:
     """See `razor_dist.kernels.decode`."""
-    split = 0 if pages is None else len(pages.k)
-    packed = None
+    split, query = 0 if pages is None else len(pages.k), Query(q.float(), scale, slopes)
     if windows is not None:
         of = order[split:]
-        bias, far, place = _window(windows)
-        found, _ = _attend(q[of], windows, place, bias, far, scale, _rows(slopes, of))
-        out.index_copy_(1, of, found.permute(2, 0, 1, 3).to(out.dtype))
-    if pages is not None:
-        of = order[:split]
-        page = torch.arange(pages.page_size, device=q.device)
-        place = (pages.table.long().unsqueeze(-1) * pages.page_size + page).flatten(1)
-        seen = torch.arange(place.shape[1], device=q.device) < pages.stored.unsqueeze(-1)
-        bias = torch.zeros(place.shape, device=q.device).masked_fill_(~seen, -torch.inf)
-        away = None
-        if slopes is not None:
-            assert pages.places is not None
-            away = (pages.places[place] - pages.position.unsqueeze(-1)).float()
-        found, lse = _attend(q[of], pages, place, bias, away, scale, _rows(slopes, of))
-        if pack:
-            packed = torch.cat([found, lse.unsqueeze(-1)], -1)
-        else:
-            out.index_copy_(1, of, found.permute(2, 0, 1, 3).to(out.dtype))
-    return packed
+        mine = query.heads(of)
+        found = _together(_see_window(mine.tokens(slice(t, t + 1)), windows, t) for t in _rows(q))
+        out.index_copy_(1, of, found.out.permute(2, 0, 1, 3).to(out.dtype))
+    if pages is None:
+        return None
+    of = order[:split]
+    mine = query.heads(of)
+    found = _together(_see_shard(mine.tokens(slice(t, t + 1)), pages, t) for t in _rows(q))
+    if pack:
+        return torch.cat([found.out.float(), found.lse.unsqueeze(-1)], -1)
+    out.index_copy_(1, of, found.out.permute(2, 0, 1, 3).to(out.dtype))
+    return None
 
 
 def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
@@ -81,61 +78,81 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
     out.index_copy_(1, order[: merged.shape[0]], merged.permute(2, 0, 1, 3).to(out.dtype))
 
 
-def _rows(slopes: Tensor | None, of: Tensor) -> Tensor | None:
-    return None if slopes is None else slopes[of]
+def _rows(q: Tensor) -> range:
+    return range(q.shape[2])
 
 
-def _window(windows: Windows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bias, distance from the query, and place in the cache of all that is read ``[n, w]``.
-
-    See `razor_dist.cache.streaming.StreamingCache.visibility` and ``distance``.
-    """
-    entries, sinks = windows.entries, windows.sinks
-    position, room = windows.position.unsqueeze(-1), windows.capacity.unsqueeze(-1)
-    first = windows.start.unsqueeze(-1).clamp(min=sinks)
-    i = torch.arange(windows.width, device=position.device)
-    ring = i - entries - sinks
-    held = position - (position - ring) % room.clamp(min=1)
-    seen = torch.where(ring < 0, i - entries <= position, held >= first) & (i >= entries)
-    seen &= (room > 0) & (ring < room)
-    bias = torch.zeros(seen.shape, device=i.device).masked_fill_(~seen, -torch.inf)
-    if windows.compensation:
-        # The logarithm of 0 is -inf: nothing was dropped.
-        count = torch.where(room > 0, first - sinks, 0)
-        bias[:, :1] = torch.log(count.float())
-    stands = torch.where(ring < 0, i - entries, held).float()
-    stands[:, :entries] = (first + sinks - 1) / 2
-    return (
-        bias,
-        stands - position,
-        (windows.offset.unsqueeze(-1) + i).clamp(max=windows.k.shape[1] - 1),
-    )
+def _together(partials: Iterator[Partial]) -> Partial:
+    outs, lses = zip(*((partial.out.float(), partial.lse) for partial in partials), strict=True)
+    return Partial(torch.cat(outs, 2), torch.cat(lses, 2))
 
 
-def _attend(
-    q: Tensor,
-    cache: Pages | Windows,
-    place: Tensor,
-    bias: Tensor,
-    away: Tensor | None,
-    scale: float,
-    slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attend to places ``[n, S]`` of a cache: out ``[K, G, n, D]`` and lse, float32."""
-    hidden = bias == -torch.inf
+def _see(query: Query, k: KeysOrValues, v: KeysOrValues, distance: Tensor | None) -> Partial:
+    where = None if distance is None else Distance.of(distance.float(), query.q.dtype)
+    if isinstance(k, Tensor) and isinstance(v, Tensor):
+        k, v = k.float(), v.float()
+    return query.attend(k, v, where=where)
 
-    def read(store: Tensor, factor: Tensor | None) -> Tensor:
-        rows = store[:, place].float()
-        if factor is not None:
-            rows = rows * factor[:, place].unsqueeze(-1)
-        # What no token has filled may be NaN.
-        return rows.masked_fill(hidden.unsqueeze(-1), 0.0)
 
-    k, v = read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
-    scores = torch.einsum("kgnd,knsd->kgns", q.float(), k) * scale + bias
-    if slopes is not None:
-        assert away is not None
-        scores = scores + slopes[..., None, None] * away
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return torch.einsum("kgns,knsd->kgnd", weights, v), lse
+def _read(store: Tensor, scale: Tensor | None, at: slice | Tensor) -> KeysOrValues:
+    return store[:, at] if scale is None else Codes(store[:, at], scale[:, at])
+
+
+def _widened(x: KeysOrValues) -> Tensor:
+    return x.codes * x.scale.unsqueeze(-1) if isinstance(x, Codes) else x.float()
+
+
+def _see_shard(query: Query, pages: Pages, t: int) -> Partial:
+    """One query's attention to the pages of its sequence."""
+    stored = int(pages.stored[t])
+    if not stored:
+        return empty_partial(query.q)
+    table = pages.table[t, : -(-stored // pages.page_size)].long()
+    first = int(table[0])
+    if torch.equal(table, torch.arange(first, first + len(table))):
+        begin = first * pages.page_size
+        spans: list[slice | Tensor] = [slice(begin, begin + stored)]
+    else:
+        slots = table[:, None] * pages.page_size + torch.arange(pages.page_size)
+        spans = list(slots.flatten()[:stored].split(_COPIED))
+
+    def parts() -> Iterator[Partial]:
+        for span in spans:
+            k, v = _read(pages.k, pages.k_scale, span), _read(pages.v, pages.v_scale, span)
+            away = None
+            if query.by_distance:
+                assert pages.places is not None
+                away = pages.places[span] - pages.position[t]
+            yield _see(query, k, v, away)
+
+    return merge(parts())
+
+
+def _see_window(query: Query, windows: Windows, t: int) -> Partial:
+    """One query's attention to what its sequence's slot has in view."""
+    position, room, sinks = int(windows.position[t]), int(windows.capacity[t]), windows.sinks
+    if not room:
+        return empty_partial(query.q)
+    begin, first = int(windows.offset[t]), max(int(windows.start[t]), sinks)
+    ring = begin + 1 + sinks
+    # Runs of positions, and the place of the first token of each.
+    runs = [(0, min(sinks, position + 1), begin + 1)]
+    turn = position - position % room  # what stands at the ring's beginning, if it is in view
+    runs += [(first, min(turn, position + 1), ring + first % room)]
+    runs += [(max(first, turn), position + 1, ring + max(first, turn) % room)]
+
+    def parts() -> Iterator[Partial]:
+        for low, high, place in runs:
+            if low < high:
+                at = slice(place, place + high - low)
+                k, v = _read(windows.k, windows.k_scale, at), _read(windows.v, windows.v_scale, at)
+                away = torch.arange(low, high) - position if query.by_distance else None
+                yield _see(query, k, v, away)
+        if windows.compensation and first > sinks:
+            # It stands in the middle of the tokens that it stands for.
+            away = torch.tensor([(first + sinks - 1) / 2 - position])
+            at = slice(begin, begin + 1)
+            k, v = _read(windows.k, windows.k_scale, at), _read(windows.v, windows.v_scale, at)
+            yield query.compensate(_widened(k)[:, 0], _widened(v)[:, 0], first - sinks, away)
+
+    return merge(parts())

@@ -48,7 +48,7 @@ _SPLITS = (256, 4096)
 MERGED, MERGED_WIDTH = 64, 32
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
-# Rows of one tensor (`razor_dist.attention.short_inputs`): of an odd number of sequences every
+# Rows of one tensor (`razor_dist.attention.step`): of an odd number of sequences every
 # other row is not aligned, and one compiled kernel takes all as well.
 _UNALIGNED = ["at", "stored", "position", "start", "offset", "capacity"]
 
@@ -66,7 +66,7 @@ def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
     ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
-    SINKS: tl.constexpr, ENTRIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGES_SCALED: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1)
@@ -88,7 +88,7 @@ def store_kernel(
     else:
         room, stands = tl.load(capacity + token), tl.load(position + token)
         in_ring = SINKS + stands % tl.maximum(room, 1)
-        slot = tl.load(offset + token) + ENTRIES + tl.where(stands < SINKS, stands, in_ring)
+        slot = tl.load(offset + token) + 1 + tl.where(stands < SINKS, stands, in_ring)
         place = (head - retrieval).to(tl.int64) * ring_row + slot * ring_slot + d
         kept = (d < D) & (room > 0)
         tl.store(ring_k + place, new_k.to(ring_k.dtype.element_ty), mask=kept)
@@ -103,7 +103,7 @@ def attend_kernel(
     ring_k, ring_v, ring_row, ring_slot, ring_k_scale, ring_v_scale, ring_scale_row,
     position, start, offset, capacity,
     out, lse, page_splits, ring_splits, split,
-    SINKS: tl.constexpr, ENTRIES: tl.constexpr, COMPENSATION: tl.constexpr, PAGE: tl.constexpr,
+    SINKS: tl.constexpr, COMPENSATION: tl.constexpr, PAGE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
     SLOPES: tl.constexpr, PAGES_SCALED: tl.constexpr, RING_SCALED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -121,7 +121,7 @@ def attend_kernel(
         length = tl.load(stored + token)
     else:
         # A row that fills the batch up has no slot.
-        length = tl.where(room > 0, ENTRIES + SINKS + tl.minimum(room, place + 1), 0)
+        length = tl.where(room > 0, 1 + SINKS + tl.minimum(room, place + 1), 0)
     low = part * split
     high = tl.minimum(low + split, length)
     lse_at = lse + program.to(tl.int64) * G + rows
@@ -155,7 +155,7 @@ def attend_kernel(
     if SLOPES:
         slope = tl.load(slopes + own * G + rows, mask=rows < G, other=0.0) * _LOG2E
 
-    # What the streaming heads' query sees, as in `StreamingCache.visibility`.
+    # What the streaming heads' query sees, by its position and `s`.
     first = tl.maximum(tl.load(start + token), SINKS)
     newest = place % tl.maximum(room, 1)
     begins = tl.load(offset + token)
@@ -167,11 +167,11 @@ def attend_kernel(
         i = at + tl.arange(0, TILE)
         within = i < high
         page = tl.load(table + token * table_row + i // PAGE, mask=within & of_pages, other=0)
-        in_ring = i - ENTRIES - SINKS
+        in_ring = i - 1 - SINKS
         held = place - newest + in_ring - tl.where(in_ring > newest, room, 0)
-        means = i < ENTRIES
-        seen = tl.where(in_ring < 0, i - ENTRIES <= place, held >= first)
-        seen = tl.where(means, COMPENSATION & (i == 0) & (first > SINKS), seen)
+        means = i == 0
+        seen = tl.where(in_ring < 0, i - 1 <= place, held >= first)
+        seen = tl.where(means, COMPENSATION & (first > SINKS), seen)
         seen = within & (of_pages | seen)
         slot = tl.where(of_pages, page.to(tl.int64) * PAGE + i % PAGE, begins + i)
         read = seen[:, None] & wide
@@ -189,7 +189,7 @@ def attend_kernel(
         if SLOPES:
             # The dropped tokens stand in their middle.
             stands = tl.where(means, (first + SINKS - 1) * 0.5, held.to(tl.float32))
-            stands = tl.where((in_ring < 0) & (i >= ENTRIES), i - ENTRIES, stands)
+            stands = tl.where((in_ring < 0) & (i > 0), i - 1, stands)
             kept = tl.load(places + slot, mask=seen & of_pages, other=0)
             away = tl.where(of_pages, (kept - place).to(tl.float32), stands - place)
             scores += slope[:, None] * away[None, :]
@@ -298,7 +298,6 @@ def store(
         page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order), at,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
         SINKS=0 if windows is None else windows.sinks,
-        ENTRIES=0 if windows is None else windows.entries,
         D=dim, WIDTH=triton.next_power_of_2(dim),
         PAGES_SCALED=pages is not None and pages.k_scale is not None, num_warps=1,
     )  # fmt: skip
@@ -347,7 +346,6 @@ def attend(
         own.position, *slot,
         parts, lse, page_splits, ring_splits, split,
         SINKS=0 if windows is None else windows.sinks,
-        ENTRIES=0 if windows is None else windows.entries,
         COMPENSATION=windows is not None and windows.compensation,
         PAGE=1 if pages is None else pages.page_size,
         SLOPES=slopes is not None,

@@ -106,7 +106,7 @@ def make_runner(
         _SHARED[case.model] = TensorParallel(model, shape, layout, comm)
     policies = [case.policy.with_window(window) for window in layout.windows]
     cache = CacheConfig(
-        tuple(Arena.of(policy, model.dtype, total, sequences, case.tail) for policy in policies),
+        tuple(Arena.of(policy, total, sequences, case.tail) for policy in policies),
         sequences,
         total,
         pages,

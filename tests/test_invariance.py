@@ -18,9 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from razor_dist.cache import streaming
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import compensation_entries
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.models.registry import resolve_model
 from razor_dist.parallel.comm import Communicator
@@ -121,40 +119,6 @@ def test_streaming_heads_are_the_literal_definition(
     case = Case(str(path), split, policy, tokens[:n], tokens[n:], chunked_prefill_size=50)
     for world in (1, 2):
         assert_same(ranks(world).run(logits_of, case)[0], want)
-
-
-@pytest.mark.parametrize("chunked_prefill_size", [8192, 50])
-def test_a_compensation_token_of_several_places_is_the_same(
-    chunked_prefill_size: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Slots as queries in bfloat16 have them, with queries whose own rounding hides nothing.
-    n, k = 120, 4
-    tokens = tokens_of(n + k, seed=2)
-    path = tiny("llama")
-    case = Case(
-        str(path),
-        split_of(path),
-        POLICY,
-        tokens[:n],
-        tokens[n:],
-        chunked_prefill_size=chunked_prefill_size,
-    )
-    alone = Communicator(None)
-    want = logits_of(alone, case)
-    assert want is not None
-    entries = []
-
-    def coarse(policy: StreamingPolicy, _: torch.dtype) -> int:
-        entries.append(compensation_entries(policy, torch.bfloat16))
-        return entries[-1]
-
-    monkeypatch.setattr(streaming, "compensation_entries", coarse)
-    got = logits_of(alone, case)
-    whole = logits_of(alone, dataclasses.replace(case, prompt=tokens, forced=()))
-    assert got is not None and whole is not None
-    assert entries and min(entries) > 1
-    assert_same(got, want)
-    assert_same(whole, want[-1:])
 
 
 def test_compensation_changes_the_logits(ranks: Ranks, tiny: Tiny) -> None:

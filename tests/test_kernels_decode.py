@@ -75,7 +75,6 @@ class Batch:
     page: int = 16
     ring: int = 53
     sinks: int = 4
-    entries: int = 4
     compensation: bool = True
     dtype: torch.dtype = torch.float32
     int8: bool = False
@@ -93,7 +92,7 @@ class Batch:
         slots = (count * most + 3) * self.page
         # Every sequence's pages in random order, between those of the others.
         table = torch.randperm(slots // self.page, generator=generator)[: count * most]
-        width = self.entries + self.sinks + self.ring
+        width = 1 + self.sinks + self.ring
         places = count * (width + 2) + 1
         position = torch.tensor(self.positions).clamp(min=0)
 
@@ -123,7 +122,6 @@ class Batch:
             store(self.streaming, places),
             store(self.streaming, places),
             self.sinks,
-            self.entries,
             self.compensation,
             width,
             position,
@@ -164,7 +162,7 @@ def slots_of(windows: Windows, b: int) -> Iterator[tuple[int, float, float]]:
     first, at = max(int(windows.start[b]), sinks), int(windows.offset[b])
     if windows.compensation and first > sinks:
         yield at, math.log(first - sinks), (first + sinks - 1) / 2 - position
-    at += windows.entries
+    at += 1
     for token in range(min(sinks, position + 1)):
         yield at + token, 0.0, token - position
     for token in range(first, position + 1):
@@ -240,9 +238,7 @@ BATCHES = {
     "eight sequences": Batch(
         lengths=(1, 64, 65, 0, 80, 17, 3, 0), positions=(0, 4, 52, 53, 57, 120, 1000, -1), group=1
     ),
-    "pages of three": Batch(
-        page=3, lengths=(70, 2), positions=(71, 3), entries=1, sinks=0, group=3
-    ),
+    "pages of three": Batch(page=3, lengths=(70, 2), positions=(71, 3), sinks=0, group=3),
     "no compensation": Batch(compensation=False, streaming=2, retrieval=0, group=3),
     "retrieval only": Batch(streaming=0, retrieval=2, lengths=(130,), positions=(140,)),
     "slopes": Batch(slopes=True, group=3, lengths=(9, 77), positions=(150, 260)),
@@ -305,7 +301,6 @@ def test_compiled_kernels_see_every_key_once(
         page=page,
         ring=ring,
         sinks=sinks,
-        entries=1,
         slopes=slopes,
     )
     with threads(count):

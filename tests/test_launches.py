@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.attention import decode
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.engine import runner
 from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
 from razor_dist.models.loader import load_model
@@ -111,8 +110,7 @@ def step(
 
         patch(cases, "model_and_shape", lambda *_: (model, shape))
         patch(comm, "all_gather", counted.as_one(comm.all_gather, "all-gather"))
-        patch(runner, "available", lambda device: ours)
-        patch(decode, "implementation", lambda device: kernels)
+        patch(decode, "implementation", lambda device: kernels if ours else decode_torch)
         patch(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)
         if ours:
             patch(fused, "_served", lambda *_: True)

@@ -17,7 +17,6 @@ from torch import Tensor
 from razor_dist.attention import decode
 from razor_dist.cache.pages import PagePool
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.engine import runner
 from razor_dist.kernels import decode_torch
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import is_even
@@ -88,25 +87,14 @@ def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int]
     return found, comm.bytes_sent["merge"]
 
 
-def at_once(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
-    """`together`, where answers' tokens are computed all at once, as the definition says."""
-    with (
-        mock.patch.object(runner, "available", return_value=True),
-        mock.patch.object(decode, "implementation", return_value=decode_torch),
-    ):
+def without_a_compiler(comm: Communicator, company: Company) -> object:
+    with mock.patch.object(decode, "implementation", return_value=decode_torch):
         return together(comm, company)
 
 
-def on_one_of_them(comm: Communicator, company: Company) -> object:
-    """`together`, where one rank alone has kernels for all sequences at once."""
-    with mock.patch.object(runner, "available", return_value=comm.rank == 1):
-        return together(comm, company)
-
-
-def one_by_one(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
-    """`together`, where they are computed sequence by sequence, as without a C++ compiler."""
-    with mock.patch.object(runner, "available", return_value=False):
-        return together(comm, company)
+def with_one_compiler(comm: Communicator, company: Company) -> object:
+    """`together`, where rank 1 alone has compiled kernels."""
+    return (together if comm.rank == 1 else without_a_compiler)(comm, company)
 
 
 def assert_same_as_alone(
@@ -190,7 +178,7 @@ def test_with_exact_prefill_and_keys_of_another_dtype(
     assert_same_as_alone(Company(case, TEXTS, CHUNKS, STEPS), ranks, 1, 2, 8, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("how", [at_once, one_by_one, on_one_of_them])
+@pytest.mark.parametrize("how", [without_a_compiler, with_one_compiler])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "bloom", "mpt"])
 def test_ways_of_computing_answers_change_nothing(
     family: str,

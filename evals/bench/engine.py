@@ -213,7 +213,7 @@ def one_process(
     timings = take_turns(engines, prompt, settings.new_tokens, settings.repeats)
     rates = rates.or_better(measure_rates(*about, int8=settings.int8))
     for name, own in owns.items():
-        timings[name].stats["kv_bytes"] = own.runner.peak_kv_bytes
+        timings[name].stats["kv_bytes"] = own.runner.sequences.peak_kv_bytes
     del engines, owns, peers, built, own, model
     gc.collect()  # the ranks that are timed next want the memory
     return timings, prompt, rates, missing

@@ -188,7 +188,7 @@ def _timed(
             log.info("%s", timing.runs[-1])
     return {
         **timing.as_json(),
-        "kv_bytes": engine.runner.peak_kv_bytes,  # held at most
+        "kv_bytes": engine.runner.sequences.peak_kv_bytes,  # held at most
         "before_bytes": cost.before_bytes,  # with the weights and no engine
         "peak_bytes": cost.peak_bytes,
         "operations": operations(d, len(prompt)).total,

@@ -155,28 +155,28 @@ struct Pages {
 // The slots of n sequences: [ compensation token | sinks | ring ].
 struct Windows {
   Cache cache;
-  int64_t sinks, entries, width;
+  int64_t sinks, width;
   bool compensation;
   const int64_t *position, *start, *offset, *capacity;
 
   int64_t extent(int64_t b) const {  // places that a token can have been written to
     const int64_t used = std::min(capacity[b], position[b] + 1);
-    return capacity[b] ? std::min(width, entries + sinks + used) : 0;
+    return capacity[b] ? std::min(width, 1 + sinks + used) : 0;
   }
 
   int64_t see(int64_t b, int64_t i, int64_t end, Keys& keys) const {
     const int64_t at = position[b], room = capacity[b], first = std::max(start[b], sinks);
     const int64_t own = at % room;  // the query's own index in the ring
     for (; i < end && keys.count < BLOCK; ++i) {
-      if (i < entries) {  // only the first is read; it stands in the middle of what was dropped
-        if (i == 0 && compensation && first > sinks) {
+      if (!i) {  // it stands in the middle of what was dropped
+        if (compensation && first > sinks) {
           const float count = static_cast<float>(first - sinks),
                       middle = (first + sinks - 1) / 2.0f;
           keys.add(offset[b], std::log(count), middle - at);
         }
         continue;
       }
-      int64_t token = i - entries;
+      int64_t token = i - 1;
       if (token >= sinks) {
         // The last token, up to the query's own, that the ring has at this index.
         const int64_t index = token - sinks;
@@ -317,12 +317,11 @@ inline Pages pages_of(const Fields& fields, int64_t page_size) {
           data<int64_t>(fields, 5)};
 }
 
-inline Windows windows_of(const Fields& fields, int64_t sinks, int64_t entries, bool compensation,
+inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation,
                           int64_t width) {
   const Tensor k = *fields.get(0), v = *fields.get(1);
   return {Cache(k, v, fields.get(6), fields.get(7)),
           sinks,
-          entries,
           width,
           compensation,
           data<int64_t>(fields, 2),
@@ -371,7 +370,7 @@ struct Store {
 // are of 8 bits; windows: k, v, `position`, `offset` and `capacity`; either may be empty. Slots are
 // written one after the other: the dummy slot is that of several tokens.
 inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::TensorList pages,
-                  at::TensorList windows, int64_t sinks, int64_t entries) {
+                  at::TensorList windows, int64_t sinks) {
   const int64_t* heads = order.const_data_ptr<int64_t>();
   const int64_t tokens = k.size(1), split = pages.empty() ? 0 : pages[0].size(0);
   TORCH_CHECK(k.scalar_type() == at::kFloat && v.scalar_type() == at::kFloat && k.stride(2) == 1 &&
@@ -402,7 +401,7 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
       for (int64_t b = 0; b < tokens; ++b) {
         if (!capacity[b]) continue;
         const int64_t at = position[b] < sinks ? position[b] : sinks + position[b] % capacity[b];
-        put_both(keys, values, row - split, heads[row], b, offset[b] + entries + at);
+        put_both(keys, values, row - split, heads[row], b, offset[b] + 1 + at);
       }
     }
   }
@@ -411,7 +410,7 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
 // q: float32 [K, G, n, D]; out: float32 [n, K, G, D], of which the heads in `order` are written;
 // packed, if it is wanted: float32 [R, G, n, D + 1], written instead for the heads of `pages`.
 inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, int64_t page_size,
-                   const Fields& windows, int64_t sinks, int64_t entries, bool compensation,
+                   const Fields& windows, int64_t sinks, bool compensation,
                    int64_t width, const Tensor& out, double scale, const optional<Tensor>& slopes,
                    const optional<Tensor>& packed) {
   const int group = q.size(1), dim = q.size(3);
@@ -424,7 +423,7 @@ inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, in
   optional<Pages> paged;
   optional<Windows> windowed;
   if (pages.size()) paged = pages_of(pages, page_size);
-  if (windows.size()) windowed = windows_of(windows, sinks, entries, compensation, width);
+  if (windows.size()) windowed = windows_of(windows, sinks, compensation, width);
 
   // Units of one head and sequence follow each other; `first` says where these begin.
   struct Unit {

@@ -28,11 +28,11 @@ TORCH_LIBRARY(razor_dist_cpu, library) {
   using namespace razor_dist;
   library.def(
       "store(Tensor k, Tensor v, Tensor order, Tensor(a!)[] pages, Tensor(b!)[] windows, int "
-      "sinks, int entries) -> ()",
+      "sinks) -> ()",
       on_cpu(store));
   library.def(
       "attend(Tensor q, Tensor order, Tensor?[] pages, int page_size, Tensor?[] windows, int "
-      "sinks, int entries, bool compensation, int width, Tensor(a!) out, float scale, "
+      "sinks, bool compensation, int width, Tensor(a!) out, float scale, "
       "Tensor? slopes, Tensor(b!)? packed) -> ()",
       on_cpu(attend));
   library.def("merge_ranks(Tensor gathered, Tensor order, Tensor(a!) out) -> ()",

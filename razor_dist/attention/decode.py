@@ -1,4 +1,4 @@
-"""Attention on one rank to one token of each of several sequences, all of them at once."""
+"""Attention to one token of each of several sequences, all of them at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from razor_dist.attention.short_inputs import BlockTables, StepInputs
+from razor_dist.attention.step import BlockTables, StepInputs
 from razor_dist.cache.caches import Caches
 from razor_dist.heads.layout import ShortHeads, StreamingGroup
 from razor_dist.kernels.decode import Pages, Windows, implementation, mixes_dtypes
@@ -17,9 +17,12 @@ from razor_dist.parallel.comm import Communicator
 class DecodeContext:
     """`AttentionContext` of the next token of n sequences, by the kernels for block tables.
 
-    It computes what `razor_dist.attention.short.ShortContext` does for such tokens, in a few
-    launches a layer. Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing
-    is read back from the device, here or in `attend`, so that both can be captured.
+    Streaming heads are computed from the rank's cache, without traffic: all of them on every rank,
+    or with tensor-parallel decode those that the rank keeps. Retrieval heads attend to each rank's
+    shard; one all-gather a layer carries ``out`` and ``lse``, packed together.
+
+    Which sequences they are follows from ``inputs`` and ``tables`` alone; nothing is read back from
+    the device, here or in `attend`, so that both can be captured.
     """
 
     def __init__(
@@ -84,7 +87,6 @@ class DecodeContext:
             cache.k[group.rows],
             cache.v[group.rows],
             cache.policy.sinks,
-            cache.entries,
             cache.policy.compensation,
             self._tables.widths[index],
             inputs.position,

@@ -1,4 +1,4 @@
-"""Tensor mode: a window that each rank has for its heads becomes one that it has for its tokens.
+"""Tensor-parallel decode: from windows by head to windows by token, before chunks are prefilled.
 
 In short steps a rank keeps the windows of its own streaming heads. In chunks it has some of the
 tokens, and needs all heads. So before a sequence is continued in chunks, the ranks exchange their
@@ -21,13 +21,16 @@ from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.zigzag import Interval
 
 
-def share_windows(comm: Communicator, caches: Caches, sequence: Sequence) -> None:
-    """Prepare a sequence that is to be read in chunks; all ranks call this together."""
+def shared_windows(
+    comm: Communicator, caches: Caches, sequence: Sequence
+) -> tuple[list[SharedWindow], list[dict[int, list[KVPiece]]]]:
+    """By streaming cache, all heads' sinks and sums, and by layer this rank's part of the window.
+
+    All ranks call this together.
+    """
     layout = caches.layout
-    if layout.share is None or sequence.shared is not None:
-        return
-    window: list[dict[int, list[KVPiece]]] = []
-    sequence.shared = []
+    shared: list[SharedWindow] = []
+    windows: list[dict[int, list[KVPiece]]] = []
     for index, (cache, slot) in enumerate(zip(caches.streaming, sequence.streaming, strict=True)):
         rows = layout.kept[index]
         fixed = _gather_fixed(comm, cache, slot, rows, sequence.length)
@@ -35,7 +38,7 @@ def share_windows(comm: Communicator, caches: Caches, sequence: Sequence) -> Non
         whole = Interval(begin, max(begin, sequence.length))
         parts = _equal_parts(whole, comm.size)
         held = [(at, rank) for rank, at in enumerate(parts) if len(at)]
-        sequence.shared.append(SharedWindow(fixed, held))
+        shared.append(SharedWindow(fixed, held))
         both = _exchange(comm, cache, slot, rows, parts) if held else None
         pieces: dict[int, list[KVPiece]] = {}
         for layer, heads in enumerate(layout.layers):
@@ -43,9 +46,8 @@ def share_windows(comm: Communicator, caches: Caches, sequence: Sequence) -> Non
                 if both is not None and group.index == index:
                     k, v = both[:, group.rows].clone()  # freed layer by layer
                     pieces[layer] = [KVPiece(parts[comm.rank], k, v)]
-        window.append(pieces)
-    if sequence.length:
-        sequence.window = window
+        windows.append(pieces)
+    return shared, windows
 
 
 def _equal_parts(whole: Interval, parts: int) -> list[Interval]:
@@ -84,7 +86,7 @@ def _gather_fixed(
     rows: Seq[list[int]],
     length: int,
 ) -> SinksAndSums:
-    """Sinks and sums of all heads; a sequence of which nothing has been read has none yet."""
+    """Sinks and sums of all heads; zeros for a sequence without prefilled tokens."""
     total, sinks, dim = sum(map(len, rows)), cache.policy.sinks, cache.k.shape[2]
     k, v = cache.k.new_zeros(2, total, sinks, dim)
     sums = cache.sums.new_zeros(2, total, dim)

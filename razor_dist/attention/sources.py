@@ -9,21 +9,18 @@ sequence, for any number of ranks. Steps without a request for sources skip this
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from razor_dist.attention.short_inputs import exact_extent
+from razor_dist.attention.step import SourceToken
 from razor_dist.cache.caches import Caches
-from razor_dist.cache.sequence import Sequence
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.parallel.comm import Communicator
-from razor_dist.parallel.sharding import shard_positions
 
 # Positions reported for each head and token.
 TOP = 8
@@ -81,17 +78,16 @@ class SourceHeads:
 
 
 class SourceTracer:
-    """Looks on during one forward pass; ``tokens`` are those that ask, by index in the step."""
+    """Looks on during one pass, for the tokens that ask."""
 
     def __init__(
         self,
         comm: Communicator,
         caches: Caches,
         heads: SourceHeads,
-        tokens: Seq[tuple[int, Sequence]],
+        tokens: Seq[SourceToken],
     ) -> None:
         self._comm, self._pages, self._heads, self._tokens = comm, caches.pages, heads, tokens
-        self._spans = [exact_extent(comm, caches, sequence).segments for _, sequence in tokens]
         shape, device = (len(tokens), heads.count), caches.pages.k.device
         # Scores, indices in the rank's shard, and the lse, for each token and head.
         self._scores = torch.full((*shape, TOP), -torch.inf, device=device)
@@ -101,20 +97,20 @@ class SourceTracer:
     def look(self, layer: int, query: Query) -> None:
         """Score the keys of one layer, those of the new tokens among them.
 
-        The step's single tokens are the first of ``query``, which is of all retrieval heads.
+        ``query`` is of all tokens of the pass and of all retrieval heads.
         """
         for head in self._heads.by_layer.get(layer, ()):
-            for index, (t, sequence) in enumerate(self._tokens):
-                q = query.scale * query.q[head.kv, head.group, t].float()
+            for index, token in enumerate(self._tokens):
+                q = query.scale * query.q[head.kv, head.group, token.index].float()
                 parts = []
-                for span in self._spans[index]:
+                for span in token.spans:
                     keys = self._pages.k[head.row, span]
                     scores = torch.cat([part.float() @ q for part in keys.split(_WIDENED)])
                     if self._pages.k_scale is not None:
                         scores *= self._pages.k_scale[head.row, span]
                     if query.slopes is not None:
                         assert self._pages.positions is not None
-                        distance = (self._pages.positions[span] - sequence.length).float()
+                        distance = (self._pages.positions[span] - token.position).float()
                         scores += query.slopes[head.kv, head.group] * distance
                     parts.append(scores)
                 if not parts:
@@ -129,8 +125,8 @@ class SourceTracer:
     def gather(self) -> list[Sources]:
         """Return, on rank 0, each token's sources; all ranks must call it, after the pass."""
         rows = [
-            positions_of_shard(self._comm, sequence, indices.flatten().tolist())
-            for (_, sequence), indices in zip(self._tokens, self._indices.cpu(), strict=True)
+            _positions(token.runs, indices.flatten().tolist())
+            for token, indices in zip(self._tokens, self._indices.cpu(), strict=True)
         ]
         positions = torch.tensor(rows, dtype=torch.float64).view(self._indices.shape)
         # They are exact in float64.
@@ -163,13 +159,9 @@ class TracedContext:
         return out
 
 
-def positions_of_shard(comm: Communicator, sequence: Sequence, indices: Seq[int]) -> list[int]:
-    """Return the positions of tokens of this rank's shard, by their indices in it."""
-    if sequence.runs is None:
-        # Those of the answer, too, however long it gets.
-        runs = shard_positions(sequence.chunks, sequence.total, comm.rank, comm.size)
-        sequence.runs = runs, list(itertools.accumulate(map(len, runs), initial=0))
-    runs, begins = sequence.runs
+def _positions(shard: tuple[list[range], list[int]], indices: Seq[int]) -> list[int]:
+    """Positions of tokens of this rank's shard, by their indices in it: `SourceToken.runs`."""
+    runs, begins = shard
     if not runs:
         return [0] * len(indices)
     at = [bisect.bisect_right(begins, index, hi=len(runs)) - 1 for index in indices]

@@ -1,37 +1,213 @@
-"""Attention of one step: what all ranks compute of it, and chunks of prompts, side by side."""
+"""A step as data: prepared once, read by attention, changed by nobody.
+
+`razor_dist.engine.prepare` writes a `Step` from the sequences, the model and its attention read it,
+and `razor_dist.engine.commit` alone changes the sequences, after the pass.
+
+A step is one `Pass` of the model, or two in tensor-parallel decode, where chunks need the weights
+whole. The tokens of a pass come in three kinds, in this order::
+
+    [ decode: one token of each of n sequences | prompts: replicated | chunks: this rank's part ]
+
+All ranks have the tokens of the first two kinds alike. Which memory decode reads is said by tensors
+alone, so that a recording of it (`razor_dist.engine.graph`) serves every step of its shape.
+
+Letters: n sequences, T tokens, K key-value heads, D head dimension.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from razor_dist.attention.decode import DecodeContext
-from razor_dist.attention.prefill import PrefillContext
-from razor_dist.attention.short import ShortContext
-from razor_dist.kernels.query import Query
+from razor_dist.attention.window_plan import WindowPlan
+from razor_dist.cache.pages import Span
+from razor_dist.cache.sequence import SharedWindow
+from razor_dist.cache.streaming import StreamingSlot
+from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.zigzag import Chunk, Interval
+
+Extents = list[tuple[int, int]]  # slots [a, b) of a page pool
 
 
-class StepContext:
-    """`AttentionContext` of a step that reads the weights once for all that is in it.
+class StepInputs(NamedTuple):
+    """Numbers of a decode batch that change at every step: int64 ``[n]``, one a sequence."""
 
-    A rank's tokens are those of ``short``, which all ranks have alike, and then its own of each of
-    ``chunks``. What they send follows in this order on every rank.
-    """
+    token: Tensor  # the new token's id
+    position: Tensor
+    model_position: Tensor  # as the model gets it (`Sequence.position_mark`)
+    # Slot of the page pool for the new token's retrieval keys and values; the pool's dummy slot on
+    # ranks that do not store them.
+    at: Tensor
+    stored: Tensor  # tokens of this rank's shard, the new one included where it is stored
+    # [windows, n], for each streaming cache: ``s`` of the query (`razor_dist.cache.policy`), the
+    # slot's first place, and the tokens that its ring holds.
+    start: Tensor
+    offset: Tensor
+    capacity: Tensor
 
-    def __init__(
-        self, short: Sequence[DecodeContext | ShortContext], chunks: Sequence[PrefillContext]
-    ) -> None:
-        # A rank without tokens of a chunk takes part in it.
-        self._parts = [part for part in short if part.tokens] + list(chunks)
+    @classmethod
+    def of(cls, rows: Tensor) -> StepInputs:
+        """Name the rows of `DecodeBatch.inputs`."""
+        return cls(*rows[:5], *rows[5:].chunk(3))
 
-    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
-        outs, end = [], 0
-        for part in self._parts:
-            own = slice(end, end + part.tokens)
-            end = own.stop
-            outs.append(part.attend(layer, query.tokens(own), k[:, own], v[:, own]))
-        if end < k.shape[1]:  # the dummy token of a rank that has no other
-            outs.append(outs[0].new_zeros(k.shape[1] - end, *outs[0].shape[1:]))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+_AT, _STORED = StepInputs._fields.index("at"), StepInputs._fields.index("stored")
+
+
+class BlockTables(NamedTuple):
+    """The memory that a decode batch of n sequences may read on this rank."""
+
+    pages: Tensor  # int32 [n, pages], of each sequence's shard; zeros where it has no more
+    widths: tuple[int, ...]  # by streaming cache: places of a slot that are read at most
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The next token of each of n sequences, in host memory."""
+
+    inputs: Tensor  # int64 [5 + 3 windows, n]: `StepInputs`
+    pages: tuple[list[int], ...]  # by sequence: its page table
+    longest: int  # tokens of the longest shard on any rank, the new token included
+    windows: tuple[int, ...]  # by streaming cache: tokens of the longest window
+    page_size: int
+    dummy_slot: int
+    rings: tuple[int, ...]  # by streaming cache: places of a slot before its ring
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def padded(self, rows: int) -> Tensor:
+        """`inputs` with further columns that no sequence has: these store and see nothing."""
+        padded = torch.nn.functional.pad(self.inputs, (0, rows - len(self)))
+        padded[_AT, len(self) :] = self.dummy_slot
+        return padded
+
+    def table(self, rows: int, pages: int) -> Tensor:
+        """`BlockTables.pages` of ``rows`` rows, in host memory."""
+        table = torch.zeros(rows, pages, dtype=torch.int32)
+        for row, own in zip(table, self.pages, strict=False):
+            row[: len(own)] = torch.tensor(own[:pages], dtype=torch.int32)
+        return table
+
+    def widths(self, windows: Sequence[int]) -> tuple[int, ...]:
+        """`BlockTables.widths` of windows of so many tokens, by streaming cache."""
+        return tuple(ring + tokens for ring, tokens in zip(self.rings, windows, strict=True))
+
+    def on(self, device: torch.device, rows: int) -> tuple[StepInputs, BlockTables]:
+        """Inputs and tables of ``rows`` rows on ``device``, no larger than this batch needs."""
+        stored = int(self.inputs[_STORED].max()) if len(self) else 0
+        pages = self.table(rows, -(-stored // self.page_size)).to(device)
+        return StepInputs.of(self.padded(rows).to(device)), BlockTables(
+            pages, self.widths(self.windows)
+        )
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """What a prompt's tokens read and leave of the streaming heads of one window."""
+
+    slot: StreamingSlot
+    plan: WindowPlan | None  # None: with exact prefill, before the last chunk
+    shared: SharedWindow | None  # tensor-parallel decode: the window of all ranks' heads
+    earlier: dict[int, list[KVPiece]]  # by layer: this rank's part of the window, since last chunk
+    replicated: Interval  # positions that are read from the slot
+    new: Interval  # positions that go to the slot's ring
+    new_at: Tensor  # int64: their places in the slot
+    tail: Interval  # positions that go to the slot's tail
+
+
+@dataclass(frozen=True)
+class ReplicatedTokens:
+    """Consecutive tokens of one prompt that all ranks compute."""
+
+    sequence: int
+    at: slice  # of the replicated tokens of the pass
+    chunk: Chunk  # as of one rank
+    positions: Tensor  # int64 [T]
+    owned: range  # positions of which this rank stores the retrieval keys and values
+    extents: Extents  # where
+    seen: list[Span]  # slots of this rank's shard of the tokens before
+    windows: tuple[WindowPart, ...]  # by streaming cache
+
+    @property
+    def own(self) -> slice:
+        """Index of the `owned` tokens among these."""
+        return slice(self.owned.start - self.chunk.begin, None, self.owned.step)
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """A chunk's place in one page pool on this rank."""
+
+    extents: Extents  # of the chunk's tokens
+    seen: list[Span]  # of those before it
+    lengths: list[int]  # by rank: tokens before it
+    positions: list[Tensor]  # by rank: their positions, int64; empty where nothing asks for them
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """A chunk of a prompt, of which each rank computes its shards."""
+
+    sequence: int
+    chunk: Chunk
+    last: bool  # the prompt ends with it
+    positions: Tensor  # int64 [T] of this rank's tokens
+    pages: ShardPart
+    scratch: ShardPart | None  # exact prefill: of the streaming heads' keys and values
+    # Exact prefill, last chunk: what this rank's scratch pool has of the prompt, as positions and
+    # slots.
+    stored: list[tuple[Interval, slice]]
+    windows: tuple[WindowPart, ...]  # by streaming cache
+
+    @property
+    def exact(self) -> bool:
+        return self.scratch is not None
+
+
+@dataclass(frozen=True)
+class SourceToken:
+    """A decode token that asks which positions the strongest retrieval heads attend to."""
+
+    sequence: int
+    index: int  # among the tokens of the pass
+    position: int
+    spans: list[Span]  # slots of this rank's shard, the new token's included
+    # Positions of this rank's shard, and how many of its tokens are before each run.
+    runs: tuple[list[range], list[int]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of the model over this rank's tokens."""
+
+    # Of the tokens after those of `decode`: ids and positions as the model gets them, int64 [T].
+    ids: Tensor
+    model_positions: Tensor
+    # Tokens whose logits are computed here, int64; None: all. They are those of `rows`.
+    logits: Tensor | None
+    rows: list[int]  # how many of them are of each entry of the step that is in this pass
+    decode: DecodeBatch | None = None
+    replicated: tuple[ReplicatedTokens, ...] = ()
+    chunks: tuple[ChunkTokens, ...] = ()
+    sources: tuple[SourceToken, ...] = ()
+    tensor_parallel: bool = False  # heads and weights are dealt to the ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one scheduled step computes on this rank."""
+
+    passes: tuple[Pass, ...]
+    decoded: list[int] = field(default_factory=list)  # the sequences of `Pass.decode`, in order
+
+    @property
+    def recordable(self) -> bool:
+        """True for a decode batch alone, of which nothing else is asked."""
+        return len(self.passes) == 1 and not (
+            self.passes[0].replicated or self.passes[0].chunks or self.passes[0].sources
+        )

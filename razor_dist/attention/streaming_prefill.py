@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from razor_dist.attention.step import WindowPart
 from razor_dist.attention.streaming import SpanKeys, SpanQueries, window_attention
-from razor_dist.attention.window_plan import WindowPlan, edge_sums, plan_compression, plan_window
-from razor_dist.cache.sequence import Sequence, SharedWindow
-from razor_dist.cache.streaming import SinksAndSums, StreamingCache, StreamingSlot
+from razor_dist.attention.window_plan import edge_sums
+from razor_dist.cache.streaming import SinksAndSums, StreamingCache
 from razor_dist.heads.layout import StreamingGroup
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator, Pending
 from razor_dist.parallel.halo import Arriving, KVPiece, assemble
-from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.parallel.zigzag import Chunk, Interval
 
 
 @dataclass
@@ -31,81 +31,23 @@ class StreamingTransfers:
 class StreamingChunk:
     """One chunk as the streaming heads of one window see it.
 
-    They attend to sinks, window and compensation token. With ``exact`` prefill they see the whole
+    They attend to sinks, window and compensation token. With exact prefill they see the whole
     context elsewhere, and only what they keep of it is worked out here, when the prompt ends.
 
-    ``slot`` is the sequence's in ``cache``; ``earlier`` has, by layer, what this rank holds of the
-    window since the chunk before; ``last`` says that the prompt ends with this chunk. With
-    ``shared``, the ranks keep some of the heads each, and the chunk has all of them.
+    `kept` is what this rank holds of the next chunk's window, by layer, once all layers have run.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        cache: StreamingCache,
-        slot: StreamingSlot,
-        sequence: Sequence,
-        earlier: dict[int, list[KVPiece]],
-        chunk: Chunk,
-        *,
-        exact: bool,
-        last: bool,
-        shared: SharedWindow | None = None,
+        self, comm: Communicator, cache: StreamingCache, part: WindowPart, chunk: Chunk
     ) -> None:
-        self._comm, self._cache, self._slot, self._shared = comm, cache, slot, shared
-        self._earlier, self._chunk, self._last = earlier, chunk, last
-        # A prompt that continues a finished one finds the window replicated in the streaming cache.
-        prompt_begin = sequence.done[0].begin if sequence.done else chunk.begin
-        sinks = cache.policy.sinks
-        base = max(sinks, slot.start)
-        self.plan = self._make_plan(sequence, exact, base)
-        self._next: dict[int, list[KVPiece]] = {}
-        # Of the cache: what is seen, and what is to leave the ring for the tail.
-        first = base
-        if self.plan is not None and self.plan.window is not None:
-            in_ring = max(sinks, slot.ring_begin)
-            first = min(base, max(in_ring, self.plan.window.begin))
-        end = 0 if exact or shared is not None else prompt_begin
-        self._replicated = Interval(first, max(first, end))
-        if self.plan is not None:
-            window = self.plan.window
-            if window is not None:
-                # The ring has what was replicated already.
-                begin = max(self.plan.keep, self._replicated.end)
-                self._new = Interval(begin, max(begin, window.end))
-                self._new_at = cache.indices(slot, self._new.begin, self._new.end)
-                begin = max(in_ring, window.begin)
-                self._tail = Interval(begin, max(begin, self.plan.keep))
-
-    def _make_plan(self, sequence: Sequence, exact: bool, base: int) -> WindowPlan | None:
-        policy, comm, chunk = self._cache.policy, self._comm, self._chunk
-        tail = self._slot.tail_capacity
-        if exact:
-            if not self._last:
-                return None
-            done, shared = [*sequence.done, chunk], self._shared is not None
-            return plan_compression(policy, done, comm.rank, tail, shared=shared)
-        seen = Interval(base - tail, chunk.begin)
-        held = holdings(sequence.done, seen)
-        if self._shared is not None:
-            before = [(at & seen, rank) for at, rank in self._shared.held]
-            held += [(at, rank) for at, rank in before if len(at)]
-        return plan_window(
-            policy,
-            chunk,
-            comm.rank,
-            base=base,
-            held=held,
-            last=self._last,
-            tail=tail,
-            shared=self._shared is not None,
-        )
+        self._comm, self._cache, self._part, self._chunk = comm, cache, part, chunk
+        self.kept: dict[int, list[KVPiece]] = {}
 
     @property
     def _fixed(self) -> SinksAndSums:
-        if self._shared is not None:
-            return self._shared.fixed
-        return self._cache.sinks_and_sums(self._slot)
+        if self._part.shared is not None:
+            return self._part.shared.fixed
+        return self._cache.sinks_and_sums(self._part.slot)
 
     def start(
         self, layer: int, group: StreamingGroup, stored: list[KVPiece], k: Tensor, v: Tensor
@@ -115,13 +57,13 @@ class StreamingChunk:
         ``stored`` is what this rank holds of the prompt in the scratch pool (exact prefill); ``k``
         and ``v`` are ``[K, T, D]`` of this rank's tokens of the chunk.
         """
-        plan, cache = self.plan, self._cache
+        part, plan, cache = self._part, self._part.plan, self._cache
         assert plan is not None
         early, late = self._chunk.owned(self._comm.rank)
         split = len(early)
         pieces = [
             *stored,
-            *self._earlier.get(layer, ()),
+            *part.earlier.get(layer, ()),
             KVPiece(early, k[:, :split], v[:, :split]),
             KVPiece(late, k[:, split:], v[:, split:]),
         ]
@@ -131,9 +73,10 @@ class StreamingChunk:
         if plan.handover is not None:
             handover = plan.handover.start(self._comm, pieces, "halo", group.shares)
         replicated = []
-        if len(self._replicated):
-            both = cache.read(group.rows, self._slot, self._replicated.begin, self._replicated.end)
-            replicated.append(KVPiece(self._replicated, *both))
+        if len(part.replicated):
+            begin, end = part.replicated.begin, part.replicated.end
+            both = cache.read(group.rows, part.slot, begin, end)
+            replicated.append(KVPiece(part.replicated, *both))
         sums = None
         if plan.changes_sums and cache.policy.compensation:
             # What every rank holds is counted once.
@@ -149,7 +92,7 @@ class StreamingChunk:
         ``group`` and ``transfers`` are those of `start`. The result is float32 ``[K, G, T, D]``;
         None if there is nothing to attend with.
         """
-        plan, slot, rows = self.plan, self._slot, group.rows
+        plan, slot, rows = self._part.plan, self._part.slot, group.rows
         assert plan is not None
         fixed = self._fixed
         sinks, new = transfers.own + transfers.sinks.wait(), plan.new_sinks
@@ -178,14 +121,14 @@ class StreamingChunk:
             kept = Interval(plan.keep - slot.tail_capacity, self._chunk.end)
             parts = [p.part(kept) for p in transfers.own if len(p.at & kept)]
             # Clones: a view would keep the whole chunk's keys and values alive.
-            self._next[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
+            self.kept[layer] = [KVPiece(p.at, p.k.clone(), p.v.clone()) for p in parts]
         return out
 
     def _store(self, rows: slice, pieces: list[KVPiece], keep: int) -> None:
         """Store what the cache keeps, of the heads that are ``rows`` there."""
-        cache, slot, tail = self._cache, self._slot, self._tail
-        if len(self._new):
-            cache.write(rows, slot, self._new_at, *assemble(pieces, self._new))
+        cache, slot, tail = self._cache, self._part.slot, self._part.tail
+        if len(self._part.new):
+            cache.write(rows, slot, self._part.new_at, *assemble(pieces, self._part.new))
         if len(tail):
             cache.put_tail(rows, slot, tail.begin, tail.end, *assemble(pieces, tail))
         dropped = keep - cache.policy.sinks
@@ -200,7 +143,7 @@ class StreamingChunk:
         pieces: list[KVPiece],
         at_edges: Tensor,
     ) -> Tensor | None:
-        plan, policy = self.plan, self._cache.policy
+        plan, policy = self._part.plan, self._cache.policy
         assert plan is not None
         sink_k, sink_v = fixed.k[rows], fixed.v[rows]
         outs = []
@@ -212,11 +155,3 @@ class StreamingChunk:
             queries = SpanQueries(own, span.at.begin)
             outs.append(window_attention(queries, span, keys, policy))
         return torch.cat(outs, dim=2) if outs else None
-
-    def close(self) -> dict[int, list[KVPiece]]:
-        """Account for the chunk, once; return ``earlier`` for the next one."""
-        if self.plan is not None and self.plan.window is not None:
-            self._cache.advance(self._slot, self.plan.keep)
-        elif self.plan is not None:
-            self._slot.start = self.plan.keep
-        return self._next

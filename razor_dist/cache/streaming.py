@@ -1,19 +1,14 @@
 """The small cache of the streaming heads that share a window: of all, or of those a rank keeps.
 
-A sequence's slot holds, for each of these KV heads, of every layer, ``E + N0 + capacity`` keys and
+A sequence's slot holds, for each of these KV heads, of every layer, ``1 + N0 + capacity`` keys and
 values, where ``capacity`` covers the longest window that the sequence can come to have::
 
-    [ compensation token, E times | sinks 0..N0-1 | ring of the window | tail ]
+    [ compensation token | sinks 0..N0-1 | ring of the window | tail ]
 
 Slots lie one after the other in an arena, each as wide as its sequence needs (`StreamingCache`).
 The window's token at position p lies at ring index ``p mod capacity``; with rotated keys order
-does not matter. `visibility` turns a position into one additive bias over the slot (0 for what
-the query sees, ``log N_d`` for the compensation token, `HIDDEN` for the rest), which is all that
-decode needs: one attention call per layer, nothing moved, nothing concatenated.
-
-E is 1, unless queries are in bfloat16. Then the fused ops may want the bias in bfloat16 too, which
-would round ``log N_d`` by up to 1/32 and the token's weight by 3 %. So it stands in the slot four
-times, with biases that bfloat16 holds exactly and whose weights add up to ``N_d`` (`_shares`).
+does not matter. Nothing is moved and nothing concatenated: which places a query sees follows from
+its position and ``s`` alone (`razor_dist.kernels.decode`), and no other place is ever read.
 """
 
 from __future__ import annotations
@@ -27,12 +22,8 @@ from torch import Tensor
 
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import EngineError
-from razor_dist.kernels import HIDDEN
 
-# E in bfloat16: each entry takes what it can of the weight that is left, all but a tenth at least.
-_ENTRIES_BF16 = 4
-# Places of a slot that are cleared together, and bytes that are copied from one to another.
-_CLEARED = 256
+# Bytes that are copied together from one slot to another.
 _TOGETHER = 64 << 20
 
 
@@ -41,7 +32,6 @@ class Arena:
     """Room for the streaming heads of one window: a place has one token's keys and values."""
 
     policy: StreamingPolicy
-    entries: int  # E, the places of the compensation token
     places: int
     tail: int = 0  # dropped tokens that a slot keeps at most
 
@@ -49,19 +39,18 @@ class Arena:
     def of(
         cls,
         policy: StreamingPolicy,
-        queries: torch.dtype,
         tokens: int,
         sequences: float,
         tail: int = 0,
     ) -> Arena:
         """Return room for ``sequences`` of up to ``tokens`` tokens, also for a part of one."""
-        arena = cls(policy, compensation_entries(policy, queries), 0, tail)
+        arena = cls(policy, 0, tail)
         return replace(arena, places=int(sequences * arena.width(tokens)))
 
     @property
     def ring(self) -> int:
         """Index in a slot at which the ring begins."""
-        return self.entries + self.policy.sinks
+        return 1 + self.policy.sinks
 
     def width(self, total: int) -> int:
         """Places that the slot of a sequence of up to ``total`` tokens takes."""
@@ -107,7 +96,7 @@ class StreamingSlot:
     # whose window is not replicated. The tail has those from ``tail_begin`` to there.
     ring_begin: int = 0
     tail_begin: int = 0
-    finite: int = 0  # places that have been cleared or written: no more are read
+    length: int = 0  # tokens whose keys and values have been written
     cached: bool = False  # not in use: it may be evicted
 
 
@@ -144,7 +133,7 @@ class StreamingCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.arena, self.policy, self.entries = arena, arena.policy, arena.entries
+        self.arena, self.policy = arena, arena.policy
         self.rows = slice(0, rows)
         self.device = device
         shape = (rows, arena.places, head_dim)
@@ -163,22 +152,12 @@ class StreamingCache:
     def _ring(self) -> int:
         return self.arena.ring
 
-    def width(self, slot: StreamingSlot, tokens: int) -> int:
-        """Places of a slot that ``tokens`` tokens can have touched, for a reader or a writer.
-
-        They are made finite, for NaN survives a bias of -inf. Beyond them nothing is touched, so
-        that it takes no memory on CPU.
-        """
-        width = self._ring + min(slot.capacity, tokens)
-        if width > slot.finite:
-            end = min(-(-width // _CLEARED) * _CLEARED, self._ring + slot.capacity)
-            for store in (self.k, self.v):
-                store[:, slot.offset + slot.finite : slot.offset + end] = 0
-            slot.finite = end
-        return width
+    def _written(self, slot: StreamingSlot) -> int:
+        """Places of a slot before its tail that have been written, or could have been."""
+        return self._ring + min(slot.capacity, slot.length)
 
     def view(self, rows: slice, slot: StreamingSlot, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, width, D]`` of a slot's first places, in which `width` counts."""
+        """Keys and values ``[K, width, D]`` of a slot's first ``width`` places."""
         at = slice(slot.offset, slot.offset + width)
         return self.k[rows, at], self.v[rows, at]
 
@@ -239,7 +218,7 @@ class StreamingCache:
                 # What has been written, of ring and tail, row by row: the two may overlap, and a
                 # copy of one row is small.
                 tail = self._ring + slot.capacity
-                for a, b in ((0, slot.finite), (tail, end - slot.offset)):
+                for a, b in ((0, self._written(slot)), (tail, end - slot.offset)):
                     for row in (*self.k, *self.v):
                         row[slot.offset + a : slot.offset + b] = row[old + a : old + b].clone()
 
@@ -257,7 +236,6 @@ class StreamingCache:
             return
         old, begin = replace(slot), slot.tail_begin
         slot.capacity, slot.tail_capacity = self._capacities(length)
-        slot.finite = min(slot.finite, self._ring + slot.capacity)
         if length <= slot.capacity and slot.start <= self.policy.sinks:
             return  # each token has its place already
         window = max(slot.ring_begin, self.policy.sinks)
@@ -336,7 +314,7 @@ class StreamingCache:
         sinks = self.policy.sinks
         start, tail, length = state["at"].tolist()
         begin, first = max(start, sinks), min(sinks, length)
-        slot.start = slot.ring_begin = start
+        slot.start, slot.ring_begin, slot.length = start, start, length
         slot.tail_begin = max(tail, begin - slot.tail_capacity)
         k, v = state["k"], state["v"]
         self.write(rows, slot, self.indices(slot, 0, first), k[:, :first], v[:, :first])
@@ -354,32 +332,18 @@ class StreamingCache:
 
     def indices(self, slot: StreamingSlot, begin: int, end: int) -> Tensor:
         """Indices in a slot of positions ``[begin, end)``: int64, on the cache's device."""
-        self.width(slot, end)
-        return self.places(slot, torch.arange(begin, end, device=self.device))
-
-    def places(self, slot: StreamingSlot, position: Tensor) -> Tensor:
-        """Indices in a slot of the given positions: int64, of the same shape."""
+        position = torch.arange(begin, end, device=self.device)
         ring = self._ring + position % max(1, slot.capacity)
-        return torch.where(position < self.policy.sinks, self.entries + position, ring)
-
-    def places_of(self, slots: Sequence[StreamingSlot], position: Tensor) -> Tensor:
-        """Places in the arena of one position of each slot: int64 ``[n]``, like ``position``."""
-        pairs = zip(slots, position, strict=True)
-        found = [slot.offset + self.places(slot, at) for slot, at in pairs]
-        return torch.stack(found) if found else position
+        return torch.where(position < self.policy.sinks, 1 + position, ring)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return new keys and values as they are kept, and travel: attention sees no others."""
         return k.to(self.k.dtype), v.to(self.k.dtype)
 
-    def put(self, rows: slice, at: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store ``k``, ``v`` ``[K, n, D]`` at the places ``at`` of the arena, int64 ``[n]``."""
-        self.k[rows].index_copy_(1, at, k)
-        self.v[rows].index_copy_(1, at, v)
-
     def write(self, rows: slice, slot: StreamingSlot, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` ``[K, n, D]`` at ``at = indices(slot, ...)``."""
-        self.put(rows, slot.offset + at, k, v)
+        self.k[rows].index_copy_(1, slot.offset + at, k)
+        self.v[rows].index_copy_(1, slot.offset + at, v)
 
     def read(self, rows: slice, slot: StreamingSlot, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, n, D]`` of positions ``[begin, end)``, in order."""
@@ -406,8 +370,8 @@ class StreamingCache:
 
     def sinks(self, rows: slice, slot: StreamingSlot) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N0, D]`` of the first tokens; views."""
-        k, v = self.view(rows, slot, self.width(slot, 0))
-        return k[:, self.entries :], v[:, self.entries :]
+        k, v = self.view(rows, slot, self._ring)
+        return k[:, 1:], v[:, 1:]
 
     def sinks_and_sums(self, slot: StreamingSlot) -> SinksAndSums:
         """A slot's own, as views, until another slot is allocated."""
@@ -436,76 +400,12 @@ class StreamingCache:
 
     def advance(self, slot: StreamingSlot, start: int) -> None:
         """Note that the window in the ring begins at ``start``, and the tail goes up to there."""
+        assert slot.ring_begin <= start
         slot.start = slot.ring_begin = start
         slot.tail_begin = max(slot.tail_begin, start - slot.tail_capacity)
 
     def refresh(self, rows: slice, slot: StreamingSlot, count: int) -> None:
         """Set the compensation tokens to the mean of the ``count`` dropped tokens."""
         mean = self.sums[:, rows, slot.index].unsqueeze(2) / count
-        self.width(slot, 0)
-        for store, new in zip(self.view(rows, slot, self.entries), mean, strict=True):
-            store.copy_(new.expand_as(store))
-
-    def visibility(
-        self, slot: StreamingSlot, width: int, position: Tensor, start: Tensor
-    ) -> Tensor:
-        """Additive bias over the slot's first places for one query: float32 ``[width]``, finite.
-
-        ``width`` is at least `width` of the tokens up to the query; what is beyond has never held a
-        token. ``position`` and ``start`` are int64 of no dimensions, on the cache's device: the
-        query's position and its ``s`` (`StreamingPolicy.start`). They are never read on the host,
-        so that a CUDA graph of this gives the bias of whatever they hold when it is replayed.
-        """
-        sinks, own, ring = self.policy.sinks, self.entries, self._ring
-        first = start.clamp(min=sinks)
-        bias = torch.full((width,), HIDDEN, device=self.device)
-        if self.policy.compensation:
-            bias[:own] = _shares(first - sinks, own)
-        bias[own:ring].masked_fill_(torch.arange(sinks, device=self.device) <= position, 0.0)
-        bias[ring:].masked_fill_(self._in_ring(slot, width, position) >= first, 0.0)
-        return bias
-
-    def distance(self, slot: StreamingSlot, width: int, position: Tensor, start: Tensor) -> Tensor:
-        """Distance of the slot's first places from one query: ``j - i``, float32 ``[width]``.
-
-        The compensation token stands where the dropped tokens do on average, as its key and value
-        are theirs on average. The parameters are those of `visibility`, whose hidden places have
-        any finite distance here.
-        """
-        sinks = self.policy.sinks
-        middle = (start.clamp(min=sinks) + sinks - 1) / 2
-        first = torch.arange(sinks, device=self.device)
-        held = self._in_ring(slot, width, position)
-        mean = (middle - position).expand(self.entries)
-        return torch.cat([mean, first - position, held - position]).float()
-
-    def _in_ring(self, slot: StreamingSlot, width: int, position: Tensor) -> Tensor:
-        """The position that each place of the ring holds: the newest one of its remainder."""
-        ring = torch.arange(width - self._ring, device=self.device)
-        return position - (position - ring) % slot.capacity
-
-
-def compensation_entries(policy: StreamingPolicy, queries: torch.dtype) -> int:
-    """Places of the compensation token in a slot, for queries of a dtype."""
-    return _ENTRIES_BF16 if policy.compensation and queries == torch.bfloat16 else 1
-
-
-def _shares(count: Tensor, entries: int) -> Tensor:
-    """Biases under which ``entries`` equal keys weigh as much as ``count``: ``log N_d``, or a sum.
-
-    Several are numbers that bfloat16 holds: each but the last is the logarithm of what is left of
-    the weight, rounded down, and the last is rounded to the nearest. For up to 2**24 tokens, four
-    have the weight right to 3e-5. The result is float32 ``[entries]``, finite; with a ``count``
-    (int64 of no dimensions) of 0, every entry is hidden.
-    """
-    if entries == 1:
-        return torch.log(count).clamp(min=HIDDEN).view(1)
-    left, shares = count.double(), []
-    for _ in range(entries - 1):
-        whole = torch.log(left)
-        # Less than bfloat16 can round up by.
-        share = (whole - whole.abs() / 256).to(torch.bfloat16).double()
-        left = (left - torch.exp(share)).clamp(min=0)
-        shares.append(share)
-    shares.append(torch.log(left).to(torch.bfloat16).double())
-    return torch.stack(shares).clamp(min=HIDDEN).float()
+        for store, new in zip(self.view(rows, slot, 1), mean, strict=True):
+            store.copy_(new)

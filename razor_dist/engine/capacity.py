@@ -127,7 +127,7 @@ def cache_config(
             num_pages = -(-per_rank // config.page_size) + config.max_num_seqs
         return CacheConfig(
             arenas=tuple(
-                Arena.of(policy.with_window(window), dtype, max_model_len, sequences, tail)
+                Arena.of(policy.with_window(window), max_model_len, sequences, tail)
                 for window in layout.windows
             ),
             max_sequences=config.max_num_seqs,

@@ -4,7 +4,7 @@ A decode step of a small batch is bound by the time it takes to launch its hundr
 CUDA graph launches them as one. It repeats the same kernels on the same memory, as a tape
 (`razor_dist.engine.tape`) does without the model's Python. Which sequences a
 step is of, and what it reads of them, is in two tensors that are written before every replay
-(`razor_dist.attention.short_inputs`); so a recording fixes no more than how many sequences there
+(`razor_dist.attention.step`); so a recording fixes no more than how many sequences there
 may be, and how long their shards and windows.
 
 Whether a collective is captured must be the same on all ranks of a step (NCCL's rule: captured
@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -28,21 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from razor_dist.attention.short_inputs import (
-    BlockTables,
-    StepInputs,
-    block_tables,
-    exact_tables,
-    padded_inputs,
-    streaming_widths,
-)
+from razor_dist.attention.step import BlockTables, DecodeBatch, StepInputs
 from razor_dist.cache.caches import Caches
-from razor_dist.cache.sequence import Sequence
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.tape import Tape
 from razor_dist.kernels.decode import available
 from razor_dist.parallel.comm import Communicator, Purpose
-from razor_dist.parallel.sharding import owner_of
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +171,7 @@ class _Recording:
 
     inputs: Tensor | None = None
     pages: Tensor | None = None
-    tables: list[list[int]] = field(default_factory=list)  # that ``pages`` holds
+    tables: tuple[list[int], ...] = ()  # that ``pages`` holds
     replay: Step | None = None
     compared: int = 0  # of its steps with eager ones
     sent: Counter[Purpose] = field(default_factory=Counter)
@@ -226,75 +216,58 @@ class DecodeGraphs:
         self.enabled = False
         self._recordings.clear()
 
-    def run(self, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
-        """Logits of one step; ``inputs`` comes from `step_inputs` of the sequences."""
-        if not self.enabled or len(sequences) > self._recorder.most_sequences:
-            return self._eager(sequences, inputs)
-        key = self.key(sequences)
+    def run(self, batch: DecodeBatch) -> Tensor:
+        """Logits of one step."""
+        if not self.enabled or len(batch) > self._recorder.most_sequences:
+            return self._eager(batch)
+        key = self.key(batch)
         recording = self._recordings.get(key)
         if recording is None:
             self._recordings[key] = _Recording()
             if len(self._recordings) > self._most:
                 self._recordings.popitem(last=False)
-            return self._eager(sequences, inputs)
+            return self._eager(batch)
         self._recordings.move_to_end(key)
         if recording.compared < _COMPARED:
-            return self._compare(recording, key, sequences, inputs)
-        return self._replay(recording, sequences, inputs)
+            return self._compare(recording, key, batch)
+        return self._replay(recording, batch)
 
-    def key(self, sequences: Seq[Sequence]) -> Key:
-        """Return the key of a step of these sequences."""
-        stored, windows = 0, [0] * len(self._caches.streaming)
-        for sequence in sequences:
-            owner = owner_of(sequence.length, self._comm.size)
-            longest = max(n + (rank == owner) for rank, n in enumerate(sequence.shard_tokens))
-            stored = max(stored, longest)
-            tokens = (min(slot.capacity, sequence.length + 1) for slot in sequence.streaming)
-            windows = [max(pair) for pair in zip(windows, tokens, strict=True)]
-        padded = tuple(padded_length(tokens, self._recorder.pad) for tokens in windows)
-        return Key(
-            self._recorder.rows(len(sequences)), padded_length(stored, self._recorder.pad), padded
-        )
+    def key(self, batch: DecodeBatch) -> Key:
+        pad = self._recorder.pad
+        windows = tuple(padded_length(tokens, pad) for tokens in batch.windows)
+        return Key(self._recorder.rows(len(batch)), padded_length(batch.longest, pad), windows)
 
-    def _eager(self, sequences: Seq[Sequence], inputs: Tensor, rows: int | None = None) -> Tensor:
+    def _eager(self, batch: DecodeBatch, rows: int | None = None) -> Tensor:
         """Logits by the memory that is needed; those of a batch of ``rows`` round alike."""
-        rows = rows or len(sequences)
-        tables = exact_tables(self._comm, self._caches, sequences, rows)
-        padded = padded_inputs(self._caches, inputs, rows).to(tables.pages.device)
-        return self._forward(StepInputs.of(padded), tables)[: len(sequences)]
+        inputs, tables = batch.on(self._caches.pages.k.device, rows or len(batch))
+        return self._forward(inputs, tables)[: len(batch)]
 
-    def _replay(self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor) -> Tensor:
+    def _replay(self, recording: _Recording, batch: DecodeBatch) -> Tensor:
         assert recording.replay is not None
-        self._write(recording, sequences, inputs)
-        logits = recording.replay()[: len(sequences)]
+        self._write(recording, batch)
+        logits = recording.replay()[: len(batch)]
         for purpose, nbytes in recording.sent.items():
             self._comm.note(purpose, nbytes)
         return logits
 
-    def _write(self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor) -> None:
-        """Tell a recording of the next step."""
+    def _write(self, recording: _Recording, batch: DecodeBatch) -> None:
+        """Give a recording the next step's numbers."""
         assert recording.inputs is not None and recording.pages is not None
         rows, pages = recording.pages.shape
-        for sequence in sequences:
-            # What the new token may touch is cleared, which a recording cannot do.
-            streaming_widths(self._caches, sequence, sequence.length + 1)
-        recording.inputs.copy_(padded_inputs(self._caches, inputs, rows))
-        tables = [sequence.table.pages for sequence in sequences]
-        held = recording.tables
+        recording.inputs.copy_(batch.padded(rows))
+        tables, held = batch.pages, recording.tables
         if len(tables) != len(held) or any(a is not b for a, b in zip(tables, held, strict=True)):
-            recording.pages.copy_(block_tables(self._caches, sequences, rows, pages))
+            recording.pages.copy_(batch.table(rows, pages))
             recording.tables = tables
 
-    def _compare(
-        self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
-    ) -> Tensor:
+    def _compare(self, recording: _Recording, key: Key, batch: DecodeBatch) -> Tensor:
         """The eager step's logits; and a recording that gives them too, or none from here on."""
-        logits, problem = self._eager(sequences, inputs, key.sequences), None
+        logits, problem = self._eager(batch, key.sequences), None
         if recording.replay is None:
-            problem = self._try(self._capture, recording, key, sequences, inputs)
+            problem = self._try(self._capture, recording, key, batch)
         if self._all_well(problem):
             # Replayed only now: a rank without a recording would leave the others waiting.
-            problem = self._try(self._difference, recording, sequences, inputs, logits)
+            problem = self._try(self._difference, recording, batch, logits)
             if self._all_well(problem):
                 recording.compared += 1
                 return logits
@@ -305,18 +278,14 @@ class DecodeGraphs:
         self.close()
         return logits
 
-    def _capture(
-        self, recording: _Recording, key: Key, sequences: Seq[Sequence], inputs: Tensor
-    ) -> str | None:
+    def _capture(self, recording: _Recording, key: Key, batch: DecodeBatch) -> str | None:
         caches, device = self._caches, self._caches.pages.k.device
-        pages, rows = caches.pages.pages_for(key.stored), len(inputs)
+        pages, rows = caches.pages.pages_for(key.stored), len(batch.inputs)
         recording.inputs = torch.zeros(rows, key.sequences, dtype=torch.int64, device=device)
         recording.pages = torch.zeros(key.sequences, pages, dtype=torch.int32, device=device)
-        self._write(recording, sequences, inputs)
+        self._write(recording, batch)
         fields = StepInputs.of(recording.inputs)
-        rings = (cache.arena.ring for cache in caches.streaming)
-        widths = tuple(map(sum, zip(rings, key.windows, strict=True)))
-        tables = BlockTables(recording.pages, widths)
+        tables = BlockTables(recording.pages, batch.widths(key.windows))
 
         def step() -> Tensor:
             return self._forward(fields, tables)
@@ -329,10 +298,8 @@ class DecodeGraphs:
         self._comm.bytes_sent.subtract(recording.sent)
         return None
 
-    def _difference(
-        self, recording: _Recording, sequences: Seq[Sequence], inputs: Tensor, logits: Tensor
-    ) -> str | None:
-        replayed = self._replay(recording, sequences, inputs)
+    def _difference(self, recording: _Recording, batch: DecodeBatch, logits: Tensor) -> str | None:
+        replayed = self._replay(recording, batch)
         if not logits.numel():
             return None  # a rank that computes no logits; rank 0's depend on its share
         error = ((replayed - logits).abs().max() / logits.abs().max()).item()

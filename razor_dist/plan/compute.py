@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 
 from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import compensation_entries
 from razor_dist.engine.tensor_parallel import part_of
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.parallel.earlier import queries_travel
@@ -246,8 +245,7 @@ def decode_reads(d: Deployment, context: int) -> int:
     nbytes = sum(d.retrieval_per_layer) * _shard(d, context) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
         policy = heads.policy
-        entries = compensation_entries(policy, d.dtype) + policy.sinks
-        places = _waited_for(d, index) * (entries + policy.capacity(context))
+        places = _waited_for(d, index) * (1 + policy.sinks + policy.capacity(context))
         nbytes += places * d.streaming_kv_bytes
     return d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize + nbytes
 

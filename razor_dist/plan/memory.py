@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from razor_dist.attention.shared_window import share_windows
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.policy import StreamingPolicy, WindowRun
 from razor_dist.config.errors import ConfigError, EngineError
+from razor_dist.engine.prepare import begin_chunks
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.layout import HeadLayout
 from razor_dist.parallel.comm import Communicator, Pending, Purpose
@@ -191,29 +191,28 @@ class DryRun:
         sequence, rank = runner.sequences[0], runner.comm.rank
         if not done:
             return
-        share_windows(runner.comm, runner.caches, sequence)
-        sequence.done, sequence.length = list(done), done[-1].end
-        for r in range(runner.comm.size):
-            sequence.shard_tokens[r] = sum(chunk.tokens(r) for chunk in done)
-        sequence.table.tokens = sequence.shard_tokens[rank]
-        if sequence.scratch is not None:
-            sequence.scratch.tokens = sequence.shard_tokens[rank]
+        begin_chunks(runner.comm, runner.caches, sequence)
+        prefill = sequence.prefill
+        assert prefill is not None
+        prefill.done, sequence.chunks = list(done), list(done)
+        sequence.grow(
+            [sum(chunk.tokens(r) for chunk in done) for r in range(runner.comm.size)], rank
+        )
+        if prefill.scratch is not None:
+            prefill.scratch.tokens = sequence.shard_tokens[rank]
             return
-        sequence.window = []
         slots = zip(runner.caches.streaming, sequence.streaming, strict=True)
         for index, (cache, slot) in enumerate(slots):
             slot.start = max(cache.policy.sinks, cache.policy.start(sequence.length))
             kept = Interval(slot.start - slot.tail_capacity, sequence.length)
             held = holdings(done, kept)
             own = [at for at, holder in held if holder == rank]
-            sequence.window.append(
-                {
-                    layer: [self._piece(at, group.rows) for at in own]
-                    for layer, heads in enumerate(runner.caches.layout.layers)
-                    for group in heads.groups
-                    if group.index == index
-                }
-            )
+            prefill.windows[index] = {
+                layer: [self._piece(at, group.rows) for at in own]
+                for layer, heads in enumerate(runner.caches.layout.layers)
+                for group in heads.groups
+                if group.index == index
+            }
 
     def _piece(self, at: Interval, rows: slice) -> KVPiece:
         shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
@@ -242,8 +241,8 @@ def _kinds_of_layers(retrieval: Seq[int], kv_heads: int) -> list[int]:
 def window_tokens_between_chunks(d: Deployment, policy: StreamingPolicy, prompt: int) -> int:
     """Tokens of window that the fullest rank holds in the midst of a chunk.
 
-    Between two chunks each rank keeps its own part of the window (`Sequence.window`). While a chunk
-    runs, layer after layer gets its new part beside the old one, so both count.
+    Between two chunks each rank keeps its own part of the window (`ChunkedPrefill.windows`). While
+    a chunk runs, layer after layer gets its new part beside the old one, so both count.
     """
     if d.exact:
         return 0

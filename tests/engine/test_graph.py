@@ -22,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from razor_dist.attention.short_inputs import drop_outdated, step_inputs
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.graph import (
@@ -73,7 +72,7 @@ def make_pair(
     longest = dataclasses.replace(case, prompt=(0,) * 70)
     eager = make_runner(comm, longest, 5)
     graphs = make_runner(comm, longest, 5, recorder)
-    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.step_logits, recorder, case.dtype)
+    graphs.graphs = DecodeGraphs(comm, graphs.caches, graphs.decode_logits, recorder, case.dtype)
     for runner in (eager, graphs):
         for store in (runner.caches.pages, *runner.caches.streaming):
             for kept in (
@@ -243,21 +242,20 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     both.open(0, 41)
     for _ in range(2):
         both.decode(0)
-    runner, caches = both.graphs, both.graphs.caches
+    runner = both.graphs
     assert runner.graphs is not None
     [recording] = runner.graphs._recordings.values()
     assert recording.inputs is not None and recording.replay is not None
     for step in range(12):  # over the edge of a block, too
-        sequence = runner.sequences[0]
-        drop_outdated(caches, [sequence])
-        recording.inputs.copy_(step_inputs(runner.comm, caches, [(sequence, 20 + step)]))
+        plan = answer((0, 20 + step))
+        batch = runner.prepare(plan.pieces).passes[0].decode
+        assert batch is not None
+        recording.inputs.copy_(batch.inputs)
         got = recording.replay()
-        want = both.eager.execute(answer((0, 20 + step)))
+        want = both.eager.execute(plan)
         assert want is not None
         assert (got - want).abs().max() / want.abs().max() <= 1e-5
-        sequence.table.tokens += 1
-        sequence.shard_tokens[0] += 1
-        sequence.length += 1
+        runner.execute(plan)
     assert both.tape.recorded == 1
 
 
@@ -280,15 +278,20 @@ def test_a_key_is_of_lengths_alone(tiny: Tiny) -> None:
         both.open(key, length)
     runner, graphs = both.graphs, both.graphs.graphs
     assert graphs is not None
-    first, second, third, fourth = (runner.sequences[key] for key in range(4))
-    assert graphs.key([second]) == graphs.key([third])
-    assert graphs.key([first, second]) == graphs.key([second, first]) == graphs.key([third, first])
-    assert graphs.key([first, second, third]) == graphs.key([first, second, third, fourth])
-    assert len({graphs.key([first, second, third][:n]) for n in (1, 2, 3)}) == 3
+
+    def key_of(*sequences: int) -> object:
+        batch = runner.prepare(answer(*((key, 5) for key in sequences)).pieces).passes[0].decode
+        assert batch is not None
+        return graphs.key(batch)
+
+    assert key_of(1) == key_of(2)
+    assert key_of(0, 1) == key_of(1, 0) == key_of(2, 0)
+    assert key_of(0, 1, 2) == key_of(0, 1, 2, 3)
+    assert len({key_of(0), key_of(0, 1), key_of(0, 1, 2)}) == 3
     keys = []
     for position in range(41, 90):
-        assert first.length == position
-        keys.append(graphs.key([first]))
+        assert runner.sequences[0].length == position
+        keys.append(key_of(0))
         both.decode(0)
         both.choose(0)
     changed = [41 + i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]

@@ -34,7 +34,7 @@ MAX_LEN = 40
 POLICY = StreamingPolicy(window_min=4, window_ratio=2, window_max=None, sinks=1, block=1)
 POLICIES = (POLICY.with_window(3), POLICY)
 TAIL, CACHED = 4, 5
-WIDEST = Arena.of(POLICY, torch.float32, MAX_LEN, 1, TAIL).places
+WIDEST = Arena.of(POLICY, MAX_LEN, 1, TAIL).places
 
 
 class PagesOnly:
@@ -53,7 +53,7 @@ class PagesOnly:
         decode: str,
     ) -> None:
         # Streaming heads of two windows; one rank's slots, for all have the same.
-        arenas = tuple(Arena(policy, 1, places, tail) for policy in POLICIES)
+        arenas = tuple(Arena(policy, places, tail) for policy in POLICIES)
         self.config = CacheConfig(
             arenas,
             slots,

@@ -94,7 +94,7 @@ def measure(
     return Measured(
         runner.caches.reserved_bytes,
         used,
-        runner.peak_kv_bytes,
+        runner.sequences.peak_kv_bytes,
         {p: n for p, n in prefill.items() if n},
         {p: n for p, n in decode.items() if n},
         activations,

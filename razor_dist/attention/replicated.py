@@ -1,0 +1,130 @@
+"""Attention to prompt tokens that all ranks compute.
+
+They are a short prompt as a whole, a question that continues a prefix, or a part of a long prompt.
+Every rank has all of these tokens, and all of the window before them. So the streaming heads do
+what they do for a chunk on one rank, without transfers. The retrieval heads see the tokens
+themselves under the causal mask, and the rank's shard of those before; only what the ranks find
+there has to be merged, by one all-gather a layer. Each rank stores the keys and values of the
+tokens that it would own had they been decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.step import ReplicatedTokens
+from razor_dist.attention.streaming_prefill import StreamingChunk
+from razor_dist.cache.caches import Caches
+from razor_dist.heads.layout import ShortHeads
+from razor_dist.kernels import Partial, merge, merge_stacked
+from razor_dist.kernels.alibi import Places
+from razor_dist.kernels.query import Keys, Query
+from razor_dist.parallel.comm import Communicator
+
+
+class ReplicatedContext:
+    """`AttentionContext` of the tokens of several prompts, one prompt after the other.
+
+    With tensor-parallel decode, a rank computes the streaming heads that it keeps. With exact
+    prefill, tokens at the beginning of their sequence are seen in full by all heads.
+    """
+
+    def __init__(self, comm: Communicator, caches: Caches, prompts: Seq[ReplicatedTokens]) -> None:
+        self._comm, self._caches, self._prompts = comm, caches, prompts
+        self.tokens = sum(len(prompt.positions) for prompt in prompts)
+        alone = Communicator(None)
+        self._streaming = [
+            [
+                StreamingChunk(alone, cache, part, prompt.chunk)
+                for cache, part in zip(caches.streaming, prompt.windows, strict=True)
+            ]
+            for prompt in prompts
+        ]
+
+    def attend(self, layer: int, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        heads = self._caches.layout.short[layer]
+        parts = []
+        if heads.retrieval:
+            of = heads.retrieval_index
+            own = self._caches.pages.stored(k[of], v[of])
+            found = self._retrieval(heads, query.heads(of), *own)
+            parts.append(found if heads.taken is None else found.flatten(0, 1)[heads.taken])
+        if heads.streaming:
+            of = heads.streaming_index
+            found = self._stream(layer, heads, query.heads(of), k[of], v[of])
+            parts.append(found if heads.taken is None else found.flatten(0, 1))
+        if not parts:  # of this layer the rank has no head
+            return query.q.new_empty(query.q.shape[2], 0, query.q.shape[3])
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if heads.inverse is not None:
+            out = out[heads.inverse]
+        if heads.taken is None:
+            out = out.flatten(0, 1)
+        return out.transpose(0, 1).to(query.q.dtype)
+
+    def _stream(self, layer: int, heads: ShortHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the streaming heads: float32 ``[K, G, T, D]``."""
+        outs = []
+        for group in heads.groups:
+            of = query.heads(group.part)
+            both = self._caches.streaming[group.index].stored(k[group.part], v[group.part])
+            found = []
+            for prompt, windows in zip(self._prompts, self._streaming, strict=True):
+                mine, (k_of, v_of) = of.tokens(prompt.at), (x[:, prompt.at] for x in both)
+                window = windows[group.index]
+                transfers = window.start(layer, group, [], k_of, v_of)
+                out = window.finish(layer, group, mine, transfers)
+                found.append(_own(prompt, mine, k_of, v_of).out.float() if out is None else out)
+            outs.append(torch.cat(found, dim=2))
+        return torch.cat(outs)
+
+    def _retrieval(self, heads: ShortHeads, query: Query, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the retrieval heads: float32 ``[K, G, T, D]``."""
+        pages, rows = self._caches.pages, heads.retrieval_rows
+        own = []
+        for prompt in self._prompts:
+            k_of, v_of = k[:, prompt.at], v[:, prompt.at]
+            own.append(_own(prompt, query.tokens(prompt.at), k_of, v_of))
+            pages.write(rows, prompt.extents, k_of[:, prompt.own], v_of[:, prompt.own])
+        continuing = [prompt for prompt in self._prompts if prompt.chunk.begin]
+        if not continuing:
+            return torch.cat([partial.out.float() for partial in own], dim=2)
+        segments = (self._before(prompt, rows, query.by_distance) for prompt in continuing)
+        before = self._merged(
+            query.attend_each([(p.at, of) for p, of in zip(continuing, segments, strict=True)])
+        )
+        outs, first = [], 0
+        for prompt, partial in zip(self._prompts, own, strict=True):
+            if prompt.chunk.begin:
+                at = slice(first, first + len(prompt.positions))
+                first = at.stop
+                partial = merge([partial, Partial(before.out[:, :, at], before.lse[:, :, at])])
+            outs.append(partial.out.float())
+        return torch.cat(outs, dim=2)
+
+    def _before(self, prompt: ReplicatedTokens, rows: slice, by_distance: bool) -> Iterator[Keys]:
+        """Yield what this rank holds of the tokens before a prompt's."""
+        pages = self._caches.pages
+        for span, (k, v) in zip(prompt.seen, pages.segments(rows, prompt.seen), strict=True):
+            where = None
+            if by_distance:
+                assert pages.positions is not None
+                where = Places(prompt.chunk.ranges(0), pages.positions[span])
+            yield Keys(k, v, None, where)
+
+    def _merged(self, found: Partial) -> Partial:
+        if self._comm.size == 1:
+            return found
+        packed = torch.cat([found.out.float(), found.lse.unsqueeze(-1)], dim=-1)
+        gathered = self._comm.all_gather(packed, "merge")
+        return merge_stacked(gathered[..., :-1], gathered[..., -1])
+
+
+def _own(prompt: ReplicatedTokens, query: Query, k: Tensor, v: Tensor) -> Partial:
+    """Attention of a prompt's tokens to themselves."""
+    where = Places(prompt.chunk.ranges(0), prompt.positions) if query.by_distance else None
+    return query.attend(k, v, causal=True, where=where)

@@ -1,0 +1,349 @@
+"""From a plan and the sequences to a step as data; see `razor_dist.attention.step`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from razor_dist.attention.shared_window import shared_windows
+from razor_dist.attention.step import (
+    ChunkTokens,
+    DecodeBatch,
+    Pass,
+    ReplicatedTokens,
+    ShardPart,
+    SourceToken,
+    Step,
+    WindowPart,
+)
+from razor_dist.attention.window_plan import WindowPlan, plan_compression, plan_window
+from razor_dist.cache.caches import Caches
+from razor_dist.cache.pages import PagePool, PageTable
+from razor_dist.cache.sequence import ChunkedPrefill, Sequence, SharedWindow
+from razor_dist.cache.streaming import StreamingCache, StreamingSlot
+from razor_dist.parallel.comm import Communicator
+from razor_dist.parallel.earlier import positions_of
+from razor_dist.parallel.halo import KVPiece
+from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions
+from razor_dist.parallel.zigzag import Chunk, Interval, holdings
+from razor_dist.protocol.step_plan import Piece
+
+
+def begin_chunks(comm: Communicator, caches: Caches, sequence: Sequence) -> None:
+    """Make a sequence ready for its prompt's first chunk; all ranks call this together.
+
+    With tensor-parallel decode they exchange their windows here.
+    """
+    if sequence.prefill is None:
+        sequence.prefill = ChunkedPrefill([{} for _ in caches.streaming])
+    prefill = sequence.prefill
+    if caches.layout.share is not None and prefill.shared is None:
+        prefill.shared, windows = shared_windows(comm, caches, sequence)
+        if sequence.length:
+            prefill.windows = windows
+
+
+class Preparation:
+    """Prepares the steps of one rank; ``tensor_parallel`` is that of short steps."""
+
+    def __init__(self, comm: Communicator, caches: Caches, *, tensor_parallel: bool) -> None:
+        self._comm, self._caches, self._tensor_parallel = comm, caches, tensor_parallel
+        self._device = caches.pages.k.device
+
+    def step(self, pieces: Seq[Piece], sequences: Mapping[int, Sequence]) -> Step:
+        """Prepare a step of ``pieces``, in their order (`StepPlan.step`)."""
+        single = [piece for piece in pieces if piece.single]
+        whole = [piece for piece in pieces if not (piece.single or piece.sharded)]
+        sharded = [piece for piece in pieces if piece.sharded]
+        decode, sources = None, []
+        if single:
+            tokens = [(sequences[piece.sequence], int(piece.tokens[0])) for piece in single]
+            decode = self._decode(tokens)
+            sources = [
+                self._source(index, piece.sequence, sequences[piece.sequence])
+                for index, piece in enumerate(single)
+                if piece.sources
+            ]
+        replicated: list[ReplicatedTokens] = []
+        offset = 0
+        for piece in whole:
+            replicated.append(self._replicated(piece, sequences[piece.sequence], offset))
+            offset += len(piece.tokens)
+        chunks = [self._chunk(piece, sequences[piece.sequence]) for piece in sharded]
+        marks = {key: sequence.position_mark for key, sequence in sequences.items()}
+        parts = [
+            (piece, piece.tokens, tokens.positions + marks[tokens.sequence])
+            for piece, tokens in zip(whole, replicated, strict=True)
+        ]
+        own = [
+            (piece, *self._own_tokens(piece, tokens, marks[tokens.sequence]))
+            for piece, tokens in zip(sharded, chunks, strict=True)
+        ]
+        short = (decode, tuple(replicated), tuple(sources))
+        if self._tensor_parallel and (single or whole):
+            passes = [self._pass(len(single), parts, *short, (), tensor_parallel=True)]
+            if chunks:
+                passes.append(self._pass(0, own, None, (), (), tuple(chunks)))
+        else:
+            passes = [self._pass(len(single), [*parts, *own], *short, tuple(chunks))]
+        return Step(tuple(passes), [piece.sequence for piece in single])
+
+    def _pass(
+        self,
+        single: int,
+        parts: Seq[tuple[Piece, Tensor, Tensor]],
+        decode: DecodeBatch | None,
+        replicated: tuple[ReplicatedTokens, ...],
+        sources: tuple[SourceToken, ...],
+        chunks: tuple[ChunkTokens, ...],
+        *,
+        tensor_parallel: bool = False,
+    ) -> Pass:
+        """Put parts of a pass together: entries with this rank's tokens and their positions."""
+        # Rank 0 samples, and holds the last token of every chunk; all compute parts of its logits.
+        samples = tensor_parallel or self._comm.rank == 0
+        rows, logits = [int(samples)] * single, list(range(single * samples))
+        ids, positions, end = [], [], single
+        for piece, tokens, at in parts:
+            n = len(tokens)
+            begin = n - (samples and piece.samples)
+            if piece.prompt_logprobs >= 0:
+                begin = 0
+            rows.append(n - begin)
+            logits += range(end + begin, end + n)
+            ids.append(tokens.to(self._device))
+            positions.append(at)
+            end += n
+        # A model may not take an empty sequence: a rank without tokens runs one dummy token.
+        dummy = self._integers([] if end else [0])
+        return Pass(
+            torch.cat([*ids, dummy]),
+            torch.cat([*positions, dummy]),
+            None if len(logits) == end > 0 else self._integers(logits),
+            rows,
+            decode,
+            replicated,
+            chunks,
+            sources,
+            tensor_parallel,
+        )
+
+    def _integers(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def _decode(self, tokens: Seq[tuple[Sequence, int]]) -> DecodeBatch:
+        """One token of each of some sequences, none of which is in the midst of its prompt."""
+        caches, rank, size = self._caches, self._comm.rank, self._comm.size
+        pool, columns, longest = caches.pages, [], 0
+        windows = [0] * len(caches.streaming)
+        for sequence, token in tokens:
+            assert sequence.prefill is None
+            position, table, slots = sequence.length, sequence.table, sequence.streaming
+            owner = owner_of(position, size)
+            mine = owner == rank
+            at = pool.slot(table, table.tokens) if mine else pool.dummy_slot
+            columns.append(
+                (
+                    token,
+                    position,
+                    position + sequence.position_mark,
+                    at,
+                    table.tokens + mine,
+                    *(cache.policy.start(position) for cache in caches.streaming),
+                    *(slot.offset for slot in slots),
+                    *(slot.capacity for slot in slots),
+                )
+            )
+            shards = (n + (r == owner) for r, n in enumerate(sequence.shard_tokens))
+            longest = max(longest, *shards)
+            held = (min(slot.capacity, position + 1) for slot in slots)
+            windows = [max(pair) for pair in zip(windows, held, strict=True)]
+        return DecodeBatch(
+            torch.tensor(columns, dtype=torch.int64).T.contiguous(),
+            tuple(sequence.table.pages for sequence, _ in tokens),
+            longest,
+            tuple(windows),
+            pool.page_size,
+            pool.dummy_slot,
+            tuple(cache.arena.ring for cache in caches.streaming),
+        )
+
+    def _source(self, index: int, key: int, sequence: Sequence) -> SourceToken:
+        position, table = sequence.length, sequence.table
+        own = owner_of(position, self._comm.size) == self._comm.rank
+        spans = self._caches.pages.spans(table, 0, table.tokens + own)
+        return SourceToken(key, index, position, spans, sequence.runs(self._comm.rank))
+
+    def _replicated(self, piece: Piece, sequence: Sequence, offset: int) -> ReplicatedTokens:
+        assert sequence.prefill is None, "its chunks are not done"
+        caches, rank, size = self._caches, self._comm.rank, self._comm.size
+        begin = sequence.length
+        end = begin + len(piece.tokens)
+        chunk, stored = Chunk(begin, end, 1), sequence.table.tokens
+        owned = owned_tokens(chunk.span, rank, size)
+        exact = caches.scratch is not None and begin == 0
+        prefill = ChunkedPrefill([{} for _ in caches.streaming])
+        return ReplicatedTokens(
+            piece.sequence,
+            slice(offset, offset + end - begin),
+            chunk,
+            torch.arange(begin, end, device=self._device),
+            owned,
+            caches.pages.extents(sequence.table, stored, stored + len(owned)),
+            caches.pages.spans(sequence.table, 0, stored),
+            self._windows(sequence, prefill, chunk, rank=0, last=True, exact=exact),
+        )
+
+    def _chunk(self, piece: Piece, sequence: Sequence) -> ChunkTokens:
+        prefill, caches, rank = sequence.prefill, self._caches, self._comm.rank
+        assert prefill is not None
+        begin, size = sequence.length, self._comm.size
+        chunk = Chunk(begin, begin + len(piece.tokens), size)
+        pages = self._shard(
+            caches.pages, sequence.table, chunk, sequence.shard_tokens, sequence.chunks
+        )
+        scratch, stored = None, []
+        if prefill.scratch is not None:
+            assert caches.scratch is not None
+            lengths = [sum(done.tokens(r) for done in prefill.done) for r in range(size)]
+            scratch = self._shard(caches.scratch, prefill.scratch, chunk, lengths, prefill.done)
+            if piece.last:
+                stored = _stored(caches.scratch, prefill.scratch, prefill.done, rank)
+        exact = scratch is not None
+        return ChunkTokens(
+            piece.sequence,
+            chunk,
+            piece.last,
+            positions_of(chunk.ranges(rank), self._device),
+            pages,
+            scratch,
+            stored,
+            self._windows(sequence, prefill, chunk, rank=rank, last=piece.last, exact=exact),
+        )
+
+    def _own_tokens(self, piece: Piece, tokens: ChunkTokens, mark: int) -> tuple[Tensor, Tensor]:
+        """This rank's tokens of a chunk, and their positions as the model gets them."""
+        own = piece.tokens.to(self._device)[tokens.positions - tokens.chunk.begin]
+        return own, tokens.positions + mark
+
+    def _shard(
+        self,
+        pool: PagePool,
+        table: PageTable,
+        chunk: Chunk,
+        lengths: list[int],
+        before: Seq[Chunk],
+    ) -> ShardPart:
+        old, size = table.tokens, self._comm.size
+        positions: list[Tensor] = []
+        if self._caches.pages.positions is not None:
+            positions = [
+                positions_of(shard_positions(before, chunk.begin, rank, size), self._device)
+                for rank in range(size)
+            ]
+        new = pool.extents(table, old, old + chunk.tokens(self._comm.rank))
+        return ShardPart(new, pool.spans(table, 0, old), lengths, positions)
+
+    def _windows(
+        self,
+        sequence: Sequence,
+        prefill: ChunkedPrefill,
+        chunk: Chunk,
+        *,
+        rank: int,
+        last: bool,
+        exact: bool,
+    ) -> tuple[WindowPart, ...]:
+        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(self._caches.streaming)
+        return tuple(
+            _window_part(cache, slot, window, of_all, prefill.done, chunk, rank, last, exact)
+            for cache, slot, window, of_all in zip(
+                self._caches.streaming, sequence.streaming, prefill.windows, shared, strict=True
+            )
+        )
+
+
+def _stored(
+    pool: PagePool, table: PageTable, done: Seq[Chunk], rank: int
+) -> list[tuple[Interval, slice]]:
+    """Positions and slots of what a rank's pool has of the chunks ``done``."""
+    found, first = [], 0
+    for chunk in done:
+        for shard in chunk.owned(rank):
+            at = shard.begin
+            for a, b in pool.extents(table, first, first + len(shard)):
+                found.append((Interval(at, at + b - a), slice(a, b)))
+                at += b - a
+            first += len(shard)
+    return found
+
+
+def _window_part(
+    cache: StreamingCache,
+    slot: StreamingSlot,
+    earlier: dict[int, list[KVPiece]],
+    shared: SharedWindow | None,
+    done: Seq[Chunk],
+    chunk: Chunk,
+    rank: int,
+    last: bool,
+    exact: bool,
+) -> WindowPart:
+    sinks, nothing = cache.policy.sinks, Interval(0, 0)
+    base = max(sinks, slot.start)
+    plan = _plan(cache, slot, base, shared, done, chunk, rank, last, exact)
+    # A prompt that continues a finished one finds the window replicated in the streaming cache.
+    prompt_begin = done[0].begin if done else chunk.begin
+    end = 0 if exact or shared is not None else prompt_begin
+    window = None if plan is None else plan.window
+    # Of the slot: what is seen, and what is to leave the ring for the tail.
+    if plan is None or window is None:
+        replicated = Interval(base, max(base, end))
+        at = cache.indices(slot, 0, 0)
+        return WindowPart(slot, plan, shared, earlier, replicated, nothing, at, nothing)
+    in_ring = max(sinks, slot.ring_begin)
+    first = min(base, max(in_ring, window.begin))
+    replicated = Interval(first, max(first, end))
+    begin = max(plan.keep, replicated.end)  # the ring has what was replicated already
+    new = Interval(begin, max(begin, window.end))
+    begin = max(in_ring, window.begin)
+    tail = Interval(begin, max(begin, plan.keep))
+    at = cache.indices(slot, new.begin, new.end)
+    return WindowPart(slot, plan, shared, earlier, replicated, new, at, tail)
+
+
+def _plan(
+    cache: StreamingCache,
+    slot: StreamingSlot,
+    base: int,
+    shared: SharedWindow | None,
+    done: Seq[Chunk],
+    chunk: Chunk,
+    rank: int,
+    last: bool,
+    exact: bool,
+) -> WindowPlan | None:
+    tail = slot.tail_capacity
+    if exact:
+        if not last:
+            return None
+        whole = [*done, chunk]
+        return plan_compression(cache.policy, whole, rank, tail, shared=shared is not None)
+    seen = Interval(base - tail, chunk.begin)
+    held = holdings(done, seen)
+    if shared is not None:
+        before = [(at & seen, holder) for at, holder in shared.held]
+        held += [(at, holder) for at, holder in before if len(at)]
+    return plan_window(
+        cache.policy,
+        chunk,
+        rank,
+        base=base,
+        held=held,
+        last=last,
+        tail=tail,
+        shared=shared is not None,
+    )
