@@ -459,7 +459,7 @@ def attending(
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8}
     constants = {
         **decode_triton.tile(group, dim, dtypes[queries], dtypes[keys]),
-        **{"SINKS": 4, "ENTRIES": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
+        **{"SINKS": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
         **dict.fromkeys(["PAGES_SCALED", "RING_SCALED"], keys == "i8"),
         "SLOPES": slopes,
     }
@@ -493,7 +493,7 @@ def test_attending_compiles_without_spills(
     assert shared <= 80 << 10
 
 
-STORE = {"SINKS": 4, "ENTRIES": 4, "D": 128, "WIDTH": 128, "num_warps": 1}
+STORE = {"SINKS": 4, "D": 128, "WIDTH": 128, "num_warps": 1}
 SMALL: dict[str, dict[str, Any]] = {
     "store_kernel": STORE | {"PAGES_SCALED": False},
     "store_kernel, int8": STORE | {"PAGES_SCALED": True},

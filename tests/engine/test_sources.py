@@ -48,7 +48,7 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
             torch.testing.assert_close(told.weights, runner.sources[2].weights)
             found.append((told.positions, told.weights))
     sent = comm.bytes_sent["sources"]
-    runner.execute(StepPlan.step([Piece(0, [1])]))
+    runner.execute(StepPlan.step([Piece(1, [1])]))
     assert not runner.sources and comm.bytes_sent["sources"] == sent
     return found
 
