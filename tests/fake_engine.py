@@ -19,10 +19,22 @@ from typing import Any
 
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
-    Message,
+    Abort,
+    Add,
+    Alive,
+    EngineInfo,
+    Failed,
+    Progress,
+    PromptLogprobs,
+    Ready,
+    Shutdown,
+    Stats,
+    ToEngine,
+    ToFrontend,
+    Token,
     answer_ids,
     body_length,
-    decode,
+    decode_to_engine,
     encode,
     unpack,
 )
@@ -67,73 +79,74 @@ class FakeEngine:
         self.beating = asyncio.create_task(self.beat())
         problem = _fail_at_start(self.config["model"], rank=0)
         if problem:
-            self.send(t="error", id="", message=problem, param=None, code=None)
+            self.send(Failed("", problem))
             await self.writer.drain()
             self.writer.close()
             sys.exit(3)
-        self.send(t="ready", info=self.info())
+        self.send(Ready(self.info()))
         while True:
             try:
                 header = await reader.readexactly(HEADER_SIZE)
             except asyncio.IncompleteReadError:
                 return
-            message = decode(await reader.readexactly(body_length(header)))
-            if message["t"] == "shutdown":
+            message = decode_to_engine(await reader.readexactly(body_length(header)))
+            if isinstance(message, Shutdown):
                 return
             self.handle(message)
 
     async def beat(self) -> None:
         while True:
-            self.send(t="alive", pid=os.getpid(), seconds_left=self.seconds_left())
+            self.send(Alive(os.getpid(), self.seconds_left()))
             await asyncio.sleep(0.2)
 
     def seconds_left(self) -> dict[str, float]:
         """The first request ends after 7.5 s, and each other one 7.5 s later."""
         return {id_: 7.5 * n for n, id_ in enumerate(self.tasks, start=1)}
 
-    def info(self) -> Message:
-        return {
-            "world_size": self.world_size,
-            "model": self.config["model"],
-            "max_model_len": self.config["max_model_len"] or MAX_MODEL_LEN,
-            "vocab_size": VOCAB_SIZE,
-            "eos_token_ids": [EOS],
-            "attention": self.config["attention"],
-            "prefill": self.config["prefill"],
-            "kv_dtype": "int8",
-            "retrieval_fraction": 0.15,
-            "kv_reserved_bytes_per_rank": 1000,
-        }
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            max_model_len=self.config["max_model_len"] or MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            world_size=self.world_size,
+            model=self.config["model"],
+            eos_token_ids=(EOS,),
+            attention=self.config["attention"],
+            prefill=self.config["prefill"],
+            kv_dtype="int8",
+            retrieval_fraction=0.15,
+            kv_reserved_bytes_per_rank=1000,
+        )
 
-    def handle(self, message: Message) -> None:
-        kind = message["t"]
-        if kind == "add":
-            prompt = unpack(message["prompt"]).tolist()
-            for id_ in answer_ids(message["id"], message["params"]["n"]):
-                task = asyncio.create_task(self.answer(id_, prompt, message["params"]))
+    def handle(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            prompt = unpack(message.prompt).tolist()
+            for id_ in answer_ids(message.id, message.params["n"]):
+                task = asyncio.create_task(self.answer(id_, prompt, message.params))
                 self.tasks[id_] = task
-        elif kind == "abort":
-            self.aborted.append(message["id"])
+        elif isinstance(message, Abort):
+            self.aborted.append(message.id)
             # The request may have ended while the abort was on its way.
-            if task := self.tasks.pop(message["id"], None):
+            if task := self.tasks.pop(message.id, None):
                 task.cancel()
-        elif kind == "stats":
-            self.send(
-                t="stats",
-                tag=message["tag"],
-                running=len(self.tasks),
-                waiting=0,
-                aborted=len(self.aborted),
-                bytes_sent={"ring": 10},
-                kv_bytes_per_rank=[100 * bool(self.tasks)] * self.world_size,
-                retrieval_kv_bytes_per_rank=[64 * bool(self.tasks)] * self.world_size,
-                prefix_cache={"hits": 0, "hit_tokens": 0, "evictions": 0, "bytes_per_rank": [8]},
-                rss_per_rank=[4096] * self.world_size,
-                cpu_us_per_rank=[1500] * self.world_size,
-                step_seconds={"prefill": ([0.1, 1.0], [2, 1, 0], 0.75)},
-                pid=os.getpid(),
-                env={k: v for k, v in os.environ.items() if k.isupper()},
-            )
+        else:
+            assert not isinstance(message, Shutdown)
+            self.send(Stats(message.tag, self.counters()))
+
+    def counters(self) -> dict[str, Any]:
+        return {
+            "running": len(self.tasks),
+            "waiting": 0,
+            "aborted": len(self.aborted),
+            "bytes_sent": {"ring": 10},
+            "kv_bytes_per_rank": [100 * bool(self.tasks)] * self.world_size,
+            "retrieval_kv_bytes_per_rank": [64 * bool(self.tasks)] * self.world_size,
+            "prefix_cache": {"hits": 0, "hit_tokens": 0, "evictions": 0, "bytes_per_rank": [8]},
+            "rss_per_rank": [4096] * self.world_size,
+            "cpu_us_per_rank": [1500] * self.world_size,
+            "step_seconds": {"prefill": ([0.1, 1.0], [2, 1, 0], 0.75)},
+            "pid": os.getpid(),
+            "env": {k: v for k, v in os.environ.items() if k.isupper()},
+        }
 
     async def answer(self, id: str, prompt: list[int], params: dict[str, Any]) -> None:
         await self.prefill(id, prompt, params)
@@ -147,14 +160,14 @@ class FakeEngine:
             stops = is_end or token in params["stop_token_ids"]
             finish = "stop" if stops else "length" if n == len(tokens) else None
             top = (
-                [[token, -0.5], [token ^ 1, -1.5]][: params["logprobs"]]
+                [(token, -0.5), (token ^ 1, -1.5)][: params["logprobs"]]
                 if params["logprobs"]
                 else []
             )
             logprob = None if params["logprobs"] is None else -0.5
             if finish:
                 del self.tasks[id]
-            self.send(t="token", id=id, token=token, logprob=logprob, top=top, finish=finish)
+            self.send(Token(id, token, logprob, top, finish))
             if finish:
                 return
             await asyncio.sleep(0.02 if prompt[0] == ENDLESS else self.pause)
@@ -169,32 +182,19 @@ class FakeEngine:
             await asyncio.sleep(3600)
         if prompt[0] == REFUSE:
             del self.tasks[id]
-            self.send(
-                t="error",
-                id=id,
-                message="the prompt needs more pages than the pool has",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            problem = "the prompt needs more pages than the pool has"
+            self.send(Failed(id, problem, "messages", "context_length_exceeded"))
             await asyncio.sleep(3600)
         if params["prompt_logprobs"] is not None and "/" not in id:
-            entries = [None] + [[-1.0, 1, [[t, -1.0]]] for t in prompt[1:]]
-            self.send(t="prompt", id=id, logprobs=entries)
+            self.send(PromptLogprobs(id, [None, *((-1.0, 1, [(t, -1.0)]) for t in prompt[1:])]))
         steps = 4 if prompt[0] == SLOW_PREFILL else 1
         for step in range(steps + 1):
             if step and steps > 1:
                 await asyncio.sleep(0.3)
-            self.send(
-                t="progress",
-                id=id,
-                processed=len(prompt) * step // steps,
-                total=len(prompt),
-                cached=0,
-                prefix=0,
-                seconds=0.3 * step,
-            )
+            done = len(prompt) * step // steps
+            self.send(Progress(id, done, len(prompt), prefix=0, cached=0, seconds=0.3 * step))
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: ToFrontend) -> None:
         self.writer.write(encode(message))
 
 

@@ -31,6 +31,7 @@ from razor_dist.models.loader import load_model
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
@@ -291,14 +292,14 @@ def decode_of(comm: Communicator, path: str, decode: str | None) -> tuple[str, s
     engine = build_engine(config, comm, CPU)
     if comm.rank:
         follow(engine)
-        return engine.info["decode"], "", engine.info["decode_reason"], []
+        return engine.info.decode, "", engine.info.decode_reason, []
     core, tokens = engine.core, []
     core.add("a", list(range(3, 150)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     while core.has_work:
-        tokens += [event["token"] for event in core.step() if event["t"] == "token"]
+        tokens += [event.token for event in core.step() if isinstance(event, Token)]
     said = core.stats()["decode"]
     core.stop()
-    return engine.info["decode"], said, engine.info["decode_reason"], tokens
+    return engine.info.decode, said, engine.info.decode_reason, tokens
 
 
 def test_the_setting_and_the_measurement_choose_for_all_ranks(ranks: Ranks, tiny: Tiny) -> None:

@@ -41,7 +41,7 @@ from razor_dist.llm.llm import LLM
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
-from razor_dist.protocol.messages import exception_of
+from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class OwnEngine:
     """Our engine in this process, one rank; ``steady`` as `TimedRun.from_stamps` has it."""
 
     def __init__(self, engine: RankEngine, *, steady: bool = False) -> None:
-        self.vocab_size: int = engine.info["vocab_size"]
+        self.vocab_size: int = engine.info.vocab_size
         self.runner = engine.runner
         self._core, self._steady = engine.core, steady
 
@@ -180,11 +180,11 @@ class OwnEngine:
         self._core.add("bench", prompt, greedy(new_tokens))
         while self._core.has_work:
             for message in self._core.step():
-                if message["t"] == "error":
-                    raise exception_of(message)
-                if message["t"] == "token":
+                if isinstance(message, Failed):
+                    raise message.exception
+                if isinstance(message, Token):
                     synchronize(self.runner.device)
-                    yield message["token"]
+                    yield message.token
 
 
 def greedy(new_tokens: int) -> SamplingParams:

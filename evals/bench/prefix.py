@@ -32,6 +32,7 @@ from razor_dist.engine.build import build_engine
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 QUESTIONS = (
@@ -230,8 +231,8 @@ def under_load(requests: int = 200, documents: int = 10, length: int = 240) -> N
         cached = answered = 0
         while core.has_work:
             for message in core.step():
-                cached = message.get("cached", cached)
-                answered += message["t"] == "token"
+                cached = message.cached if isinstance(message, Progress) else cached
+                answered += isinstance(message, Token)
         assert answered == 4
         found.append(cached >= length)
     stats = core.stats()

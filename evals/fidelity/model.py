@@ -20,7 +20,7 @@ from torch.nn.functional import kl_div
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, Observer, ReplayModel
-from razor_dist.protocol.messages import exception_of
+from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # Rows of the vocabulary's size that are compared at once; a chunk's logits are there besides.
@@ -193,9 +193,9 @@ class FidelityModel(ReplayModel):
         try:
             while core.has_work:
                 for message in core.step():
-                    if message["t"] == "error":
-                        raise exception_of(message)
-                    if message["t"] == "token" and message["finish"] is None:
+                    if isinstance(message, Failed):
+                        raise message.exception
+                    if isinstance(message, Token) and message.finish is None:
                         kv_bytes = runner.kv_bytes - before
         except BaseException:
             self._read = None  # it may be full attention's engine, with its work half done

@@ -41,6 +41,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 Layers = Sequence[tuple[Tensor, ...]]  # of each layer, keys and values [K, T, D]
@@ -233,7 +234,7 @@ def run_core(core: EngineCore) -> list[int]:
     """Step until nothing is left to do; return the generated tokens."""
     tokens: list[int] = []
     while core.has_work:
-        tokens += [message["token"] for message in core.step() if message["t"] == "token"]
+        tokens += [message.token for message in core.step() if isinstance(message, Token)]
     return tokens
 
 

@@ -37,6 +37,7 @@ from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name, resolve_model
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -103,8 +104,8 @@ class TracedModel:
         traced_now: list[Any] = []
         while core.has_work:
             for message in core.step():
-                if message["t"] == "token":
-                    tokens.append(message["token"])
+                if isinstance(message, Token):
+                    tokens.append(message.token)
                     traced_now += runner.sources.values()
         return tokens, traced_now
 

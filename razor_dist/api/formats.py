@@ -20,7 +20,7 @@ from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece, decode_one, prompt_logprobs
 from razor_dist.frontend.detokenizer import REPLACEMENT, Detokenizer
 from razor_dist.frontend.outputs import Logprob, Source, TokenLogprobs
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Progress
 
 Json = dict[str, Any]
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -60,15 +60,15 @@ class Format(ABC):
     def piece(self, index: int, piece: TextPiece) -> list[Json]:
         """Chunks for one piece of the answer ``index``; none if there is nothing to see yet."""
 
-    def progress(self, index: int, message: Message) -> Json:
-        """A chunk with llama.cpp's ``prompt_progress`` for the engine's ``progress`` message."""
-        progress = {
-            "total": message["total"],
-            "cache": message["cached"],
-            "processed": message["processed"],
-            "time_ms": round(message["seconds"] * 1000),
+    def progress(self, index: int, progress: Progress) -> Json:
+        """A chunk with llama.cpp's ``prompt_progress``."""
+        fields = {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.processed,
+            "time_ms": round(progress.seconds * 1000),
         }
-        return self._chunk([self._empty(index)], prompt_progress=progress)
+        return self._chunk([self._empty(index)], prompt_progress=fields)
 
     def closing(self, include_usage: bool) -> list[Json]:
         """Chunks for the end of a stream."""

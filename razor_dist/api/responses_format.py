@@ -15,7 +15,7 @@ from razor_dist.api.parsing import Endpoint, ParsedRequest
 from razor_dist.api.tools import ToolParser, ToolUse
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Progress
 
 
 class ResponsesFormat(Format):
@@ -67,7 +67,7 @@ class ResponsesFormat(Format):
         delta = {"delta": text, "logprobs": []}
         return [*begins, self._event("response.output_text.delta", **self._at, **delta)]
 
-    def progress(self, index: int, message: Message) -> Json:
+    def progress(self, index: int, progress: Progress) -> Json:
         raise NotImplementedError  # no request can ask for it
 
     def closing(self, include_usage: bool) -> list[Json]:

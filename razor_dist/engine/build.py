@@ -56,6 +56,7 @@ from razor_dist.prefix.nodes import Tier
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import PART_BYTES, Transfers
+from razor_dist.protocol.messages import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def _check_weights(config: EngineConfig, comm: Communicator, device: torch.devic
 class RankEngine:
     runner: ModelRunner
     core: EngineCore  # of use on rank 0 only
-    info: dict[str, Any]  # of the protocol's ``ready`` message
+    info: EngineInfo
 
 
 def build_engine(config: EngineConfig, comm: Communicator, device: torch.device) -> RankEngine:
@@ -264,21 +265,21 @@ def make_engine(
         }
         _keep_prefixes(config, about, runner, core)
     kept = sum(map(sum, retrieval))
-    info = {
-        "world_size": comm.size,
-        "model": config.model,
-        "max_model_len": max_model_len,
-        "vocab_size": shape.vocab_size,
-        "eos_token_ids": list(eos_token_ids),
-        "attention": config.attention,
-        "prefill": config.prefill,
-        "decode": runner.decode,
-        "decode_reason": mode.reason,
-        "kv_dtype": dtype_name(kv_dtype),
-        "retrieval_fraction": kept / (shape.layers * shape.kv_heads),
-        "source_heads": len(source_heads),
-        "kv_reserved_bytes_per_rank": runner.caches.reserved_bytes,
-    }
+    info = EngineInfo(
+        max_model_len,
+        shape.vocab_size,
+        comm.size,
+        config.model,
+        tuple(eos_token_ids),
+        config.attention,
+        config.prefill,
+        runner.decode,
+        mode.reason,
+        dtype_name(kv_dtype),
+        kept / (shape.layers * shape.kv_heads),
+        len(source_heads),
+        runner.caches.reserved_bytes,
+    )
     return RankEngine(runner, core, info)
 
 

@@ -23,13 +23,14 @@ from razor_dist.engine.scheduler import Scheduler
 from razor_dist.engine.step_cost import StepSeconds
 from razor_dist.parallel.comm import PURPOSES
 from razor_dist.protocol.messages import (
-    Message,
+    AboutRequest,
+    Failed,
+    Progress,
+    PromptLogprobs,
+    Token,
     Tokens,
     answer_ids,
     as_tokens,
-    error_message,
-    prompt_message,
-    token_message,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
@@ -110,15 +111,15 @@ class EngineCore:
         *,
         prefix_id: str | None = None,
         pin: bool = False,
-        salt: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request.
 
         Messages about its ``params.n`` answers carry the ids of `answer_ids`. With ``prefix_id``,
-        ``prompt`` continues that pinned request: its pages are shared, its
-        streaming caches copied. With ``pin``, the prompt is only prefilled, and its caches kept for
-        requests that continue it, until it is aborted. Those of another ``salt`` share no caches
-        with it, unless they name it as their prefix.
+        ``prompt`` continues that pinned request: its pages are shared, its streaming caches copied.
+        With ``pin``, the prompt is only prefilled, and its caches kept for requests that continue
+        it, until it is aborted. Requests of another ``cache_salt`` share no caches with it, unless
+        they name it as their prefix.
 
         Raises `RequestError` if the prompt is empty, holds an unknown token id, does not fit, or
         would wait until a pinned prefix is released; if parameters do not suit model or engine.
@@ -143,7 +144,9 @@ class EngineCore:
         # Keys of other rotary frequencies, if there are any, are of no use.
         most = self.max_model_len if pin else before + len(tokens) + max_tokens
         namespace = (
-            (salt, self.runner.position_mark(most - 1)) if prefix is None else prefix.namespace
+            (cache_salt, self.runner.position_mark(most - 1))
+            if prefix is None
+            else prefix.namespace
         )
         first: Request | None = None
         requests = []
@@ -238,14 +241,14 @@ class EngineCore:
         plan.send(self.runner.comm)
         return self.runner.execute(plan)
 
-    def step(self) -> list[Message]:
+    def step(self) -> list[AboutRequest]:
         """Admit what fits, or run one chunk or decode step; report what came of it."""
-        admitted: list[Message] = []
+        admitted: list[AboutRequest] = []
         while plans := self._admit():
             self._run_all(plans)
             request = self.scheduler.running[plans[-1].sequence]
             if not request.released:  # its id may be another's now
-                admitted.append(_progress_message(request, request.begin, self._clock()))
+                admitted.append(_progress(request, request.begin, self._clock()))
         if admitted:
             return admitted  # now: the first chunk may take long
         moved = self._transfer()
@@ -270,7 +273,7 @@ class EngineCore:
         self._run_all(self.scheduler.copies([request for request, _ in step]))
         reads = any(read for _, read in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
-        messages: list[Message] = []
+        messages: list[AboutRequest] = []
         answering: list[Request] = []
         rows: list[int] = []  # of the logits, for each of those
         row = 0
@@ -328,7 +331,7 @@ class EngineCore:
             answering.append(sibling)
         return answering
 
-    def _read(self, request: Request, tokens: int, began: float) -> list[Message]:
+    def _read(self, request: Request, tokens: int, began: float) -> list[AboutRequest]:
         """Report ``tokens`` more prefilled tokens of a request, in a step started at ``began``."""
         done, messages = request.prefilled_to, []
         first = done == request.begin + tokens
@@ -338,10 +341,10 @@ class EngineCore:
             return []
         if request.key in self.runner.prompt_logprobs:
             found = self.runner.prompt_logprobs[request.key]
-            messages.append(prompt_message(request.id, first, found.tolist()))
-        return [*messages, _progress_message(request, done, self._clock())]
+            messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
+        return [*messages, _progress(request, done, self._clock())]
 
-    def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[Message]:
+    def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[AboutRequest]:
         """Sample each request's next token by its row of ``logits``."""
         failed = self._processors.begin(requests)
         params, generators = [r.params for r in requests], [r.generator for r in requests]
@@ -356,7 +359,7 @@ class EngineCore:
 
     def _advance(
         self, request: Request, sampled: Sampled | None, error: RazorError | None
-    ) -> Message:
+    ) -> AboutRequest:
         """Take a request's next token; end the request if that was its last, or there is none.
 
         A failure here is rank 0's alone, after the step, and ends this request only.
@@ -370,7 +373,7 @@ class EngineCore:
             request.sound = False
             self._end(request)
             assert error is not None
-            return error_message(request.id, error)
+            return Failed.of(request.id, error)
         request.generated.append(sampled.token)
         self._generated_tokens += 1
         finish = self._finish_reason(request, sampled.token)
@@ -380,8 +383,14 @@ class EngineCore:
             self._answers += 1
             self._end(request)
         sources = self.runner.sources.get(request.key)
-        found = sampled.token, sampled.logprob, sampled.top, finish
-        return token_message(request.id, *found, sources and sources.merged())
+        return Token(
+            request.id,
+            sampled.token,
+            sampled.logprob,
+            list(sampled.top),
+            finish,
+            None if sources is None else sources.merged(),
+        )
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params
@@ -435,7 +444,7 @@ class EngineCore:
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
-        """Counters of all ranks; see the ``stats`` message of `razor_dist.protocol.messages`."""
+        """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         kv, peak, retrieval, cached, rss, peak_rss, cpu, *sent = table.T.tolist()
@@ -458,14 +467,13 @@ class EngineCore:
         }
 
 
-def _progress_message(request: Request, processed: int, now: float) -> Message:
-    """The ``progress`` message of a request of which ``processed`` tokens are in the caches."""
-    return {
-        "t": "progress",
-        "id": request.id,
-        "processed": processed,
-        "total": request.end,
-        "cached": request.begin,
-        "prefix": request.base,
-        "seconds": now - request.began if processed > request.begin else 0.0,
-    }
+def _progress(request: Request, processed: int, now: float) -> Progress:
+    """Progress of a request of which ``processed`` tokens are in the caches."""
+    return Progress(
+        request.id,
+        processed,
+        total=request.end,
+        prefix=request.base,
+        cached=request.begin,
+        seconds=now - request.began if processed > request.begin else 0.0,
+    )

@@ -44,7 +44,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import PURPOSES, Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
-from razor_dist.prefix.transfer import Transfers, of_payload
+from razor_dist.prefix.transfer import Transfers, load_job
 from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,8 @@ class ModelRunner:
         """Make a sequence of what is stored of one, or go on with that."""
         assert self.transfers is not None
         if len(plan.payload):
-            self.sequences.restore(plan.sequence, plan.total, of_payload(plan.payload))
+            job = load_job(plan.payload)
+            self.sequences.restore(plan.sequence, plan.total, job.chunks, job.mark)
         return self.transfers.load(self.sequences[plan.sequence], plan.payload)
 
     def _step(self, pieces: Seq[Piece]) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 from razor_dist.cache.caches import Caches
 from razor_dist.cache.sequence import ChunkedPrefill, Sequence
@@ -75,11 +75,11 @@ class Sequences(dict[int, Sequence]):
         for cache, slot in zip(self._caches.streaming, sequence.streaming, strict=True):
             cache.cache(slot, sequence.length, sequence.total)
 
-    def restore(self, key: int, total: int, manifest: Mapping[str, Any]) -> None:
+    def restore(self, key: int, total: int, chunks: Rows[Rows[int]], mark: int) -> None:
         """Make room for a sequence of ``total`` tokens that comes from host memory or disk."""
         caches, size, rank = self._caches, self._comm.size, self._comm.rank
-        chunks = [Chunk(a, b, size, (c, d)) for a, b, c, d in manifest["chunks"]]
-        sizes = shard_lengths(chunks, total, size)
+        whole = [Chunk(a, b, size, (c, d)) for a, b, c, d in chunks]
+        sizes = shard_lengths(whole, total, size)
         table = caches.pages.allocate(sizes[rank])
         table.tokens = sizes[rank]
         self[key] = Sequence(
@@ -88,8 +88,8 @@ class Sequences(dict[int, Sequence]):
             shard_tokens=sizes,
             streaming=tuple(cache.allocate(total) for cache in caches.streaming),
             length=total,
-            position_mark=manifest["mark"],
-            chunks=chunks,
+            position_mark=mark,
+            chunks=whole,
         )
         self.note_peak()
 

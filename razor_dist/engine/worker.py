@@ -29,13 +29,20 @@ from razor_dist.protocol.heartbeat import heartbeat, interval
 from razor_dist.protocol.messages import (
     EXIT_USER_ERROR,
     HEADER_SIZE,
+    Abort,
+    Add,
+    Failed,
     FrontendUnreachableError,
-    Message,
+    Ready,
+    Shutdown,
+    Stats,
+    StatsQuery,
+    ToEngine,
+    ToFrontend,
     answer_ids,
     body_length,
-    decode,
+    decode_to_engine,
     encode,
-    error_message,
     unpack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -71,7 +78,7 @@ class Link:
         self._buffer = bytearray()
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ToFrontend) -> None:
         try:
             with self._sending:
                 self._socket.sendall(encode(message))
@@ -85,7 +92,7 @@ class Link:
         frontend that said ``shutdown`` has its own reason, often the same, and tells that.
         """
         try:
-            self.send(error_message("", error))
+            self.send(Failed.of("", error))
         except FrontendClosedError:
             if self.was_told_to_end():
                 return
@@ -95,7 +102,7 @@ class Link:
             # that the frontend, which must know the reason by then.
             self.receive(_LAST_WORDS)
 
-    def receive(self, timeout: float) -> list[Message]:
+    def receive(self, timeout: float) -> list[ToEngine]:
         """Return the messages that have come, after at most ``timeout`` seconds without a byte.
 
         Raises `FrontendClosedError` if the frontend has closed the connection.
@@ -115,15 +122,15 @@ class Link:
         """Return whether ``shutdown`` is among the last messages of a frontend that has gone."""
         with contextlib.suppress(FrontendClosedError):
             self.receive(0.0)
-        return any(message["t"] == "shutdown" for message in self._messages())
+        return any(isinstance(message, Shutdown) for message in self._messages())
 
-    def _messages(self) -> list[Message]:
-        messages = []
+    def _messages(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
         while len(header := bytes(self._buffer[:HEADER_SIZE])) == HEADER_SIZE:
             end = HEADER_SIZE + body_length(header)
             if len(self._buffer) < end:
                 break
-            messages.append(decode(bytes(self._buffer[HEADER_SIZE:end])))
+            messages.append(decode_to_engine(bytes(self._buffer[HEADER_SIZE:end])))
             del self._buffer[:end]
         return messages
 
@@ -139,12 +146,12 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
     """
     core = engine.core
     try:
-        link.send({"t": "ready", "info": engine.info})
+        link.send(Ready(engine.info))
         core.prepare()
         while True:
             messages = link.receive(0.0 if core.has_work else idle_seconds)
             for message in messages:
-                if message["t"] == "shutdown":
+                if isinstance(message, Shutdown):
                     core.stop()
                     return
                 for answer in _handle(engine, message):
@@ -160,28 +167,26 @@ def serve_frontend(engine: RankEngine, link: Link, idle_seconds: float) -> None:
         core.stop()
 
 
-def _handle(engine: RankEngine, message: Message) -> list[Message]:
+def _handle(engine: RankEngine, message: Add | Abort | StatsQuery) -> list[ToFrontend]:
     core = engine.core
-    match message["t"]:
-        case "add":
-            params = SamplingParams.from_wire(message["params"])
+    match message:
+        case Add():
+            params = SamplingParams.from_wire(message.params)
             try:
                 core.add(
-                    message["id"],
-                    unpack(message["prompt"]),
+                    message.id,
+                    unpack(message.prompt),
                     params,
-                    prefix_id=message.get("prefix"),
-                    pin=message.get("pin", False),
-                    salt=message.get("salt"),
+                    prefix_id=message.prefix,
+                    pin=message.pin,
+                    cache_salt=message.cache_salt,
                 )
             except RequestError as error:
-                return [error_message(id_, error) for id_ in answer_ids(message["id"], params.n)]
-        case "abort":
-            core.abort(message["id"])
-        case "stats":
-            return [{"t": "stats", "tag": message["tag"], **core.stats()}]
-        case other:
-            raise AssertionError(f"unknown message {other!r}")
+                return [Failed.of(id_, error) for id_ in answer_ids(message.id, params.n)]
+        case Abort():
+            core.abort(message.id)
+        case StatsQuery():
+            return [Stats(message.tag, core.stats())]
     return []
 
 

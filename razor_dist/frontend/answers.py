@@ -16,15 +16,15 @@ from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import Trace
 from razor_dist.frontend.prompts import Checked
-from razor_dist.protocol.messages import Message, Tokens
+from razor_dist.protocol.messages import Progress, PromptLogprobs, Token, Tokens
 
 
 @dataclass(frozen=True)
 class ChoiceEvent:
-    """A piece of the choice ``index``, or the engine's ``progress`` message about its prompt."""
+    """A piece of the choice ``index``, or the progress of its prompt."""
 
     index: int
-    what: TextPiece | Message
+    what: TextPiece | Progress
 
 
 @dataclass
@@ -150,16 +150,16 @@ class LiveChoices:
         try:
             with stream:
                 async for message in stream:
-                    if message["t"] == "progress":
-                        choice.cached_tokens = message["cached"]
+                    if isinstance(message, Progress):
+                        choice.cached_tokens = message.cached
                         if self._report_progress:
                             self._events.put_nowait(ChoiceEvent(index, message))
-                    elif message["t"] == "prompt":
-                        choice.prompt_entries += message["logprobs"]  # a message per chunk
-                    elif message["t"] == "token":
+                    elif isinstance(message, PromptLogprobs):
+                        choice.prompt_entries += message.logprobs  # a message per chunk
+                    elif isinstance(message, Token):
                         piece = assembler.push(message)
                         if trace is not None:
-                            trace.add(message.get("sources", ()), piece.offset, piece.text)
+                            trace.add(message.sources or (), piece.offset, piece.text)
                             piece = await choice.traced(trace, piece)
                         choice.pieces.append(piece)
                         self._events.put_nowait(ChoiceEvent(index, piece))

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.frontend.detokenizer import Detokenizer, StopMatcher, token_texts
 from razor_dist.frontend.outputs import AnswerSentence, Logprob, TokenLogprobs
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -33,7 +33,7 @@ class TextPiece:
 
 
 class Assembler:
-    """Turns the ``token`` messages of one request into pieces; without a tokenizer, of no text.
+    """Turns the tokens of one request into pieces; without a tokenizer, of no text.
 
     Stop strings are matched here, since the engine knows nothing of text.
     """
@@ -45,13 +45,12 @@ class Assembler:
         self._stops = StopMatcher(params.stop)
         self._count = 0  # tokens so far
 
-    def push(self, message: Message) -> TextPiece:
-        """Return the piece of one ``token`` message; the last one has a ``finish_reason``.
+    def push(self, message: Token) -> TextPiece:
+        """Return the piece of one token; the last one has a ``finish_reason``.
 
         If a stop string ended the text, the engine does not know yet: close the request's stream.
         """
-        token: int = message["token"]
-        finish: str | None = message["finish"]
+        token, finish = message.token, message.finish
         offset = 0 if self._detokenizer is None else self._detokenizer.length
         self._count += 1
         may_end = self._count > self._params.min_tokens
@@ -64,8 +63,8 @@ class Assembler:
             if finish == "stop" and token in self._params.stop_token_ids:
                 stop_reason = token
         logprobs = None
-        if self._params.logprobs is not None:
-            logprobs = token_logprobs(self._tokenizer, token, message["logprob"], message["top"])
+        if self._params.logprobs is not None and message.logprob is not None:
+            logprobs = token_logprobs(self._tokenizer, token, message.logprob, message.top)
         return TextPiece(token, text, logprobs, finish, stop_reason, offset)
 
     def _text(self, token: int, finish: str | None) -> str:

@@ -14,7 +14,7 @@ import psutil
 
 from razor_dist.config.errors import ProcessKilledError
 from razor_dist.frontend.guard import child_environment, guarded, send_signal
-from razor_dist.protocol.messages import HEADER_SIZE, Message, body_length, decode
+from razor_dist.protocol.messages import HEADER_SIZE, Fields, body_length, decode_fields
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class ChildProcess:
         finally:
             self._turn.release()
 
-    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Fields:
         """Write a question and return the answer; only for what `in_turn` runs.
 
         The process is killed if it fails: `TimeoutError` after ``seconds``, `ProcessDiedError` if
@@ -187,7 +187,7 @@ class ChildProcess:
             send_signal(self._killed, signal.SIGKILL)
 
 
-async def exchange(process: Process, *parts: bytes | bytearray) -> Message:
+async def exchange(process: Process, *parts: bytes | bytearray) -> Fields:
     """Write a question to a process and read its answer; `ProcessDiedError` if it dies."""
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -198,7 +198,7 @@ async def exchange(process: Process, *parts: bytes | bytearray) -> Message:
                 process.stdin.write(view[begin : begin + _PIECE])
                 await process.stdin.drain()
         header = await process.stdout.readexactly(HEADER_SIZE)
-        return decode(await process.stdout.readexactly(body_length(header)))
+        return decode_fields(await process.stdout.readexactly(body_length(header)))
     except (asyncio.IncompleteReadError, ConnectionError):
         raise ProcessDiedError(await _exit_code(process)) from None
 

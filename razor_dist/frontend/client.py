@@ -22,14 +22,25 @@ from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.observer import Observer
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
+    Abort,
+    AboutRequest,
+    Add,
+    Alive,
     EngineInfo,
-    Message,
+    Failed,
+    Fields,
+    Ready,
+    Shutdown,
+    Stats,
+    StatsQuery,
+    ToEngine,
+    ToFrontend,
+    Token,
     Tokens,
     answer_ids,
     body_length,
-    decode,
+    decode_to_frontend,
     encode,
-    exception_of,
     pack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -57,11 +68,11 @@ class EngineBusyError(EngineError):
     """The engine lives and is too busy to answer now: rank 0 hears nothing during a chunk."""
 
 
-class RequestStream(AsyncIterator[Message]):
+class RequestStream(AsyncIterator[AboutRequest]):
     """The messages of one request, up to the token that finishes it.
 
     Close it, or use it as a context manager: a request whose stream is closed early is aborted. A
-    pinned prefix ends in no other way: stop reading when ``progress`` says that it is read.
+    pinned prefix ends in no other way: stop reading when `Progress` says that it is prefilled.
 
     Iteration raises `RequestError` if the engine refuses the request, `EngineError` if it dies.
     """
@@ -69,14 +80,14 @@ class RequestStream(AsyncIterator[Message]):
     def __init__(self, request_id: str, abort: Callable[[str, str], None]) -> None:
         self.request_id = request_id
         self._abort = abort
-        self._queue: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[AboutRequest | Exception] = asyncio.Queue()
         self.ended = False  # the engine holds nothing of it: it finished, failed or was aborted
         self.closed = False  # it was `close` that ended it, not its last token or a failure
 
     def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> AboutRequest:
         if self.ended and self._queue.empty():
             raise StopAsyncIteration
         try:
@@ -103,7 +114,7 @@ class RequestStream(AsyncIterator[Message]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def put(self, item: Message | Exception, *, last: bool) -> None:
+    def put(self, item: AboutRequest | Exception, *, last: bool) -> None:
         """Hand on a message or an error (the client does); ``last`` if it ends the request."""
         self._queue.put_nowait(item)
         self.ended = self.ended or last
@@ -141,7 +152,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[str, RequestStream] = {}
         self._being_read = 0
-        self._stats: dict[int, asyncio.Future[Message]] = {}
+        self._stats: dict[int, asyncio.Future[Fields]] = {}
         self._tags = itertools.count(1)
 
     @property
@@ -240,9 +251,8 @@ class EngineClient:
         `GrammarProcess.compiled` what it must match. With
         ``pin`` the prompt is only read, and its caches are kept until the stream is closed; a
         ``prefix`` is the stream of such a request, which the prompt continues. A stream is returned
-        for each of the ``params.n`` answers, with ``token`` messages, the first with ``progress``
-        and ``prompt`` messages as well (`engine.messages`). Requests of another ``cache_salt``
-        share no caches with it.
+        for each of the ``params.n`` answers, with `Token` messages, the first with `Progress` and
+        `PromptLogprobs` as well. Requests of another ``cache_salt`` share no caches with it.
 
         Raises `RequestError` with code ``queue_full``, or if ``prefix`` was closed, and
         `EngineError` if the engine is not ready, or the one that held ``prefix`` has died.
@@ -257,15 +267,9 @@ class EngineClient:
         self.check_room(params.n)
         streams = {id_: RequestStream(id_, self.abort) for id_ in answer_ids(request_id, params.n)}
         assert self._streams.keys().isdisjoint(streams)
-        message: Message = {"t": "add", "id": request_id, "prompt": pack(prompt_ids)}
-        message["params"] = params.to_wire()
-        if pin:
-            message["pin"] = True
-        if prefix is not None:
-            message["prefix"] = prefix.request_id
-        if cache_salt is not None:
-            message["salt"] = cache_salt
-        self._send(message)
+        continued = None if prefix is None else prefix.request_id
+        prompt = pack(prompt_ids)
+        self._send(Add(request_id, prompt, params.to_wire(), pin, continued, cache_salt))
         self._streams |= streams
         self.observer.submitted(list(streams), len(prompt_ids), params)
         return list(streams.values())
@@ -292,16 +296,16 @@ class EngineClient:
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Abandon a request and free its cache; nothing happens if it has ended."""
         if self._streams.pop(request_id, None) is not None:
-            self._send({"t": "abort", "id": request_id})
+            self._send(Abort(request_id))
             self.observer.ended(request_id, reason)
 
-    async def stats(self, timeout: float = 30.0) -> Message:
-        """Return the engine's counters; `EngineBusyError` if not within ``timeout`` seconds."""
+    async def stats(self, timeout: float = 30.0) -> Fields:
+        """Return `Stats.counters`; `EngineBusyError` if not within ``timeout`` seconds."""
         self.require_ready()
         tag = next(self._tags)
         future = self._stats[tag] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"t": "stats", "tag": tag})
+            self._send(StatsQuery(tag))
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise EngineBusyError(
@@ -320,7 +324,7 @@ class EngineClient:
         """Tell the ranks to end; every unfinished request fails at once."""
         if self.status.state == "closed":
             return
-        self._send({"t": "shutdown"})
+        self._send(Shutdown())
         self._set(Status("closed", reason))
         self._fail_requests(reason)
         if self.grammars is not None:
@@ -338,7 +342,7 @@ class EngineClient:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.status.state == "closed":
-            writer.write(encode({"t": "shutdown"}))
+            writer.write(encode(Shutdown()))
             writer.close()
             return
         if self._writer is not None:
@@ -348,7 +352,7 @@ class EngineClient:
         try:
             while True:
                 header = await reader.readexactly(HEADER_SIZE)
-                message = decode(await reader.readexactly(body_length(header)))
+                message = decode_to_frontend(await reader.readexactly(body_length(header)))
                 if self._writer is not writer:
                     return  # a rank that was given up already
                 self._handle(message)
@@ -364,37 +368,37 @@ class EngineClient:
         finally:
             writer.close()
 
-    def _handle(self, message: Message) -> None:
-        kind = message["t"]
+    def _handle(self, message: ToFrontend) -> None:
         self.received += 1
-        if kind == "alive":
-            self.rank0_pid, self._seconds_left = message["pid"], message["seconds_left"]
-        elif kind == "ready":
-            fields = message["info"]
-            self.info = EngineInfo(fields["max_model_len"], fields["vocab_size"], fields)
-            self.served = True
-            self._set(Status("ready"))
-        elif kind == "stats":
-            future = self._stats.get(message["tag"])
-            if future is not None and not future.done():
-                future.set_result(message)
-        elif kind == "error" and message["id"] == "":
-            (self.lost if self.served else self.failed)(message["message"])
-        else:
-            self._deliver(message)
+        match message:
+            case Alive():
+                self.rank0_pid, self._seconds_left = message.pid, message.seconds_left
+            case Ready():
+                self.info = message.info
+                self.served = True
+                self._set(Status("ready"))
+            case Stats():
+                future = self._stats.get(message.tag)
+                if future is not None and not future.done():
+                    future.set_result(message.counters)
+            case Failed(id=""):
+                (self.lost if self.served else self.failed)(message.message)
+            case _:
+                self._deliver(message)
 
-    def _deliver(self, message: Message) -> None:
-        stream = self._streams.get(message["id"])
+    def _deliver(self, message: AboutRequest) -> None:
+        stream = self._streams.get(message.id)
         if stream is None:
             return  # aborted; the engine had not heard of it yet
         self.observer.received(message)
-        failed = message["t"] == "error"
-        last = failed or (message["t"] == "token" and message["finish"] is not None)
+        last = isinstance(message, Failed) or (
+            isinstance(message, Token) and message.finish is not None
+        )
         if last:
-            del self._streams[message["id"]]
-        stream.put(exception_of(message) if failed else message, last=last)
+            del self._streams[message.id]
+        stream.put(message.exception if isinstance(message, Failed) else message, last=last)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ToEngine) -> None:
         # A connection that is gone loses nothing here: its requests fail when that is noticed.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))

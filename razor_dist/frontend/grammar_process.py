@@ -30,12 +30,12 @@ from razor_dist.documents.read import KILLED
 from razor_dist.frontend.child_process import CLOSED, ChildProcess, ProcessDiedError, exchange
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
-    Message,
+    Fields,
     body_length,
-    decode,
+    decode_fields,
     encode,
-    error_message,
-    exception_of,
+    failure,
+    raise_failure,
 )
 from razor_dist.protocol.structured_outputs import (
     FIELD,
@@ -77,7 +77,7 @@ class GrammarProcess(ChildProcess):
         self._serialized: SerializedTokenizer | None = None
         self._refusal: RequestError | None = None
         # By the digest of the constraint: llguidance's text, or the refusal.
-        self._results: OrderedDict[bytes, Message] = OrderedDict()
+        self._results: OrderedDict[bytes, Fields] = OrderedDict()
         # Digests of each key's constraints that wait, or are being compiled.
         self._waiting: dict[Hashable, Counter[bytes]] = {}
 
@@ -121,17 +121,16 @@ class GrammarProcess(ChildProcess):
         else:
             with self._place(digest, key):
                 result = await self.in_turn(lambda: self._compile(digest, question), key)
-        if "error" in result:
-            raise exception_of(result["error"])
+        raise_failure(result)
         return GrammarText(**result)
 
-    async def _compile(self, digest: bytes, question: bytes) -> Message:
+    async def _compile(self, digest: bytes, question: bytes) -> Fields:
         if digest in self._results:  # since it waited
             return self._results[digest]
         if self._serialized is None and self._refusal is None:
             await asyncio.to_thread(self.load)
         if self._refusal is not None:
-            return {"error": error_message("", self._refusal)}
+            return failure(self._refusal)
         try:
             result = await self._ask_twice(question)
         except TimeoutError:
@@ -147,13 +146,13 @@ class GrammarProcess(ChildProcess):
             result = _failure(f"the process that compiled it crashed; {_SIMPLER}")
         except RequestError as error:
             self._refusal = error  # of the vocabulary: the next process would refuse it as well
-            return {"error": error_message("", error)}
+            return failure(error)
         self._results[digest] = result
         if len(self._results) > _KEPT:
             self._results.popitem(last=False)
         return result
 
-    async def _ask_twice(self, question: bytes) -> Message:
+    async def _ask_twice(self, question: bytes) -> Fields:
         """As `ask`, again if the process was killed from outside: perhaps while it was idle."""
         try:
             return await self.ask(_SECONDS, question)
@@ -174,13 +173,12 @@ class GrammarProcess(ChildProcess):
             if death.code in KILLED:
                 raise
             raise EngineError(problem) from None
-        if "error" in answer:
-            raise exception_of(answer["error"])
+        raise_failure(answer)
 
     def _encoded_vocabulary(self) -> bytes:
         assert self._serialized is not None
         info = self._info()
-        ends = info.fields.get("eos_token_ids", ())
+        ends = info.eos_token_ids
         return encode(vocabulary_of(self._serialized, info.vocab_size, ends))
 
     @contextlib.contextmanager
@@ -210,8 +208,8 @@ def _question(structured: StructuredOutputsParams) -> bytes:
     return encode(structured.to_wire())
 
 
-def _failure(problem: str) -> Message:
-    return {"error": error_message("", RequestError(f"{FIELD}: {problem}", param=FIELD))}
+def _failure(problem: str) -> Fields:
+    return failure(RequestError(f"{FIELD}: {problem}", param=FIELD))
 
 
 class _Worker:
@@ -225,7 +223,7 @@ class _Worker:
         try:
             self._tokenizer = load_vocabulary(vocabulary)
         except RequestError as error:
-            self._write({"error": error_message("", error)})
+            self._write(failure(error))
             return
         del vocabulary
         _limit_memory(self._memory)
@@ -235,21 +233,21 @@ class _Worker:
         while (fields := self._read()) is not None:
             self._write(self._answer(fields))
 
-    def _answer(self, fields: Message) -> Message:
+    def _answer(self, fields: Fields) -> Fields:
         try:
             return StructuredOutputsParams.of(fields).compiled(self._tokenizer).to_wire()
         except RequestError as error:
-            return {"error": error_message("", error)}
+            return failure(error)
         except MemoryError:
             return _failure(f"compiling it took more than {self._memory >> 20} MiB; {_SIMPLER}")
         except Exception as error:  # of native code, or of llguidance's converter
             return _failure(f"it cannot be compiled ({type(error).__name__}); {_SIMPLER}")
 
-    def _read(self) -> Message | None:
+    def _read(self) -> Fields | None:
         header = self._source.read(HEADER_SIZE)
-        return decode(self._source.read(body_length(header))) if header else None
+        return decode_fields(self._source.read(body_length(header))) if header else None
 
-    def _write(self, message: Message) -> None:
+    def _write(self, message: Fields) -> None:
         self._sink.write(encode(message))
         self._sink.flush()
 

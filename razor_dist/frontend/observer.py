@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import AboutRequest
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -14,7 +14,7 @@ class Observer:
     def submitted(self, ids: Sequence[str], prompt_tokens: int, params: SamplingParams) -> None:
         """Note a prompt and the ids of its answers."""
 
-    def received(self, message: Message) -> None:
+    def received(self, message: AboutRequest) -> None:
         """Note a message about an answer."""
 
     def ended(self, request_id: str, reason: str) -> None:

@@ -13,7 +13,7 @@ from razor_dist.llm.generation import Conversation, Prompt
 from razor_dist.llm.llm import LLM, closed
 from razor_dist.llm.loop_thread import CLOSED
 from razor_dist.llm.prefix import Prefix
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Fields
 from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class AsyncLLM:
             if not self.llm.loop.finished:
                 await self._run(closed(outputs))
 
-    async def stats(self) -> Message:
+    async def stats(self) -> Fields:
         """Return the engine's counters, as `LLM.stats`."""
         return await asyncio.to_thread(self.llm.stats)
 

@@ -198,8 +198,8 @@ class GenerationCall:
             async for event in live.events():
                 assert event is not None
                 if not isinstance(event.what, TextPiece):
-                    result.num_cached_tokens = event.what["cached"]
-                    result.metrics.prefill_seconds = event.what["seconds"]
+                    result.num_cached_tokens = event.what.cached
+                    result.metrics.prefill_seconds = event.what.seconds
                     if bar is not None:
                         bar.progress(event.what)
                     continue

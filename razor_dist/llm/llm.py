@@ -35,7 +35,7 @@ from razor_dist.llm.prefix import Prefix, read_prefix
 from razor_dist.llm.progress import UseTqdm
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingParams, sampling_defaults
 
 
@@ -268,8 +268,8 @@ class LLM:
         ]
         return self._answer(encoded, params, use_tqdm, prefix)
 
-    def stats(self) -> Message:
-        """The engine's counters: see ``stats`` in `razor_dist.protocol.messages`."""
+    def stats(self) -> Fields:
+        """The engine's counters: see `razor_dist.protocol.messages.Stats`."""
         return self.loop.run(self._client.stats())
 
     @property

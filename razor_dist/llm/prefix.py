@@ -11,7 +11,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.frontend.client import EngineClient, RequestStream
 from razor_dist.frontend.prompts import Checked
 from razor_dist.llm.progress import PromptBar, UseTqdm
-from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.messages import Progress, Tokens
 
 # Tokens at a prefix's end that decide how the text after them is tokenised.
 _BORDER = 64
@@ -108,8 +108,10 @@ async def read_prefix(
     try:
         with PromptBar(use_tqdm, [tokens]) as bar:
             async for message in stream:
+                if not isinstance(message, Progress):
+                    continue
                 bar.progress(message)
-                if message["processed"] == message["total"]:
+                if message.processed == message.total:
                     break  # and leave the stream open: closing it would release the caches
     except BaseException:  # the engine's failure, or the caller's bar, which may raise anything
         stream.close()

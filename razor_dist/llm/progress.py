@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class PromptBar:
     def _description(self) -> str:
         return f"{self._answered}/{self._prompts} prompts answered"
 
-    def progress(self, message: Message) -> None:
-        read = message["processed"] - message["prefix"]
-        before = self._read.get(message["id"], 0)
-        self._read[message["id"]] = read
+    def progress(self, message: Progress) -> None:
+        read = message.processed - message.prefix
+        before = self._read.get(message.id, 0)
+        self._read[message.id] = read
         self._bar.update(read - before)
 
     def answered(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
 from razor_dist.cache.accounting import Allocation, CacheAccounts
@@ -27,7 +28,7 @@ from razor_dist.prefix.device import PrefillCost
 from razor_dist.prefix.nodes import Found, Node, Nodes, Tier
 from razor_dist.prefix.radix import Tokens
 from razor_dist.prefix.store import Manifest, Names, PrefixStore, tokens_digest
-from razor_dist.prefix.transfer import FAILED, Job, as_payload, kv_parts
+from razor_dist.prefix.transfer import FAILED, LoadJob, NodeJob, SaveJob, as_payload, kv_parts
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Saving:
     parent: Node | None
     draft: Path | None
     host: bool
-    job: Job | None  # until the ranks have it
+    job: SaveJob | None  # until the ranks have it
 
 
 @dataclass(eq=False)
@@ -122,16 +123,25 @@ class Tiers:
         self.loading = Loading(
             key, node.chain, namespace, self.nodes.tokens(node), allocation, tier
         )
-        chain: list[Job] = []
-        for one, cut in node.parts:
-            m = one.manifest
-            about = {"node": m.node, "manifest": m.sha256, "world_size": m.world_size}
-            about |= {"begin": m.begin, "end": m.end}
-            parts = {"kv_parts": m.kv_parts, "steps": m.steps, "parts": m.state_parts}
-            chain.append({**about, **parts, "chunks": m.chunks, "tails": m.tails, "cut": cut})
+        chain = [
+            NodeJob(
+                node=m.node,
+                manifest=m.sha256,
+                world_size=m.world_size,
+                begin=m.begin,
+                end=m.end,
+                cut=cut,
+                chunks=m.chunks,
+                kv_parts=m.kv_parts,
+                steps=m.steps,
+                parts=m.state_parts,
+                tails=m.tails,
+            )
+            for m, cut in ((one.manifest, cut) for one, cut in node.parts)
+        ]
         chunks = Manifest.rows_of(allocation.chunks, 0, node.manifest.end)
         same = node.written_by(self._accounts.world_size)
-        job = {"chain": chain, "same": same, "chunks": chunks, "mark": namespace[1]}
+        job = LoadJob(chain, same, chunks, namespace[1])
         return StepPlan(Op.LOAD, key, total=node.manifest.end, payload=as_payload(job))
 
     def loaded(self, answers: Tensor) -> bool | None:
@@ -185,7 +195,7 @@ class Tiers:
         job, self.saving.job = self.saving.job, None
         if job is None:
             return StepPlan(Op.SAVE, self.saving.of.key)
-        job |= {"drop": self.nodes.take_left_host()}
+        job = replace(job, drop=self.nodes.take_left_host())
         return StepPlan(Op.SAVE, self.saving.of.key, payload=as_payload(job))
 
     def _begin(self, of: Candidate) -> Saving | None:
@@ -214,9 +224,18 @@ class Tiers:
         host = fits.get("host", False)
         if draft is None and not host:
             return None
-        job: Job = {"manifest": manifest.sha256, "begin": begin, "end": manifest.end, "host": host}
-        job |= {"draft": draft and draft.name, "kv_parts": manifest.kv_parts}
-        job |= {"steps": manifest.steps, "parts": manifest.state_parts, "tails": manifest.tails}
+        job = SaveJob(
+            drop=[],
+            manifest=manifest.sha256,
+            begin=begin,
+            end=manifest.end,
+            host=host,
+            draft=None if draft is None else draft.name,
+            kv_parts=manifest.kv_parts,
+            steps=manifest.steps,
+            parts=manifest.state_parts,
+            tails=manifest.tails,
+        )
         return Saving(of, manifest, parent, draft, host, job)
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
@@ -305,7 +324,7 @@ class Tiers:
         if saving.draft is not None and self._store is not None:
             self._store.discard(saving.draft)
         drop = [saving.manifest.sha256, *self.nodes.take_left_host()]
-        return [StepPlan(Op.SAVE, payload=as_payload({"drop": drop}))]
+        return [StepPlan(Op.SAVE, payload=as_payload(SaveJob(drop)))]
 
     def _complain(self, error: OSError) -> None:
         self._disk_failed = time.monotonic()

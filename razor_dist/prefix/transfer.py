@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,7 +34,49 @@ PART_BYTES = 16 << 20
 # Of a rank's answer to a plan: it has failed; the sequence has gone on too far to be kept.
 FAILED, TOO_LATE = -1, -2
 
-Job = dict[str, Any]
+
+class NodeJob(msgspec.Struct, frozen=True):
+    """A node of the store, of which the tokens ``[begin, cut)`` are loaded."""
+
+    node: str  # its folder
+    manifest: str  # digest of its manifest
+    world_size: int  # of the ranks that wrote it
+    begin: int
+    end: int
+    cut: int
+    chunks: tuple[tuple[int, int, int, int], ...]  # `Manifest.chunks`
+    kv_parts: int
+    # By window: rows of a part of its state, the number of parts, and where its tail begins.
+    steps: tuple[int, ...]
+    parts: tuple[int, ...]
+    tails: tuple[int, ...]
+
+
+class LoadJob(msgspec.Struct, frozen=True):
+    """A sequence to load; with the first plan of a load."""
+
+    chain: list[NodeJob]  # from the sequence's beginning on
+    same: bool  # this many ranks wrote them: each reads its own parts
+    chunks: tuple[tuple[int, int, int, int], ...]  # of the sequence
+    mark: int  # `Sequence.position_mark`
+
+
+class SaveJob(msgspec.Struct, frozen=True):
+    """A sequence to save as ``[begin, end)``; with the first plan of a save."""
+
+    drop: list[str]  # manifests of nodes that leave host memory
+    manifest: str = ""  # digest of the new node's; "": nothing is saved
+    begin: int = 0
+    end: int = 0
+    host: bool = False  # it goes to host memory
+    draft: str | None = None  # and to this folder
+    kv_parts: int = 0
+    steps: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+    tails: tuple[int, ...] = ()
+
+
+_save_job, _load_job = msgspec.msgpack.Decoder(SaveJob), msgspec.msgpack.Decoder(LoadJob)
 
 
 @dataclass
@@ -51,17 +92,20 @@ class _Read:
     positions: Tensor
 
 
-def as_payload(job: Job) -> Tensor:
-    """Return what a plan tells the ranks as integers."""
-    data = msgpack.packb(job)
+def as_payload(job: SaveJob | LoadJob) -> Tensor:
+    """A job as integers, for a plan."""
+    data = msgspec.msgpack.encode(job)
     padded = len(data).to_bytes(8, "little") + data + bytes(-len(data) % 8)
     return torch.frombuffer(bytearray(padded), dtype=torch.int64)
 
 
-def of_payload(payload: Tensor) -> Job:
+def _data_of(payload: Tensor) -> bytes:
     data = payload.numpy().tobytes()
-    job: Job = msgpack.unpackb(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return job
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def load_job(payload: Tensor) -> LoadJob:
+    return _load_job.decode(_data_of(payload))
 
 
 class Transfers:
@@ -82,12 +126,12 @@ class Transfers:
     def save(self, sequence: Sequence | None, payload: Tensor) -> Tensor:
         """Begin to save a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
-            job = of_payload(payload)
-            for manifest in job.get("drop", ()):
+            job = _save_job.decode(_data_of(payload))
+            for manifest in job.drop:
                 self._host.pop(manifest, None)
             self._saving = iter(())
             self._writer.begin()
-            if "manifest" in job:
+            if job.manifest:
                 assert sequence is not None
                 self._saving = self._save(sequence, job)
         left = next(self._saving, 0) if not self._writer.busy else 1
@@ -101,7 +145,7 @@ class Transfers:
     def load(self, sequence: Sequence, payload: Tensor) -> Tensor:
         """Begin to fill a sequence, or go on; return all ranks' `_answers`."""
         if len(payload):
-            self._loading = self._load(sequence, of_payload(payload))
+            self._loading = self._load(sequence, load_job(payload))
             self._complaint = ""
             return self._answers(1, 0)
         left, node = next(self._loading, (0, 0))
@@ -122,20 +166,20 @@ class Transfers:
 
     # -------------------------------------------------------------------------------- to save
 
-    def _save(self, sequence: Sequence, job: Job) -> Iterator[int]:
+    def _save(self, sequence: Sequence, job: SaveJob) -> Iterator[int]:
         """Copy one part after the other for the writer; yield how many are left."""
-        begin, end, size = job["begin"], job["end"], self._comm.size
+        begin, end, size = job.begin, job.end, self._comm.size
         chunks, rank = list(sequence.chunks), self._comm.rank
         first, last = (shard_lengths(chunks, at, size)[rank] for at in (begin, end))
         states = [
             (window, part, slice(row, row + step))
-            for window, (step, parts) in enumerate(zip(job["steps"], job["parts"], strict=True))
+            for window, (step, parts) in enumerate(zip(job.steps, job.parts, strict=True))
             for part, row in enumerate(range(0, step * parts, step))
         ]
-        left = itertools.count(len(states[rank::size]) + job["kv_parts"] - 1, -1)
+        left = itertools.count(len(states[rank::size]) + job.kv_parts - 1, -1)
         for window, part, rows in states[rank::size]:
             cache, slot = self._caches.streaming[window], sequence.streaming[window]
-            tail = job["tails"][window]
+            tail = job.tails[window]
             if not cache.can_cut(slot, end) or slot.tail_begin > tail:
                 yield TOO_LATE
             rows = slice(rows.start, min(rows.stop, cache.rows.stop))
@@ -143,7 +187,7 @@ class Transfers:
             state = cache.state(slot, rows, end, tail)
             self._put(state, job, state_part(window, part), window=window, part=part)
             yield next(left)
-        pages, parts = self._caches.pages, job["kv_parts"]
+        pages, parts = self._caches.pages, job.kv_parts
         for part in range(parts):
             edges = [first + (last - first) * n // parts for n in (part, part + 1)]
             k, v = pages.read(sequence.table, *edges)
@@ -151,16 +195,16 @@ class Transfers:
             self._put({"k": k, "v": v}, job, name, rank=rank, part=part)
             yield next(left)
 
-    def _put(self, tensors: dict[str, Tensor], job: Job, name: str, **part: int) -> None:
-        about = part_header(job["manifest"], **part)
+    def _put(self, tensors: dict[str, Tensor], job: SaveJob, name: str, **part: int) -> None:
+        about = part_header(job.manifest, **part)
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
         to: list[Callable[[bytes], object]] = []
-        if job["host"]:
-            held = self._host.setdefault(job["manifest"], {})
+        if job.host:
+            held = self._host.setdefault(job.manifest, {})
             to.append(partial(held.__setitem__, name))
-        if job["draft"] is not None:
+        if job.draft is not None:
             assert self._folder is not None
-            to.append(partial(write_file, self._folder / job["draft"] / name))
+            to.append(partial(write_file, self._folder / job.draft / name))
 
         def everywhere(data: bytes) -> None:
             for one in to:
@@ -170,12 +214,12 @@ class Transfers:
 
     # -------------------------------------------------------------------------------- to load
 
-    def _load(self, sequence: Sequence, job: Job) -> Iterator[tuple[int, int]]:
+    def _load(self, sequence: Sequence, job: LoadJob) -> Iterator[tuple[int, int]]:
         """Fill a sequence part by part; yield how many are left, or `FAILED` and a node's index."""
-        reads, chain = self._reads(sequence, job), job["chain"]
+        reads, chain = self._reads(sequence, job), job.chain
         node = chain[-1]
         try:
-            states = [(w, part) for w, parts in enumerate(node["parts"]) for part in range(parts)]
+            states = [(w, part) for w, parts in enumerate(node.parts) for part in range(parts)]
             size = self._comm.size
             rounds = range(0, len(states), size)
             left = len(rounds) + len(reads)
@@ -200,7 +244,9 @@ class Transfers:
             left -= 1
             yield left, 0
 
-    def _load_states(self, sequence: Sequence, node: Job, states: list[tuple[int, int]]) -> None:
+    def _load_states(
+        self, sequence: Sequence, node: NodeJob, states: list[tuple[int, int]]
+    ) -> None:
         """Read one part on each rank and hand all to all; `BadPartError` if any rank cannot."""
         rank, data = self._comm.rank, b""
         if rank < len(states):
@@ -208,7 +254,7 @@ class Transfers:
             name = state_part(window, part)
             try:
                 data = self._part(node, name)
-                unpack(data, part_header(node["manifest"], window=window, part=part))
+                unpack(data, part_header(node.manifest, window=window, part=part))
             except BadPartError as error:
                 self._complain(node, name, error)
                 data = b""
@@ -221,13 +267,13 @@ class Transfers:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyones = self._comm.all_gather(padded.to(device), "halo").cpu()
         for (window, part), row, length in zip(states, everyones, nbytes, strict=False):
-            about = part_header(node["manifest"], window=window, part=part)
+            about = part_header(node.manifest, window=window, part=part)
             state = unpack(row[:length].numpy().tobytes(), about)
-            cache, step = self._caches.streaming[window], node["steps"][window]
+            cache, step = self._caches.streaming[window], node.steps[window]
             rows = slice(part * step, min((part + 1) * step, cache.rows.stop))
             _, tail, end = state["at"].tolist()
             shape = (rows.stop - rows.start, min(cache.policy.sinks, end) + max(0, end - tail))
-            as_told = end == node["end"] and tail <= node["tails"][window]
+            as_told = end == node.end and tail <= node.tails[window]
             if tuple(state["k"].shape[:2]) != shape or not as_told:
                 others = BadPartError("its heads or tokens are others")
                 self._complain(node, state_part(window, part), others)
@@ -235,10 +281,10 @@ class Transfers:
             on_device = {key: t if key == "at" else t.to(device) for key, t in state.items()}
             cache.restore(sequence.streaming[window], rows, on_device)
 
-    def _load_tokens(self, sequence: Sequence, node: Job, read: _Read) -> None:
+    def _load_tokens(self, sequence: Sequence, node: NodeJob, read: _Read) -> None:
         pages = self._caches.pages
         data = self._part(node, kv_part(read.rank, read.part))
-        about = part_header(node["manifest"], rank=read.rank, part=read.part)
+        about = part_header(node.manifest, rank=read.rank, part=read.part)
         found = unpack(data, about)
         want = (pages.k.shape[0], read.tokens, pages.width)
         if any(tuple(found[key].shape) != want for key in ("k", "v")):
@@ -250,21 +296,21 @@ class Transfers:
         if pages.positions is not None:
             pages.positions[slots] = read.positions.to(device)
 
-    def _reads(self, sequence: Sequence, job: Job) -> list[_Read]:
+    def _reads(self, sequence: Sequence, job: LoadJob) -> list[_Read]:
         """Return the parts that have tokens of this rank's shard."""
         size, reads = self._comm.size, []
-        end = job["chain"][-1]["end"]
+        end = job.chain[-1].end
         mine = held_positions(sequence.chunks, 0, end, self._comm.rank, size)
-        for index, node in enumerate(job["chain"]):
-            ranks = range(node["world_size"])
-            if job["same"]:
+        for index, node in enumerate(job.chain):
+            ranks = range(node.world_size)
+            if job.same:
                 ranks = range(self._comm.rank, self._comm.rank + 1)
-            chunks = [Chunk(a, b, node["world_size"], (c, d)) for a, b, c, d in node["chunks"]]
+            chunks = [Chunk(a, b, node.world_size, (c, d)) for a, b, c, d in node.chunks]
             for rank in ranks:
-                held = held_positions(chunks, node["begin"], node["end"], rank, node["world_size"])
-                for part in range(node["kv_parts"]):
-                    a, b = (len(held) * n // node["kv_parts"] for n in (part, part + 1))
-                    wanted = held[a:b] < node["cut"]
+                held = held_positions(chunks, node.begin, node.end, rank, node.world_size)
+                for part in range(node.kv_parts):
+                    a, b = (len(held) * n // node.kv_parts for n in (part, part + 1))
+                    wanted = held[a:b] < node.cut
                     wanted &= np.isin(held[a:b], mine, assume_unique=True)
                     take = np.flatnonzero(wanted)
                     if len(take):
@@ -274,16 +320,16 @@ class Transfers:
                         reads.append(_Read(index, rank, part, b - a, *numbers))
         return reads
 
-    def _part(self, node: Job, name: str) -> bytes:
-        held = self._host.get(node["manifest"], {}).get(name)
+    def _part(self, node: NodeJob, name: str) -> bytes:
+        held = self._host.get(node.manifest, {}).get(name)
         if held is not None:
             return held
         if self._folder is None:
             raise BadPartError("it is not in host memory")
-        return read_file(self._folder / node["node"] / name)
+        return read_file(self._folder / node.node / name)
 
-    def _complain(self, node: Job, name: str, error: BadPartError) -> None:
-        self._complaint = f"{name} of {node['node']}: {error}"
+    def _complain(self, node: NodeJob, name: str, error: BadPartError) -> None:
+        self._complaint = f"{name} of {node.node}: {error}"
 
 
 def kv_parts(tokens: int, token_bytes: float) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import Alive
 
 # Seconds between two signs of life, if that is not too long for the frontend's patience.
 _INTERVAL = 1.0
@@ -27,7 +27,7 @@ def interval(timeout: float) -> float:
 
 @contextmanager
 def heartbeat(
-    send: Callable[[Message], None], seconds: float, seconds_left: Callable[[], dict[str, float]]
+    send: Callable[[Alive], None], seconds: float, seconds_left: Callable[[], dict[str, float]]
 ) -> Iterator[None]:
     """Send ``alive`` messages, ``seconds`` apart, while the ``with`` block lasts.
 
@@ -40,7 +40,7 @@ def heartbeat(
         with suppress(OSError):
             ended = False
             while not ended:
-                send({"t": "alive", "pid": os.getpid(), "seconds_left": seconds_left()})
+                send(Alive(os.getpid(), seconds_left()))
                 ended = over.wait(seconds)
 
     # A daemon: a frontend that reads no more can block it in the socket.

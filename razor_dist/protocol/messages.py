@@ -1,70 +1,25 @@
-"""Messages between the frontend and rank 0: msgpack maps in length-prefixed frames.
+"""What frontend and rank 0 say to each other: one `msgspec.Struct` each, as msgpack in frames.
 
 The frontend listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte big-endian length
-followed by one msgpack map whose key ``t`` names the message.
-
-Frontend to engine
-    ``add``       ``id`` str, ``prompt`` (token ids as bytes: `pack`),
-                  ``params`` (`SamplingParams` as a dict); optional: ``pin`` (prefill only and keep
-                  the caches until ``abort``; done when ``progress`` has processed all) and
-                  ``prefix`` (id of a pinned request that this prompt continues). The ``n``
-                  answers that the parameters ask for have the ids of `answer_ids`
-    ``abort``     ``id``; answered by nothing: the request just ends
-    ``stats``     ``tag`` int; answered by ``stats``
-    ``shutdown``  the ranks end
-
-Engine to frontend
-    ``alive``     ``pid`` of rank 0, ``seconds_left`` ({id: seconds}, estimated, until each request
-                  ends); every second or so, whatever rank 0 is doing
-    ``ready``     ``info``: world_size, model, max_model_len, vocab_size, eos_token_ids, attention,
-                  prefill, decode ("replicated" or "tensor"), kv_dtype ("float32", "bfloat16" or
-                  "int8"), retrieval_fraction (of KV heads),
-                  source_heads (those that tell where answers come from),
-                  kv_reserved_bytes_per_rank
-    ``progress``  ``id``, ``processed``, ``total`` (prompt tokens, those of a ``prefix`` included),
-                  ``prefix`` (those of a ``prefix``), ``cached`` (those that were in the caches,
-                  of a ``prefix`` or not), ``seconds`` since its first chunk began. The
-                  first, with ``processed`` = ``cached``, comes when the request is admitted; then
-                  one comes after each chunk
-    ``prompt``    ``id``, ``logprobs``: one entry per prompt token after those of a ``prefix``, the
-                  first None, each other ``[logprob, rank, [[token, logprob], ...]]``
-    ``token``     ``id``, ``token``, ``logprob`` (None unless asked for), ``top``
-                  (``[[token, logprob], ...]``), ``finish`` (None, "stop" or "length"); with
-                  ``return_sources`` also ``sources``: ``[[position, weight], ...]``, the mean
-                  attention of the strongest heads to positions of the sequence, largest first,
-                  while the token was computed; not for the first token
-    ``error``     ``id``, ``message``, ``param``, ``code``: the request was refused, or, with the
-                  code "engine_error", failed by no fault of its own. With the ``id`` "" it is
-                  about no request: the ranks cannot start. At the first start that is for good
-    ``stats``     ``tag``, ``bytes_sent`` {purpose: bytes} over all ranks, ``bytes_sent_per_rank``
-                  (list), ``kv_bytes_per_rank`` (list: bytes of KV in use now), ``rss_per_rank``,
-                  ``prefix_cache`` (``queries`` of prompts, ``hits``, their ``query_tokens`` and
-                  ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``),
-                  ``decode`` (as in ``info``), ``running``, ``waiting``,
-                  ``peak_kv_bytes_per_rank`` and ``peak_rss_per_rank`` (highest since start),
-                  ``cpu_us_per_rank`` (microseconds of CPU since start),
-                  ``prompt_tokens`` (prefilled since start), ``generated_tokens`` (likewise),
-                  ``retrieval_kv_bytes_per_rank`` (of ``kv_bytes_per_rank`` those of retrieval
-                  heads), ``step_seconds`` {"prefill" and "decode": `StepSeconds.fields`}
+followed by one message, whose key ``t`` names its type.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 
-Message = dict[str, Any]
 # Token ids are four bytes each, also between processes: a million of them as a Python list take
 # about 36 MB, and as many objects to walk through with the interpreter's lock held.
 Tokens = npt.NDArray[np.int32]
+Fields = dict[str, Any]
 
 # The exit code of a rank that the user's settings or model made end: another start would not help.
 EXIT_USER_ERROR = 3
@@ -74,12 +29,179 @@ _HEADER = struct.Struct(">I")
 HEADER_SIZE = _HEADER.size
 
 
+class _Message(msgspec.Struct, tag_field="t", omit_defaults=True):
+    """Fields with a default are not sent while they have it."""
+
+
+class Add(_Message, tag="add"):
+    """Queue a request; messages about its n answers carry the ids of `answer_ids`."""
+
+    id: str
+    prompt: bytes  # token ids: `pack`
+    params: Fields  # `SamplingParams.to_wire`
+    # Prefill only, and pin the caches until `Abort`; done when `Progress.processed` is the total.
+    pin: bool = False
+    prefix: str | None = None  # id of a pinned request that this prompt continues
+    cache_salt: str | None = None  # requests of another one share no caches with it
+
+
+class Abort(_Message, tag="abort"):
+    """End a request. Nothing answers it."""
+
+    id: str
+
+
+class StatsQuery(_Message, tag="stats"):
+    """Ask for `Stats` with this tag."""
+
+    tag: int
+
+
+class Shutdown(_Message, tag="shutdown"):
+    """End the ranks."""
+
+
+class EngineInfo(msgspec.Struct):
+    """The engine, as rank 0 describes it."""
+
+    max_model_len: int  # tokens of a prompt and its answer
+    vocab_size: int
+    world_size: int = 1
+    model: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    attention: str = "razor"
+    prefill: str = "local"
+    decode: str = "replicated"  # or "tensor": tensor-parallel decode
+    decode_reason: str = ""
+    kv_dtype: str = "float32"  # "float32", "bfloat16" or "int8"
+    retrieval_fraction: float = 0.0  # of KV heads
+    source_heads: int = 0  # retrieval heads that are asked where answers come from
+    kv_reserved_bytes_per_rank: int = 0
+
+    @property
+    def fields(self) -> Fields:
+        return msgspec.to_builtins(self)
+
+
+class Alive(_Message, tag="alive"):
+    """Sent every second or so, whatever rank 0 is doing."""
+
+    pid: int
+    seconds_left: dict[str, float]  # estimated, by request, until it ends
+
+
+class Ready(_Message, tag="ready"):
+    info: EngineInfo
+
+
+class Progress(_Message, tag="progress"):
+    """Sent when a request is admitted, with `processed` = `cached`, then after each chunk."""
+
+    id: str
+    processed: int  # prompt tokens in the caches
+    total: int  # prompt tokens, those of the prefix included
+    prefix: int  # tokens of the pinned prefix
+    cached: int  # tokens that were in the caches, of the prefix or not
+    seconds: float  # since its first chunk began
+
+
+# Log-probability, place among all tokens (1 is the likeliest), and the likeliest with theirs.
+PromptLogprob = tuple[float, int, list[tuple[int, float]]]
+
+
+class PromptLogprobs(_Message, tag="prompt"):
+    """Of the tokens of one chunk; the prompt's first token has none."""
+
+    id: str
+    logprobs: list[PromptLogprob | None]
+
+    @classmethod
+    def of(cls, request_id: str, first: bool, rows: Sequence[Sequence[float]]) -> PromptLogprobs:
+        """Make it of the ranks' table: log-probability, place, k values, k token ids."""
+        entries: list[PromptLogprob | None] = [None] if first else []
+        for logprob, rank, *top in rows:
+            half = len(top) // 2
+            pairs = zip(map(int, top[half:]), top[:half], strict=True)
+            entries.append((logprob, int(rank), list(pairs)))
+        return cls(request_id, entries)
+
+
+class Token(_Message, tag="token"):
+    """The next token of an answer."""
+
+    id: str
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+    finish: str | None = None  # "stop" or "length" with the last token
+    # With ``return_sources``: positions and the strongest heads' mean attention to them while the
+    # token was computed, largest first; None for the first token.
+    sources: list[tuple[int, float]] | None = None
+
+
+class Failed(_Message, tag="error"):
+    """A request was refused or, with the code "engine_error", failed by no fault of its own.
+
+    With the id "" it is about no request: the ranks cannot start. At the first start that is final.
+    """
+
+    id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, request_id: str, error: RazorError) -> Failed:
+        if isinstance(error, RequestError):
+            return cls(request_id, str(error), error.param, error.code)
+        return cls(request_id, str(error), None, "engine_error")
+
+    @property
+    def exception(self) -> RequestError | EngineError:
+        if self.code == "engine_error":
+            return EngineError(self.message)
+        return RequestError(self.message, param=self.param, code=self.code)
+
+
+class Stats(_Message, tag="stats"):
+    """Counters of all ranks.
+
+    ``kv_bytes_per_rank``            of sequences in use now; ``retrieval_kv_bytes_per_rank`` of
+                                     retrieval heads among them, ``peak_kv_bytes_per_rank`` the most
+                                     since start
+    ``rss_per_rank``                 resident bytes, and ``peak_rss_per_rank``
+    ``cpu_us_per_rank``              microseconds of CPU since start
+    ``bytes_sent``                   {purpose: bytes} over all ranks, and ``bytes_sent_per_rank``
+    ``prefix_cache``                 ``queries`` of prompts, ``hits``, their ``query_tokens`` and
+                                     ``hit_tokens``, ``evictions``, ``entries``, ``bytes_per_rank``;
+                                     the same by tier
+    ``running``, ``waiting``         requests
+    ``prompt_tokens``                prefilled since start, and ``generated_tokens``
+    ``step_seconds``                 {"prefill" and "decode": `StepSeconds.fields`}
+    ``decode``                       as `EngineInfo.decode`
+    """
+
+    tag: int
+    counters: Fields
+
+
+ToEngine = Add | Abort | StatsQuery | Shutdown
+AboutRequest = Progress | PromptLogprobs | Token | Failed
+ToFrontend = Alive | Ready | Stats | AboutRequest
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+_fields: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
+
+
 class FrontendUnreachableError(EngineError):
     """Rank 0 has no connection to the frontend, which so cannot tell the user of it."""
 
 
-def encode(message: Message) -> bytes:
-    body = msgpack.packb(message, use_bin_type=True)
+def encode(message: ToEngine | ToFrontend | Fields) -> bytes:
+    """A frame: a message, or a mapping that is a question to a child process or its answer."""
+    body = _encoder.encode(message)
     return _HEADER.pack(len(body)) + body
 
 
@@ -87,50 +209,29 @@ def body_length(header: bytes) -> int:
     return int(_HEADER.unpack(header)[0])
 
 
-def decode(body: bytes) -> Message:
-    # Keys may be token ids.
-    message: Message = msgpack.unpackb(body, raw=False, strict_map_key=False)
-    return message
+def decode_to_engine(body: bytes) -> ToEngine:
+    return _to_engine.decode(body)
 
 
-def error_message(request_id: str, error: RazorError) -> Message:
-    """The ``error`` message that tells of an exception; ``request_id`` "" says that it is fatal."""
-    param: str | None = None
-    code: str | None = "engine_error"
-    if isinstance(error, RequestError):
-        param, code = error.param, error.code
-    fields = {"message": str(error), "param": param, "code": code}
-    return {"t": "error", "id": request_id, **fields}
+def decode_to_frontend(body: bytes) -> ToFrontend:
+    return _to_frontend.decode(body)
 
 
-def prompt_message(request_id: str, first: bool, rows: Sequence[Sequence[float]]) -> Message:
-    """The ``prompt`` message of one chunk; the first chunk's begins with None for token 0."""
-    entries: list[Any] = [None] if first else []
-    for logprob, rank, *top in rows:
-        half = len(top) // 2
-        pairs = zip(top[half:], top[:half], strict=True)
-        entries.append([logprob, int(rank), [[int(token), value] for token, value in pairs]])
-    return {"t": "prompt", "id": request_id, "logprobs": entries}
+def decode_fields(body: bytes) -> Fields:
+    """A mapping from or for a child process."""
+    fields: Fields = _fields.decode(body)
+    return fields
 
 
-def token_message(
-    request_id: str,
-    token: int,
-    logprob: float | None,
-    top: Sequence[Any],
-    finish: str | None,
-    sources: Sequence[tuple[int, float]] | None,
-) -> Message:
-    """The ``token`` message of one token; ``sources``: None if not asked for, or for the first."""
-    found = {"token": token, "logprob": logprob, "top": top, "finish": finish}
-    optional = {} if sources is None else {"sources": sources}
-    return {"t": "token", "id": request_id, **found, **optional}
+def failure(error: RazorError) -> Fields:
+    """An error as a child process's answer; `raise_failure` raises it."""
+    return {"error": msgspec.to_builtins(Failed.of("", error))}
 
 
-def exception_of(message: Message) -> RequestError | EngineError:
-    if message["code"] == "engine_error":
-        return EngineError(message["message"])
-    return RequestError(message["message"], param=message["param"], code=message["code"])
+def raise_failure(answer: Fields) -> None:
+    """Raise the error that a child process answered, if it is one."""
+    if "error" in answer:
+        raise msgspec.convert(answer["error"], Failed).exception
 
 
 def answer_ids(request_id: str, n: int) -> list[str]:
@@ -168,12 +269,3 @@ def pack(ids: Sequence[int] | Tokens) -> bytes:
 def unpack(data: bytes) -> Tokens:
     """Inverse of `pack`; a view of ``data``, not to be written to."""
     return np.frombuffer(data, _WIRE).astype(np.int32, copy=False)
-
-
-@dataclass
-class EngineInfo:
-    """Rank 0's description of the engine; `fields` is its whole message."""
-
-    max_model_len: int
-    vocab_size: int
-    fields: Message = field(default_factory=dict)

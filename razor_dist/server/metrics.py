@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from razor_dist.frontend.observer import Observer
-from razor_dist.protocol.messages import Message
+from razor_dist.protocol.messages import AboutRequest, Failed, Fields, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.request_log import RequestRecord, current_record
 
@@ -102,7 +102,7 @@ class Metrics(Observer):
         """Add a gauge of the process, which ``value()`` returns at a scrape."""
         Gauge(f"{PREFIX}{name}", text, registry=self.registry).set_function(value)
 
-    def render(self, ready: bool, ranks: Message | None) -> bytes:
+    def render(self, ready: bool, ranks: Fields | None) -> bytes:
         """Return the text of a scrape; ``ranks`` is the engine's description with its counters."""
         self._ranks.ready = ready
         if ranks is not None:
@@ -121,31 +121,31 @@ class Metrics(Observer):
         for id_ in ids:
             self._answers[id_] = _Answer(record, params, now, id_ == ids[0], prompt_tokens)
 
-    def received(self, message: Message) -> None:
-        answer, now = self._answers.get(message["id"]), time.monotonic()
+    def received(self, message: AboutRequest) -> None:
+        answer, now = self._answers.get(message.id), time.monotonic()
         if answer is None:
             return
-        if message["t"] == "progress":
+        if isinstance(message, Progress):
             self._progress(answer, message, now)
-        elif message["t"] == "token":
+        elif isinstance(message, Token):
             self._token(answer, now)
-            if message["finish"] is not None:
-                self._end(message["id"], message["finish"], now)
-        elif message["t"] == "error":
-            self._end(message["id"], "error", now)
+            if message.finish is not None:
+                self._end(message.id, message.finish, now)
+        elif isinstance(message, Failed):
+            self._end(message.id, "error", now)
 
     def ended(self, request_id: str, reason: str) -> None:
         self._end(request_id, reason, time.monotonic())
 
-    def _progress(self, answer: _Answer, message: Message, now: float) -> None:
+    def _progress(self, answer: _Answer, message: Progress, now: float) -> None:
         if answer.admitted is None:
             answer.admitted = now
-            answer.read = message["cached"]
+            answer.read = message.cached
             self._queue.observe(now - answer.submitted)
-            self._cache_queries.inc(message["total"])
-            self._cache_hits.inc(message["cached"])
-        self._prompt_tokens.inc(message["processed"] - answer.read)
-        answer.read = message["processed"]
+            self._cache_queries.inc(message.total)
+            self._cache_hits.inc(message.cached)
+        self._prompt_tokens.inc(message.processed - answer.read)
+        answer.read = message.processed
 
     def _token(self, answer: _Answer, now: float) -> None:
         self._generation_tokens.inc()
@@ -209,7 +209,7 @@ class RankMetrics(Collector):
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self.ready = False
-        self.stats: Message = {}
+        self.stats: Fields = {}
         self.reported: float | None = None
 
     def collect(self) -> Iterator[Any]:
@@ -253,7 +253,7 @@ class RankMetrics(Collector):
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
 
-    def _prefixes(self, reported: Message) -> Iterator[Any]:
+    def _prefixes(self, reported: Fields) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
         lower: dict[str, Any] = {
             tier: reported[tier] for tier in ("host", "disk") if tier in reported

@@ -31,13 +31,13 @@ from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
-    Message,
+    Fields,
     body_length,
-    decode,
+    decode_fields,
     encode,
-    error_message,
-    exception_of,
+    failure,
     pack,
+    raise_failure,
     unpack,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -73,11 +73,10 @@ class ParsingProcess(ChildProcess):
         dies, is stuck (`_PATIENCE`; the next body then gets a new one) or is closed.
         """
         answer = await self.in_turn(lambda: self._read(endpoint, raw, limits), key)
-        if "error" in answer:
-            raise exception_of(answer["error"])
+        raise_failure(answer)
         return _parsed_of(answer)
 
-    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Message:
+    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Fields:
         patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
         head = encode({"endpoint": endpoint, "limits": limits, "bytes": len(raw)})
         try:
@@ -94,22 +93,22 @@ class ParsingProcess(ChildProcess):
             ) from None
 
 
-def _answer(message: Message, raw: bytes, encoder: PromptEncoder) -> bytes:
+def _answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     """Return the frame that answers one body, whatever it holds."""
     try:
         limits = Limits(*message["limits"])
         return encode(_message_of(parse_request(message["endpoint"], raw, encoder, limits)))
     except RequestError as error:
-        return encode({"error": error_message("", error)})
+        return encode(failure(error))
     except RecursionError:
         nested = RequestError("the body is nested too deeply")
-        return encode({"error": error_message("", nested)})
+        return encode(failure(nested))
     except Exception:
         log.exception("a body cannot be read")
-        return encode({"error": error_message("", EngineError(_FAILED))})
+        return encode(failure(EngineError(_FAILED)))
 
 
-def _message_of(parsed: ParsedRequest) -> Message:
+def _message_of(parsed: ParsedRequest) -> Fields:
     prompts = [
         [pack(tokens), params.to_wire(), text and text.to_wire()]
         for tokens, params, text in parsed.prompts
@@ -119,7 +118,7 @@ def _message_of(parsed: ParsedRequest) -> Message:
     return {"prompts": prompts, "flags": flags | {"described": json.dumps(parsed.described)}}
 
 
-def _parsed_of(answer: Message) -> ParsedRequest:
+def _parsed_of(answer: Fields) -> ParsedRequest:
     prompts = [
         Checked(
             unpack(tokens), SamplingParams.from_wire(params), text and PromptText.from_wire(text)
@@ -134,7 +133,7 @@ def _parsed_of(answer: Message) -> ParsedRequest:
 
 def _serve(encoder: PromptEncoder, source: BinaryIO, sink: BinaryIO) -> None:
     while header := source.read(HEADER_SIZE):
-        message = decode(source.read(body_length(header)))
+        message = decode_fields(source.read(body_length(header)))
         sink.write(_answer(message, source.read(message["bytes"]), encoder))
         sink.flush()
 

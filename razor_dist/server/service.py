@@ -22,7 +22,7 @@ from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import ChoiceEvent, LiveChoices
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.prompts import Checked, PromptEncoder
-from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.server.access import RateLimitError, charge, note_answers
 from razor_dist.server.bodies import Body
@@ -62,7 +62,7 @@ class Service:
         self.config = config
         self.client = client
         self.reader: RequestReader | None = None  # until the tokenizer is loaded
-        self._asking: asyncio.Task[Message] | None = None
+        self._asking: asyncio.Task[Fields] | None = None
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name)
         self._heartbeat = heartbeat
@@ -196,8 +196,7 @@ class Service:
     async def stats(self) -> dict[str, Any]:
         """The engine's description and counters; `EngineBusyError` while a chunk keeps it busy."""
         info, _ = self._require_ready()
-        answer = await self._ask_counters()
-        counters = {k: v for k, v in answer.items() if k not in ("t", "tag")}
+        counters = await self._ask_counters()
         return {**info.fields, **counters, "unfinished": self.client.unfinished}
 
     async def scrape(self) -> bytes:
@@ -209,7 +208,7 @@ class Service:
                 stats = {**self.client.info.fields, **counters}
         return self.metrics.render(state == "ready", stats)
 
-    async def _ask_counters(self) -> Message:
+    async def _ask_counters(self) -> Fields:
         """Return the ranks' counters, asked once for all who ask meanwhile: it is a collective."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self.client.stats(_STATS_PATIENCE))

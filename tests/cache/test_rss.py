@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def measure(model: str, attention: str) -> Growth:
         """Bytes of the process and of the caches while a request holds them; then it ends."""
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         core.add("a", [i % 64 for i in range(tokens)], params)
-        while not any(message["t"] == "token" for message in core.step()):
+        while not any(isinstance(message, Token) for message in core.step()):
             pass
         # What the allocator keeps of freed activations comes and goes by tens of MB.
         ctypes.CDLL(None).malloc_trim(0)

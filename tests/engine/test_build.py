@@ -25,6 +25,7 @@ from razor_dist.heads.layout import HeadLayout
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import PromptLogprobs
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 
@@ -65,8 +66,8 @@ def test_8_bit_weights_are_near_and_for_float32_on_the_cpu(tiny: Callable[[str],
     def logprobs(**settings: Any) -> torch.Tensor:
         core = build_full(tiny("llama"), **settings).core
         core.add("a", list(range(3, 40)), SamplingParams(max_tokens=1, prompt_logprobs=0))
-        [told] = [m for _ in range(9) for m in core.step() if m["t"] == "prompt"]
-        return torch.tensor([entry[0] for entry in told["logprobs"][1:]])
+        [told] = [m for _ in range(9) for m in core.step() if isinstance(m, PromptLogprobs)]
+        return torch.tensor([entry[0] for entry in told.logprobs[1:]])
 
     exact, rounded = logprobs(), logprobs(weight_dtype="int8")
     # Of random weights, of which a row's few numbers are rounded to a 127th of the largest.

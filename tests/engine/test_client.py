@@ -19,7 +19,7 @@ from razor_dist.frontend import managed_engine
 from razor_dist.frontend.client import EngineClient, Status
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.ranks import RankGroup
-from razor_dist.protocol.messages import encode
+from razor_dist.protocol.messages import Alive, EngineInfo, Ready, Token, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests import fake_engine
 
@@ -57,7 +57,7 @@ def exists(pid: int) -> bool:
 
 async def tokens(client: EngineClient, request_id: str, prompt: list[int]) -> list[int]:
     with client.generate(request_id, prompt, MANY) as stream:
-        return [m["token"] async for m in stream if m["t"] == "token"]
+        return [m.token async for m in stream if isinstance(m, Token)]
 
 
 def test_requests_are_answered_side_by_side() -> None:
@@ -65,7 +65,7 @@ def test_requests_are_answered_side_by_side() -> None:
         async with running() as engine:
             client = engine.client
             info = await client.ready()
-            assert (info.max_model_len, info.fields["world_size"]) == (512, 2)
+            assert (info.max_model_len, info.world_size) == (512, 2)
             got = await asyncio.gather(
                 *(tokens(client, str(n), list(range(10, 10 + n))) for n in range(1, 9))
             )
@@ -188,7 +188,7 @@ def test_silence_before_and_after_the_connection(
         await client.start()
         assert await silence(client, 0.01) == "rank 0 did not connect within 0.2 s"
         _, writer = await asyncio.open_unix_connection(client.socket_path)
-        writer.write(encode({"t": "alive", "pid": 7, "seconds_left": {}}))
+        writer.write(encode(Alive(7, {})))
         while client.rank0_pid != 7:
             await asyncio.sleep(0.01)
         assert await silence(client, 0.3) == "rank 0 gave no sign of life for 0.3 s"
@@ -248,7 +248,7 @@ def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -
         client = EngineClient(tmp_path / "engine")
         await client.start()
         _, writer = await asyncio.open_unix_connection(client.socket_path)
-        writer.write(encode({"t": "ready", "info": {"max_model_len": 8, "vocab_size": 9}}))
+        writer.write(encode(Ready(EngineInfo(8, 9))))
         await client.ready()
         stream = client.generate("a", [1], MANY)
         writer.write(encode({"unexpected": 1}))
@@ -262,7 +262,7 @@ def test_a_malformed_message_costs_the_engine_not_the_frontend(tmp_path: Path) -
 
 
 def test_a_kept_prompt_that_ended_tells_how(tmp_path: Path) -> None:
-    ready = encode({"t": "ready", "info": {"max_model_len": 8, "vocab_size": 9}})
+    ready = encode(Ready(EngineInfo(8, 9)))
 
     async def main() -> None:
         client = EngineClient(tmp_path / "engine")

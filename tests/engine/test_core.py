@@ -19,6 +19,7 @@ from razor_dist.engine import build
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Progress, PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 
@@ -38,18 +39,18 @@ def make_core(path: Path, **settings: Any) -> EngineCore:
     return build_engine(config, Communicator(None), torch.device("cpu")).core
 
 
-def run(core: EngineCore) -> dict[str, list[dict[str, Any]]]:
-    messages: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def run(core: EngineCore) -> dict[str, list[Any]]:
+    messages: dict[str, list[Any]] = defaultdict(list)
     for _ in range(2000):
         if not core.has_work:
             return messages
         for message in core.step():
-            messages[message["id"]].append(message)
+            messages[message.id].append(message)
     raise AssertionError("the engine does not come to an end")
 
 
-def tokens(messages: list[dict[str, Any]]) -> list[int]:
-    return [m["token"] for m in messages if m["t"] == "token"]
+def tokens(messages: list[Any]) -> list[int]:
+    return [m.token for m in messages if isinstance(m, Token)]
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -124,8 +125,8 @@ def test_one_pinned_prefix_answers_many_questions(
     document = prompt(150, 1)
     core.add("doc", document, GREEDY, pin=True)
     progress = run(core)["doc"]
-    assert [m["processed"] for m in progress] == [0, 40, 80, 120, 150]
-    assert {(m["cached"], m["total"]) for m in progress} == {(0, 150)}
+    assert [m.processed for m in progress] == [0, 40, 80, 120, 150]
+    assert {(m.cached, m.total) for m in progress} == {(0, 150)}
     used = core.runner.kv_bytes
     questions = {f"q{i}": prompt(11, 10 + i) for i in range(3)}
     answers = {}
@@ -134,8 +135,8 @@ def test_one_pinned_prefix_answers_many_questions(
             core.add(name, ids, GREEDY, prefix_id="doc")
         messages = run(core)
         found = {name: tokens(m) for name, m in messages.items()}
-        told = [m for m in messages["q2"] if m["t"] == "progress"]
-        assert [(m["processed"], m["total"], m["cached"]) for m in told] == [
+        told = [m for m in messages["q2"] if isinstance(m, Progress)]
+        assert [(m.processed, m.total, m.cached) for m in told] == [
             (150, 161, 150),
             (161, 161, 150),
         ]
@@ -175,7 +176,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     messages = run(core)
     assert [tokens(messages[name]) for name in ("a", "a/1", "a/2")] == alone
     assert core.stats()["prompt_tokens"] - read == length + 30
-    told = {name for name, found in messages.items() if any(m["t"] == "progress" for m in found)}
+    told = {name for name, found in messages.items() if any(isinstance(m, Progress) for m in found)}
     assert told == {"a", "other"}
     assert core.runner.kv_bytes == 0
     assert (core.scheduler.admission.accounts.free == core.scheduler.admission.accounts.sizes).all()
@@ -247,8 +248,8 @@ def test_prefill_seconds_leave_out_the_wait(
     core.add("b", prompt(80), GREEDY, pin=True)  # shorter, so that it is read first
     messages = run(core)
     # "a" has its turn after a chunk of "b", and the rest when "b" is done.
-    assert [m["seconds"] for m in messages["b"]] == [0, 1, 3]
-    assert [m["seconds"] for m in messages["a"]] == [0, 1, 3, 4]
+    assert [m.seconds for m in messages["b"]] == [0, 1, 3]
+    assert [m.seconds for m in messages["a"]] == [0, 1, 3, 4]
 
 
 def test_the_time_that_is_left_falls_from_request_to_request(
@@ -285,7 +286,7 @@ def test_a_priority_is_heard_under_its_policy_alone(tiny: Callable[[str], Path])
     core.add("c", prompt(20), first)
     ended = []
     while core.has_work:
-        ended += [m["id"] for m in core.step() if m.get("finish")]
+        ended += [m.id for m in core.step() if isinstance(m, Token) and m.finish]
     assert ended == ["a", "c", "b"]
 
 
@@ -304,9 +305,9 @@ def test_a_short_prompt_overtakes_a_long_one_and_answers_alike(
     ended, answers = [], {"long": [], "short": []}
     while core.has_work:
         for message in core.step():
-            if message["t"] == "token":
-                answers[message["id"]].append(message["token"])
-                ended += [message["id"]] * (message["finish"] is not None)
+            if isinstance(message, Token):
+                answers[message.id].append(message.token)
+                ended += [message.id] * (message.finish is not None)
     assert ended == ["short", "long"]
     assert answers == alone
 
@@ -349,7 +350,7 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, prompt_logprobs=3)
     core.add("a", ids, params)
     messages = run(core)["a"]
-    entries = [e for m in messages if m["t"] == "prompt" for e in m["logprobs"]]
+    entries = [e for m in messages if isinstance(m, PromptLogprobs) for e in m.logprobs]
     assert entries[0] is None
     assert len(entries) == 100
     stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -359,8 +360,8 @@ def test_prompt_logprobs_are_stock_logprobs(tiny: Callable[[str], Path]) -> None
         assert logprob == pytest.approx(want[i, ids[i + 1]].item(), abs=1e-3)
         assert rank == int((want[i] > want[i, ids[i + 1]]).sum()) + 1
         assert [t for t, _ in top] == want[i].topk(3).indices.tolist()
-    [token] = [m for m in messages if m["t"] == "token"]
-    assert token["logprob"] == pytest.approx(want[-1].max().item(), abs=1e-3)
+    [token] = [m for m in messages if isinstance(m, Token)]
+    assert token.logprob == pytest.approx(want[-1].max().item(), abs=1e-3)
 
 
 def test_sampling_is_repeatable_by_seed_and_obeys_its_filters(
@@ -443,7 +444,7 @@ def test_a_request_without_a_distribution_fails_alone(
     messages = run(core)
     assert bad
     assert tokens(messages["a"]) == alone
-    assert (messages["b"][-1]["t"], messages["b"][-1]["code"]) == ("error", "engine_error")
+    assert messages["b"][-1].code == "engine_error"
     assert runner.kv_bytes == 0
 
 
@@ -466,7 +467,7 @@ def test_stop_tokens_and_end_of_sequence(tiny: Callable[[str], Path]) -> None:
     core.add("b", [5, 6, 7], stop)
     messages = run(core)["b"]
     assert tokens(messages) == first[: first.index(first[2]) + 1]
-    assert messages[-1]["finish"] == "stop"
+    assert messages[-1].finish == "stop"
     core.eos_token_ids = frozenset({first[1]})
     core.add("c", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
     assert tokens(run(core)["c"]) == first[: first.index(first[1]) + 1]

@@ -26,6 +26,7 @@ from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, Piece, StepPlan
 
@@ -226,7 +227,7 @@ def add(
     params = SamplingParams(temperature=0, max_tokens=answer, priority=priority, n=n)
     # Two texts that part after 11 tokens; what a stand-in generates is token 0.
     ids = ([1] * 11 + [text] * prompt)[:prompt]
-    core.add(name, ids, params, pin=pin, prefix_id=prefix, salt=salt)
+    core.add(name, ids, params, pin=pin, prefix_id=prefix, cache_salt=salt)
 
 
 def step(core: EngineCore) -> list[dict[str, Any]]:
@@ -277,7 +278,7 @@ def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
     run(core)
     core.abort("one")
     add(core, "question", 3, prefix="two")
-    assert [m["finish"] for m in run(core) if m["t"] == "token"] == ["length"]
+    assert [m.finish for m in run(core) if isinstance(m, Token)] == ["length"]
 
 
 def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
@@ -323,7 +324,7 @@ def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
     add(core, "doc", 24, pin=True)
     add(core, "question", 2, 1, prefix="doc")
     add(core, "other", 3, 1)
-    ends = [m["id"] for m in run(core) if m["t"] == "token" and m["finish"]]
+    ends = [m.id for m in run(core) if isinstance(m, Token) and m.finish]
     assert ends == ["other", "question"]
 
 
@@ -334,9 +335,9 @@ def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     core.abort("doc")
     add(core, "large", 16, 2)  # waits for the question, with which the document goes
     messages = run(core)
-    ends = [m["id"] for m in messages if m["t"] == "token" and m["finish"]]
+    ends = [m.id for m in messages if isinstance(m, Token) and m.finish]
     assert ends == ["question", "large"]
-    assert not any(m["id"] == "doc" for m in messages)
+    assert not any(m.id == "doc" for m in messages)
     assert runner.pools[0].free_pages == 10
 
 
@@ -360,7 +361,7 @@ def test_a_sequence_in_use_is_never_evicted() -> None:
     run(core)
     add(core, "used", 4, 6, salt="2")
     messages = []
-    while not any(m["t"] == "token" for m in messages):
+    while not any(isinstance(m, Token) for m in messages):
         messages += step(core)
     [kept] = runner.cached
     used = core._requests["used"].key
@@ -368,7 +369,7 @@ def test_a_sequence_in_use_is_never_evicted() -> None:
     messages += step(core)
     assert kept not in runner.tables and used in runner.tables
     messages += run(core)
-    assert [m["id"] for m in messages if m["t"] == "token"].count("used") == 6
+    assert [m.id for m in messages if isinstance(m, Token)].count("used") == 6
 
 
 def test_what_a_prompt_begins_from_is_not_evicted_for_it() -> None:
@@ -380,7 +381,7 @@ def test_what_a_prompt_begins_from_is_not_evicted_for_it() -> None:
     run(core)
     add(core, "longer", 20)
     messages = run(core)
-    assert {m["cached"] for m in messages if m["t"] == "progress"} == {12}
+    assert {m.cached for m in messages if isinstance(m, Progress)} == {12}
     assert begun in runner.cached and len(runner.cached) == 2
 
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
-from razor_dist.protocol.messages import HEADER_SIZE, as_tokens, decode, encode, pack, unpack
+from razor_dist.protocol.messages import (
+    HEADER_SIZE,
+    Add,
+    Failed,
+    Token,
+    as_tokens,
+    decode_to_engine,
+    decode_to_frontend,
+    encode,
+    pack,
+    unpack,
+)
 from razor_dist.protocol.sampling_params import SamplingParams
 
 VOCABULARY = 151_552
@@ -42,8 +54,21 @@ def test_the_first_id_outside_the_vocabulary_is_named(ids: list[int]) -> None:
 def test_a_schema_reaches_the_ranks_whatever_numbers_it_holds() -> None:
     schema = {"type": "integer", "maximum": 10**30, "default": 2**64, "minimum": -0.5}
     params = SamplingParams(structured_outputs={"json": schema}, seed=3, logit_bias={7: 1.0})
-    frame = encode({"t": "add", "params": params.to_wire()})
-    found = SamplingParams(**decode(frame[HEADER_SIZE:])["params"])
+    frame = encode(Add("a", pack([1]), params.to_wire()))
+    message = decode_to_engine(frame[HEADER_SIZE:])
+    assert isinstance(message, Add)
+    found = SamplingParams(**message.params)
     assert found.structured_outputs is not None and isinstance(found.structured_outputs.json, str)
     assert json.loads(found.structured_outputs.json) == schema
     assert replace(found, structured_outputs=None) == replace(params, structured_outputs=None)
+
+
+def test_messages_survive_the_way_between_processes() -> None:
+    for message in (
+        Token("a/1", 7, -0.5, [(7, -0.5), (9, -1.0)], "stop", [(3, 0.25)]),
+        Token("a", 7),
+        Failed.of("", RequestError("no room", param="prompt", code="context_length_exceeded")),
+    ):
+        assert decode_to_frontend(encode(message)[HEADER_SIZE:]) == message
+    with pytest.raises(msgspec.ValidationError, match="Invalid value 'add'"):
+        decode_to_frontend(encode(Add("a", b"", {}))[HEADER_SIZE:])

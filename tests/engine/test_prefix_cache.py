@@ -18,6 +18,7 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import model_and_shape
@@ -62,11 +63,11 @@ class Ask:
 def step(core: EngineCore, answers: Answers, cached: dict[str, int]) -> None:
     """Take a step; note its tokens, and what each request found in the cache."""
     for message in core.step():
-        if message["t"] == "progress":
-            cached.setdefault(message["id"], message["cached"])
-        elif message["t"] == "token":
-            found = message["token"], message["logprob"]
-            answers.setdefault(message["id"], []).append(found)
+        if isinstance(message, Progress):
+            cached.setdefault(message.id, message.cached)
+        elif isinstance(message, Token):
+            found = message.token, message.logprob
+            answers.setdefault(message.id, []).append(found)
         else:
             raise AssertionError(message)
 
@@ -85,7 +86,7 @@ def serve(
     for ask in asks:
         if ask.release is not None:
             core.abort(ask.release)
-        about: dict[str, Any] = {"salt": ask.salt, "pin": ask.pin, "prefix_id": ask.prefix}
+        about: dict[str, Any] = {"cache_salt": ask.salt, "pin": ask.pin, "prefix_id": ask.prefix}
         core.add(ask.name, list(ask.ids), ask.params, **about)
         if ask.steps is not None:
             for _ in range(ask.steps):
@@ -288,10 +289,10 @@ def test_a_request_that_failed_leaves_nothing(tiny: Tiny, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(core.runner, "execute", spoil)
         core.add("a", prompt(100), GREEDY)
-        assert run(core)["a"][-1]["t"] == "error"
+        assert isinstance(run(core)["a"][-1], Failed)
     assert core.stats()["prefix_cache"]["entries"] == 0
     core.add("b", prompt(100), GREEDY)
-    assert {m["cached"] for m in run(core)["b"] if m["t"] == "progress"} == {0}
+    assert {m.cached for m in run(core)["b"] if isinstance(m, Progress)} == {0}
 
 
 def test_a_hit_above_a_thousand_tokens_is_logged(

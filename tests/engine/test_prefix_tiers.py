@@ -112,7 +112,7 @@ def serve_all(core: EngineCore, asks: tuple[Ask, ...]) -> tuple[Answers, Told]:
     answers: Answers = {}
     cached: Told = {}
     for ask in asks:
-        core.add(ask.name, list(ask.ids), ask.params, salt=ask.salt)
+        core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
         while ask.wait and core.has_work:
             step(core, answers, cached)
     while core.has_work:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.sampler import Adjusted, Sampled, sample
-from razor_dist.protocol.messages import HEADER_SIZE, decode, encode
+from razor_dist.protocol.messages import HEADER_SIZE, decode_fields, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 
 
@@ -284,6 +284,6 @@ def test_every_valid_setting_reaches_rank_0_as_it_was() -> None:
         n=128,
         logit_bias={5: -100, 2**31: 0.5},
     )
-    assert SamplingParams(**decode(encode(asdict(params))[HEADER_SIZE:])) == params
+    assert SamplingParams(**decode_fields(encode(asdict(params))[HEADER_SIZE:])) == params
     for seed in (-(2**63), 2**63 - 1):
         torch.Generator().manual_seed(seed)

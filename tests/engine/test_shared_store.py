@@ -18,6 +18,7 @@ from razor_dist.engine.build import RankEngine
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
 from razor_dist.prefix.store import folders, node_folders, remove_node
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
@@ -73,13 +74,13 @@ def act(
     while core.has_work and taken != steps:
         taken += 1
         for message in core.step():
-            assert message["t"] in ("progress", "token"), message
-            if message["t"] == "token":
-                sources = dict(message.get("sources", ()))
-                one = message["token"], message["logprob"], sources
-                answers.setdefault(message["id"], []).append(one)
-                if message["finish"] is not None:
-                    ended[message["id"]] = answers.pop(message["id"])
+            assert isinstance(message, Progress | Token), message
+            if isinstance(message, Token):
+                sources = dict(message.sources or ())
+                one = message.token, message.logprob, sources
+                answers.setdefault(message.id, []).append(one)
+                if message.finish is not None:
+                    ended[message.id] = answers.pop(message.id)
     stats = core.stats()["prefix_cache"]
     tiers = core.scheduler.admission.tiers
     known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()

@@ -26,6 +26,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import (
     Grammar,
@@ -72,7 +73,7 @@ def texts(core: EngineCore, structured: Any, **settings: Any) -> list[str]:
     found = run(core)
     assert core.runner.kv_bytes == 0
     ends = [found[name][-1] for name in ("a", "a/1", "a/2")]
-    assert [end.get("finish") for end in ends] == ["stop"] * 3, ends
+    assert [getattr(end, "finish", None) for end in ends] == ["stop"] * 3, ends
     return ["".join(chr(t + 28) for t in tokens(messages)[:-1]) for messages in found.values()]
 
 
@@ -132,12 +133,12 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 
     found = run(core)
     assert len(tokens(found["good"])) == 9
-    assert (found["bad"][-1]["t"], found["bad"][-1]["param"]) == ("error", "structured_outputs")
+    assert found["bad"][-1].param == "structured_outputs"
     monkeypatch.setattr(Grammar, "accept", spoil)
     core.add("spoilt", [50], params)
     [*_, last] = run(core)["spoilt"]
-    assert (last["t"], last["param"]) == ("error", "structured_outputs")
-    assert "the answer cannot go on" in last["message"]
+    assert last.param == "structured_outputs"
+    assert "the answer cannot go on" in last.message
     assert core.runner.kv_bytes == 0
 
 
@@ -159,8 +160,8 @@ def test_nobody_waits_for_a_grammar(core: EngineCore, monkeypatch: pytest.Monkey
     core.add("gone", [50], SamplingParams(structured_outputs={"regex": "[0-9]"}))
     core.abort("gone")
     core.add("free", [50], SamplingParams(max_tokens=3, ignore_eos=True))
-    free = [m for _ in range(9) for m in core.step() if m["t"] == "token"]
-    assert [m["id"] for m in free] == ["free"] * 3
+    free = [m for _ in range(9) for m in core.step() if isinstance(m, Token)]
+    assert [m.id for m in free] == ["free"] * 3
     may.set()
     assert all(len(tokens(found)) == 5 for found in run(core).values())
     core.add("again", [50], params)
@@ -235,7 +236,7 @@ print(*{name.partition(".")[0] for name in set(sys.modules) - before})
 def test_a_model_without_a_tokenizer_has_none(tiny: Callable[[str], Path]) -> None:
     core = make_core(tiny("llama"))
     core.add("a", [5], SamplingParams(structured_outputs={"choice": ["a"]}))
-    assert "the model has no tokenizer" in run(core)["a"][-1]["message"]
+    assert "the model has no tokenizer" in run(core)["a"][-1].message
 
 
 WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}

@@ -16,12 +16,13 @@ from razor_dist.engine.worker import FrontendClosedError, Link
 from razor_dist.protocol.heartbeat import heartbeat
 from razor_dist.protocol.messages import (
     HEADER_SIZE,
+    Alive,
+    Failed,
     FrontendUnreachableError,
-    Message,
+    Shutdown,
     body_length,
-    decode,
+    decode_to_frontend,
     encode,
-    exception_of,
 )
 from tests.server.process import wait_until
 
@@ -54,7 +55,7 @@ def test_the_frontend_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
 
         def read() -> None:
             header = frontend.recv(HEADER_SIZE, socket.MSG_WAITALL)
-            told.append(decode(frontend.recv(body_length(header), socket.MSG_WAITALL)))
+            told.append(decode_to_frontend(frontend.recv(body_length(header), socket.MSG_WAITALL)))
             frontend.close()
 
         reader = threading.Thread(target=read)
@@ -62,9 +63,8 @@ def test_the_frontend_gets_to_read_why_rank_0_ends(tmp_path: Path) -> None:
         link.send_failure(ConfigError("world_size must be at least 1"))
         reader.join()
         [message] = told
-        assert (message["t"], message["id"]) == ("error", "")
-        assert message["message"] == "world_size must be at least 1"
-        assert isinstance(exception_of(message), EngineError)
+        assert message == Failed("", "world_size must be at least 1", code="engine_error")
+        assert isinstance(message.exception, EngineError)
 
 
 def test_what_a_lost_frontend_cannot_tell_is_raised(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with linked(tmp_path) as (link, frontend):
-        link.send({"t": "alive"})  # unread by the frontend, which resets the connection
-        frontend.sendall(encode({"t": "shutdown"}))
+        link.send(Alive(1, {}))  # unread by the frontend, which resets the connection
+        frontend.sendall(encode(Shutdown()))
         frontend.close()
         ask, told = link.was_told_to_end, []
         monkeypatch.setattr(link, "was_told_to_end", lambda: told.append(ask()) or told[-1])
@@ -91,8 +91,8 @@ def test_a_frontend_that_ends_for_its_own_reason_tells_it_itself(
 
 def test_a_heartbeat_holds_nothing_after_its_block() -> None:
     """Else its thread may free the engine's tensors while the interpreter ends, and be aborted."""
-    sent: list[Message] = []
+    sent: list[Alive] = []
     with heartbeat(sent.append, 60.0, lambda: {"a": 1.5}):
         assert wait_until(lambda: bool(sent), 5)
-    assert sent == [{"t": "alive", "pid": os.getpid(), "seconds_left": {"a": 1.5}}]
+    assert sent == [Alive(os.getpid(), {"a": 1.5})]
     assert "razor-heartbeat" not in [thread.name for thread in threading.enumerate()]

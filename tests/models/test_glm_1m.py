@@ -28,6 +28,7 @@ from razor_dist.models.loader import eos_token_ids, load_model, read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from tests.tiny_models import make_tiny
 from tests.tokenizer import write_glm_letters
 
@@ -133,11 +134,11 @@ def commands() -> list[list[str]]:
     return [words[1:] for words in found]
 
 
-def answer(core: EngineCore, prompt: list[int], **params: Any) -> list[dict[str, Any]]:
+def answer(core: EngineCore, prompt: list[int], **params: Any) -> list[Token]:
     core.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=4, **params))
     told = []
     while core.has_work:
-        told += [message for message in core.step() if message["t"] == "token"]
+        told += [message for message in core.step() if isinstance(message, Token)]
     return told
 
 
@@ -169,15 +170,15 @@ def test_the_settings_serve_it_and_every_end_token_ends(
     head: Any = loaded.model.lm_head
     rows = head.weight.clone()
     core = build.start(config, loaded, Communicator(None)).core
-    first = answer(core, prompt, ignore_eos=True)[0]["token"]
+    first = answer(core, prompt, ignore_eos=True)[0].token
     for end in loaded.eos_token_ids:
         order = torch.arange(len(rows))
         order[[first, end]] = order[[end, first]]  # what was answered first is now this token
         head.weight = nn.Parameter(rows[order], requires_grad=False)
         core = build.start(config, loaded, Communicator(None)).core
         told = answer(core, prompt)
-        assert [m["token"] for m in told] == [end]
-        assert told[0]["finish"] == "stop"
+        assert [m.token for m in told] == [end]
+        assert told[0].finish == "stop"
         assert len(answer(core, prompt, ignore_eos=True)) == 4
 
 

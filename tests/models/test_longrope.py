@@ -19,6 +19,7 @@ from razor_dist.kernels.query import Query
 from razor_dist.models.bridge import run_body
 from razor_dist.models.longrope import LONG, position_mark
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.cases import Case, logits_of, model_and_shape
 from tests.engine.test_core import make_core, prompt, run, tokens
@@ -105,13 +106,13 @@ def test_max_tokens_decides_where_the_prompt_does_not(phi3: Path, stock: Any) ->
         core = make_core(phi3, attention="full")
         core.add("r", ids, SamplingParams(temperature=0.0, max_tokens=max_tokens))
         message = core.step()[-1]
-        while message["t"] != "token":
+        while not isinstance(message, Token):
             message = core.step()[-1]
         [sequence] = core.runner.sequences.values()
         assert sequence.position_mark == marked
         # What stock says of these tokens alone, or at the beginning of a long text.
         rest = prompt(40, seed=9) if marked else []
-        assert message["token"] == stock_logits(stock, ids + rest)[len(ids) - 1].argmax()
+        assert message.token == stock_logits(stock, ids + rest)[len(ids) - 1].argmax()
 
 
 def test_short_and_long_requests_share_decode_steps(phi3: Path) -> None:

@@ -6,6 +6,9 @@ import asyncio
 from itertools import takewhile
 from typing import Any
 
+from msgspec.structs import replace
+
+from razor_dist.protocol.messages import EngineInfo, Progress, ToFrontend, Token
 from tests.fake_engine import EOS, FakeEngine, main
 
 # New tokens from which on a prompt is read in steps, their number, and the seconds of each.
@@ -24,15 +27,16 @@ class PageEngine(FakeEngine):
         self.known: list[list[int]] = []
         self.looks: dict[str, list[tuple[int, float]]] = {}  # by answer, where its tokens look
 
-    def info(self) -> dict[str, Any]:
-        return super().info() | {"source_heads": 4}
+    def info(self) -> EngineInfo:
+        return replace(super().info(), source_heads=4)
 
-    def send(self, **message: Any) -> None:
-        if message["t"] == "stats":
-            message["prefix_cache"] = {"queries": 0, "hits": 0}
-        if message["t"] == "token":
-            message["sources"] = self.looks.get(message["id"], [])
-        super().send(**message)
+    def counters(self) -> dict[str, Any]:
+        return super().counters() | {"prefix_cache": {"queries": 0, "hits": 0}}
+
+    def send(self, message: ToFrontend) -> None:
+        if isinstance(message, Token):
+            message.sources = self.looks.get(message.id, [])
+        super().send(message)
 
     def seconds_left(self) -> dict[str, float]:
         return dict.fromkeys(self.tasks, 1.0)
@@ -56,14 +60,8 @@ class PageEngine(FakeEngine):
         for step in range(steps + 1):
             if step and steps > 1:
                 await asyncio.sleep(SECONDS)
-            self.send(
-                t="progress",
-                id=id,
-                processed=cached + new * step // steps,
-                total=len(prompt),
-                cached=cached,
-                seconds=SECONDS * step,
-            )
+            done = cached + new * step // steps
+            self.send(Progress(id, done, len(prompt), 0, cached, SECONDS * step))
         self.known.append(prompt)
 
 

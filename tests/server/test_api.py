@@ -27,7 +27,7 @@ from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.protocol.messages import encode
+from razor_dist.protocol.messages import EngineInfo, Ready, encode
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.server.app import build_app
 from razor_dist.server.parsing_process import ParsingProcess
@@ -527,8 +527,7 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     async def main() -> httpx.Response:
         await service.client.start()
         _, writer = await asyncio.open_unix_connection(service.client.socket_path)
-        info = {"max_model_len": 8, "vocab_size": 9}
-        writer.write(encode({"t": "ready", "info": info}))
+        writer.write(encode(Ready(EngineInfo(8, 9))))
         await service.client.ready()
         transport = httpx.ASGITransport(build_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

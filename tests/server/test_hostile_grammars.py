@@ -27,7 +27,7 @@ from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.models.registry import resolve_model
 from razor_dist.protocol import grammar_bounds
 from razor_dist.protocol.grammar_bounds import grammar_problem, schema_problem
-from razor_dist.protocol.messages import EngineInfo, Message
+from razor_dist.protocol.messages import EngineInfo, Fields
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 from tests import fake_engine, hostile_grammars
 from tests.server.process import ServerProcess, fake_server
@@ -109,7 +109,7 @@ def test_random_ones_are_answered_or_refused(server: ServerProcess) -> None:
 
 
 def process() -> GrammarProcess:
-    info = EngineInfo(512, fake_engine.VOCAB_SIZE, {"eos_token_ids": [2]})
+    info = EngineInfo(512, fake_engine.VOCAB_SIZE, eos_token_ids=(2,))
     return GrammarProcess(smollm2_tokenizer(), lambda: info)
 
 
@@ -203,7 +203,7 @@ class Killed(GrammarProcess):
 
     number, times = signal.SIGKILL, 0
 
-    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Message:
+    async def ask(self, seconds: float, *parts: bytes | bytearray) -> Fields:
         if self.times:
             self.times -= 1
             process = await self._running()
@@ -216,7 +216,7 @@ class Killed(GrammarProcess):
 
 
 def killed() -> Killed:
-    info = EngineInfo(512, fake_engine.VOCAB_SIZE, {"eos_token_ids": [2]})
+    info = EngineInfo(512, fake_engine.VOCAB_SIZE, eos_token_ids=(2,))
     return Killed(smollm2_tokenizer(), lambda: info)
 
 
@@ -267,7 +267,7 @@ def test_a_time_out_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_vocabulary_that_cannot_be_used_starts_one_process_at_most() -> None:
     async def main() -> None:
-        info = EngineInfo(512, 5, {"eos_token_ids": [2]})  # fewer than the tokenizer has
+        info = EngineInfo(512, 5, eos_token_ids=(2,))  # fewer than the tokenizer has
         for grammars in (GrammarProcess(None, lambda: info), killed()):
             grammars._info = lambda: info
             for _ in range(2):

@@ -29,7 +29,7 @@ from razor_dist.frontend.managed_engine import ManagedEngine
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup
 from razor_dist.models.registry import resolve_model
-from razor_dist.protocol.messages import HEADER_SIZE, decode
+from razor_dist.protocol.messages import HEADER_SIZE, decode_fields
 from razor_dist.server import parsing_process as parsing
 from razor_dist.server import service as service_module
 from razor_dist.server.app import build_app
@@ -192,7 +192,7 @@ def test_a_request_that_no_message_holds_leaves_the_process_alive(
 ) -> None:
     monkeypatch.setattr(parsing, "parse_request", lambda *_: ParsedRequest([], timeout=2**64))
     frame = parsing._answer({"endpoint": "chat", "limits": LIMITS}, b"{}", ENCODER)
-    error = decode(frame[HEADER_SIZE:])["error"]
+    error = decode_fields(frame[HEADER_SIZE:])["error"]
     assert (error["code"], error["message"]) == ("engine_error", parsing._FAILED)
 
 

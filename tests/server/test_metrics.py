@@ -221,7 +221,7 @@ def test_the_ranks_are_asked_once_for_all_who_ask(tmp_path: Path) -> None:
         nonlocal asked
         asked += 1
         await asyncio.sleep(0.05)
-        return {"t": "stats", "tag": asked, "running": asked}
+        return {"running": asked}
 
     async def main() -> None:
         service.client.stats = stats  # type: ignore[method-assign]

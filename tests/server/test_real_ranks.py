@@ -30,6 +30,7 @@ from razor_dist.heads.head_map import HeadMap
 from razor_dist.models.loader import read_config
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.server.process import ROOT, ServerProcess, alive, health, server_on, wait_until
@@ -331,7 +332,7 @@ def tokens_alone(arguments: list[str]) -> list[int]:
     core.add("a", PROMPT, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
     tokens = []
     while core.has_work:
-        tokens += [message["token"] for message in core.step() if message["t"] == "token"]
+        tokens += [message.token for message in core.step() if isinstance(message, Token)]
     return tokens
 
 
