@@ -162,6 +162,10 @@ class StreamingCache:
         return self.k[rows, at], self.v[rows, at]
 
     @property
+    def free_places(self) -> int:
+        return self.arena.places - sum(self._end(slot) - slot.offset for slot in self._held)
+
+    @property
     def reserved_bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes + self.sums.nbytes
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.config.errors import EngineError, RazorError, RequestError
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
+from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.sampler import Sampled, sample
@@ -242,39 +243,54 @@ class EngineCore:
         return self.runner.execute(plan)
 
     def step(self) -> list[AboutRequest]:
-        """Admit what fits, or run one chunk or decode step; report what came of it."""
-        admitted: list[AboutRequest] = []
-        while plans := self._admit():
-            self._run_all(plans)
-            request = self.scheduler.running[plans[-1].sequence]
-            if not request.released:  # its id may be another's now
-                admitted.append(_progress(request, request.begin, self._clock()))
-        if admitted:
+        """Admit what fits; else schedule, run and postprocess one step. Report what came of it."""
+        if admitted := self._admit():
             return admitted  # now: the first chunk may take long
         moved = self._transfer()
         plan = self.scheduler.next()
-        if plan is None and (moved or self._moves):
-            if not moved:
-                self.scheduler.admission.pause()
-            return []
         if plan is None:
-            # A request that waits while nothing runs would have rank 0 spin for ever.
-            pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
-            assert pending or not self.scheduler.waiting, "the scheduler cannot admit what it took"
-            if pending and not futures.wait(pending, _GRAMMAR_SECONDS, "FIRST_COMPLETED").done:
-                self.idle()
+            self._wait(moved)
             return []
         began = self._clock()
         logits = self._run(plan)
         self.runner.synchronize()
+        return self._postprocess(plan, logits, began)
+
+    def _admit(self) -> list[AboutRequest]:
+        admitted: list[AboutRequest] = []
+        while plans := self.scheduler.admit():
+            self._run_all(self.scheduler.admission.take_pending())
+            self._run_all(plans)
+            request = self.scheduler.running[plans[-1].sequence]
+            if not request.released:  # its id may be another's now
+                admitted.append(_progress(request, request.begin, self._clock()))
+        self._run_all(self.scheduler.admission.take_pending())
+        return admitted
+
+    def _wait(self, moved: bool) -> None:
+        """Nothing can be computed: wait for the store's writers, or for a grammar."""
+        if moved:
+            return
+        if self._moves:
+            self.scheduler.admission.pause()
+            return
+        # A request that waits while nothing runs would have rank 0 spin for ever.
+        pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
+        assert pending or not self.scheduler.waiting, "the scheduler cannot admit what it took"
+        if pending and not futures.wait(pending, _GRAMMAR_SECONDS, "FIRST_COMPLETED").done:
+            self.idle()
+
+    def _postprocess(
+        self, plan: StepPlan, logits: Tensor | None, began: float
+    ) -> list[AboutRequest]:
+        """Count what was prefilled, sample the next tokens, and keep copies for later prompts."""
         seconds = self._clock() - began
         self.scheduler.prefill_policy.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
-        self._run_all(self.scheduler.copies([request for request, _ in step]))
         reads = any(read for _, read in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[AboutRequest] = []
-        answering: list[Request] = []
+        running: list[Request] = []
         rows: list[int] = []  # of the logits, for each of those
         row = 0
         for piece, (request, read) in zip(plan.pieces, step, strict=True):
@@ -282,9 +298,9 @@ class EngineCore:
                 self._prompt_tokens += read
                 messages += self._read(request, read, began)
             if request.prefilled:
-                own = self._fork(request)
-                answering += own
-                rows += [row] * len(own)
+                forked = self._fork(request)
+                running += forked
+                rows += [row] * len(forked)
             row += piece.samples
         for request, _ in step:
             if request.released and request.prefilled:  # since it was aborted while it was read
@@ -292,7 +308,9 @@ class EngineCore:
         if rows:
             assert logits is not None
             logits = logits if rows == list(range(row)) else logits[rows]
-            messages += self._advance_all(answering, logits)
+            messages += self._advance_all(running, logits)
+        # Only now are requests as long as their sequences are on the ranks.
+        self._run_all(self.scheduler.copies([request for request, _ in step]))
         return messages
 
     @property
@@ -300,11 +318,6 @@ class EngineCore:
         """True if caches go to host memory and disk, or come from there."""
         tiers = self.scheduler.admission.tiers
         return tiers is not None and tiers.active
-
-    def _admit(self) -> list[StepPlan]:
-        plans = self.scheduler.admit()
-        self._run_all(self.scheduler.admission.take_pending())
-        return plans
 
     def _transfer(self) -> bool:
         """Move the next parts to or from host memory and disk, for a part of a step's time.
@@ -428,7 +441,23 @@ class EngineCore:
 
     def idle(self) -> None:
         """Hear from every rank: none waits for a plan too long, and a stuck one is found."""
-        self._run(StepPlan(Op.STATS))  # a broadcast alone succeeds while the other end is stopped
+        self._rank_stats()  # a broadcast alone succeeds while the other end is stopped
+
+    def _rank_stats(self) -> list[RankStats]:
+        """Every rank's counters; `EngineError` if their caches are not as rank 0 counts them."""
+        table = self._run(StepPlan(Op.STATS))
+        assert table is not None
+        found = [RankStats.of(row) for row in table.tolist()]
+        counted = self.scheduler.admission.accounts.free.T.tolist()
+        for rank, (stats, ours) in enumerate(zip(found, counted, strict=True)):
+            if self.runner.caches.scratch is None:
+                ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
+            if list(stats.free) != ours:
+                raise EngineError(
+                    f"rank {rank} has {list(stats.free)} pages and places free and rank 0 counts "
+                    f"{ours}: a defect of razor_dist; please report it"
+                )
+        return found
 
     def prepare(self) -> None:
         """Begin to load, beside the first steps, what structured outputs need."""
@@ -445,19 +474,19 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Counters of all ranks: `razor_dist.protocol.messages.Stats`."""
-        table = self._run(StepPlan(Op.STATS))
-        assert table is not None
-        kv, peak, retrieval, cached, rss, peak_rss, cpu, *sent = table.T.tolist()
+        ranks = self._rank_stats()
+        cached = [rank.cached_bytes for rank in ranks]
+        sent = zip(PURPOSES, zip(*(rank.sent for rank in ranks), strict=True), strict=True)
         return {
-            "kv_bytes_per_rank": kv,
-            "retrieval_kv_bytes_per_rank": retrieval,
-            "peak_kv_bytes_per_rank": peak,
+            "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
+            "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
+            "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
             "prefix_cache": self.scheduler.admission.prefix_stats | {"bytes_per_rank": cached},
-            "rss_per_rank": rss,
-            "peak_rss_per_rank": peak_rss,
-            "cpu_us_per_rank": cpu,
-            "bytes_sent": {p: sum(per_rank) for p, per_rank in zip(PURPOSES, sent, strict=True)},
-            "bytes_sent_per_rank": [sum(row) for row in zip(*sent, strict=True)],
+            "rss_per_rank": [rank.rss for rank in ranks],
+            "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
+            "cpu_us_per_rank": [rank.cpu_us for rank in ranks],
+            "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
+            "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
             "decode": self.runner.decode,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 
@@ -27,12 +26,12 @@ from razor_dist.attention.sources import (
 from razor_dist.attention.step import BlockTables, ChunkTokens, Pass, Step, StepInputs
 from razor_dist.cache.caches import CacheConfig, new_caches
 from razor_dist.config.cores import usable_cores
-from razor_dist.config.memory import resident_bytes
 from razor_dist.engine.commit import Kept, commit
 from razor_dist.engine.decode_threads import DecodeThreads
 from razor_dist.engine.device import wait_for_device
 from razor_dist.engine.graph import DecodeGraphs, Recorder
 from razor_dist.engine.prepare import Preparation, begin_chunks
+from razor_dist.engine.rank_stats import RankStats
 from razor_dist.engine.sequences import Sequences
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
@@ -41,7 +40,7 @@ from razor_dist.kernels.linear import choose_ways
 from razor_dist.models.bridge import AttentionContext
 from razor_dist.models.longrope import position_mark
 from razor_dist.models.shape import ModelShape
-from razor_dist.parallel.comm import PURPOSES, Communicator
+from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.prefix.transfer import Transfers, load_job
@@ -283,26 +282,8 @@ class ModelRunner:
         """Bytes of keys and values that sequences in use hold on this rank now."""
         return self.sequences.kv_bytes
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of keys and values that may be evicted on this rank."""
-        return self.caches.pages.cached_bytes + sum(c.cached_bytes for c in self.caches.streaming)
-
     def _stats(self) -> Tensor | None:
-        """``[P, 7 + purposes]`` int64.
-
-        KV bytes in use, their peak, those of retrieval heads; bytes that are cached; RSS, its peak;
-        CPU; bytes by purpose.
-        """
-        sent = [self.comm.bytes_sent[p] for p in PURPOSES]
-        cpu_us = time.process_time_ns() // 1000
-        kv = [
-            self.kv_bytes,
-            self.sequences.peak_kv_bytes,
-            self.caches.pages.used_bytes,
-            self.cached_bytes,
-        ]
-        numbers = [*kv, *resident_bytes(), cpu_us, *sent]
-        row = torch.tensor(numbers, device=self.device)
-        gathered = self.comm.all_gather(row, "control")
+        """Every rank's `RankStats.row`, int64 ``[P, n]``."""
+        row = RankStats.now(self.comm, self.caches, self.sequences).row
+        gathered = self.comm.all_gather(torch.tensor(row, device=self.device), "control")
         return gathered.cpu() if self.comm.rank == 0 else None

@@ -221,6 +221,8 @@ class Scheduler:
         if self.admission.prefix_cache is None:
             return plans
         for request in requests:
+            if self.running.get(request.key) is not request:
+                continue  # it has ended
             reading = request.prefilled_to in request.stops and not request.prefilled
             if reading or 0 < self._answer_kept == len(request.generated):
                 plans += self.admission.copy(request)

@@ -189,7 +189,14 @@ ToEngine = Add | Abort | StatsQuery | Shutdown
 AboutRequest = Progress | PromptLogprobs | Token | Failed
 ToFrontend = Alive | Ready | Stats | AboutRequest
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(number: Any) -> Any:
+    if isinstance(number, np.generic):  # from a user of `LLM`
+        return number.item()
+    raise NotImplementedError(f"{type(number)} is not part of a message")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
 _fields: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()

@@ -18,7 +18,7 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.messages import Progress, Token
+from razor_dist.protocol.messages import Failed, Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import StepPlan
 from tests.cases import model_and_shape

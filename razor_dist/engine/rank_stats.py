@@ -1,0 +1,53 @@
+"""What one rank counts, as the integers that all ranks gather."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple, dataclass, fields
+
+from razor_dist.cache.caches import Caches
+from razor_dist.config.memory import resident_bytes
+from razor_dist.engine.sequences import Sequences
+from razor_dist.parallel.comm import PURPOSES, Communicator
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """Counters of one rank since its start, and what it holds now."""
+
+    kv_bytes: int  # keys and values of sequences in use
+    peak_kv_bytes: int
+    retrieval_kv_bytes: int  # of `kv_bytes`
+    cached_bytes: int  # keys and values that may be evicted
+    rss: int  # resident bytes
+    peak_rss: int
+    cpu_us: int  # processor time in microseconds
+    sent: tuple[int, ...]  # bytes by `PURPOSES`
+    free: tuple[int, ...]  # pages, places of each arena, scratch pages: as `CacheAccounts.free`
+
+    @classmethod
+    def now(cls, comm: Communicator, caches: Caches, sequences: Sequences) -> RankStats:
+        scratch = 0 if caches.scratch is None else caches.scratch.free_pages
+        places = (cache.free_places for cache in caches.streaming)
+        return cls(
+            sequences.kv_bytes,
+            sequences.peak_kv_bytes,
+            caches.pages.used_bytes,
+            caches.pages.cached_bytes + sum(c.cached_bytes for c in caches.streaming),
+            *resident_bytes(),
+            time.process_time_ns() // 1000,
+            tuple(comm.bytes_sent[purpose] for purpose in PURPOSES),
+            (caches.pages.free_pages, *places, scratch),
+        )
+
+    @property
+    def row(self) -> list[int]:
+        *numbers, sent, free = astuple(self)
+        return [*numbers, *sent, *free]
+
+    @classmethod
+    def of(cls, row: list[int]) -> RankStats:
+        """Inverse of `row`."""
+        first = len(fields(cls)) - 2
+        end = first + len(PURPOSES)
+        return cls(*row[:first], tuple(row[first:end]), tuple(row[end:]))
