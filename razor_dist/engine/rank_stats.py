@@ -50,4 +50,5 @@ class RankStats:
         """Inverse of `row`."""
         first = len(fields(cls)) - 2
         end = first + len(PURPOSES)
-        return cls(*row[:first], tuple(row[first:end]), tuple(row[end:]))
+        numbers = dict(zip((f.name for f in fields(cls)), row[:first], strict=False))
+        return cls(**numbers, sent=tuple(row[first:end]), free=tuple(row[end:]))

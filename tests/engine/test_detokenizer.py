@@ -19,6 +19,7 @@ from razor_dist.frontend.detokenizer import (
     text_offsets,
     token_texts,
 )
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tokenizer import sentencepiece_tokenizer, smollm2_tokenizer
 
@@ -134,8 +135,7 @@ def test_a_stop_string_of_bytes_ends_the_text() -> None:
     assembler = Assembler(SENTENCES, SamplingParams(stop=("界",), logprobs=0))
     got = []
     for token in ids:
-        message = {"token": token, "finish": None, "logprob": -1.0, "top": []}
-        got.append(assembler.push(message))
+        got.append(assembler.push(Token("a", token, -1.0)))
         if got[-1].finish_reason is not None:
             break
     assert "".join(piece.text for piece in got) == " a 世"
@@ -201,7 +201,7 @@ def test_a_stop_string_may_begin_within_min_tokens(
     got: list[TextPiece] = []
     for number, token in enumerate(ids, 1):
         finish = "length" if number == len(ids) else None
-        got.append(assembler.push({"token": token, "finish": finish, "logprob": -1.0, "top": []}))
+        got.append(assembler.push(Token("a", token, -1.0, finish=finish)))
         if got[-1].finish_reason is not None:
             break
     # What is certain only as the answer ends comes with its last token.

@@ -20,6 +20,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.frontend.assembler import Assembler
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.jobs.batch import _served, read_batch
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.hostile_grammars import chained_references
 from tests.test_llm import FakeLLM
@@ -179,7 +180,7 @@ def test_calls_are_read_as_the_server_reads_them() -> None:
     assembler = Assembler(tokenizer, SamplingParams())
     finishes = [None] * (len(ids) - 1) + ["stop"]
     pieces = [
-        assembler.push({"token": token, "finish": finish})
+        assembler.push(Token("a", token, finish=finish))
         for token, finish in zip(ids, finishes, strict=True)
     ]
     text = "".join(piece.text for piece in pieces)
