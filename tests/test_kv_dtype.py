@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.capacity import streaming_dtype
+from razor_dist.kernels import decode_torch
+from razor_dist.kernels.decode import Pages
 from razor_dist.kernels.quantized import quantize
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
@@ -41,6 +43,16 @@ def rounded_to_8_bits(*new: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(quantize(x).to(x.dtype) for x in new)
 
 
+def store_rounded(
+    k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, pages: Pages | None, *windows: Any
+) -> None:
+    """`decode_torch.store` of retrieval keys and values as 8 bits hold them."""
+    if pages is not None:
+        of = order[: len(pages.k)]
+        k, v = (x.index_copy(0, of, *rounded_to_8_bits(x[of])) for x in (k, v))
+    decode_torch.store(k, v, order, pages, *windows)
+
+
 def outcome(
     comm: Communicator, case: Case, rounded: bool = False
 ) -> tuple[torch.Tensor | None, dict[str, int], list[int]]:
@@ -48,14 +60,14 @@ def outcome(
 
     With ``rounded``, retrieval keys and values become what 8 bits hold of them, by the plain way.
     """
-    with (
-        patch("razor_dist.engine.runner.available", return_value=False) if rounded else ExitStack()
-    ):
-        runner = make_runner(comm, case)
+    runner = make_runner(comm, case)
     comm.bytes_sent.clear()
     with ExitStack() as patches:
         if rounded:
             patches.enter_context(patch.object(runner.caches.pages, "stored", rounded_to_8_bits))
+            kernels = Mock(wraps=decode_torch, store=store_rounded)
+            where = "razor_dist.attention.decode.implementation"
+            patches.enter_context(patch(where, return_value=kernels))
         rows = [prefill(runner, 0, case)]
         for token in case.forced:
             rows.append(runner.execute(answer((0, token))))

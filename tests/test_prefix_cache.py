@@ -89,11 +89,11 @@ def branched(
         tails.append([arena.tail_begin(begin + text.tokens, at) for arena, at in pairs])
         found.append((read[-1], None if logits is None else logits.clone()))
     assert runner.kv_bytes == 0
-    assert runner.cached_bytes > 0
+    assert runner.sequences.cached_bytes > 0
     for key in range(len(texts)):
         runner.execute(StepPlan(Op.CLOSE, key))
     pages = runner.caches.pages
-    assert pages.free_pages == pages.num_pages and runner.cached_bytes == 0
+    assert pages.free_pages == pages.num_pages and runner.sequences.cached_bytes == 0
     return found
 
 

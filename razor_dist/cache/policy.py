@@ -90,6 +90,12 @@ class StreamingPolicy:
         """|D(i)|: how many tokens the compensation token stands for."""
         return max(0, self.start(position) - self.sinks)
 
+    def seen(self, position: int) -> int:
+        """Keys that query ``position`` attends to, the compensation token among them."""
+        first = max(self.sinks, self.start(position))
+        sinks, window = min(self.sinks, position + 1), max(0, position + 1 - first)
+        return sinks + window + (self.compensation and first > self.sinks)
+
     def capacity(self, max_tokens: int) -> int:
         """Upper bound of the window's live tokens in a sequence of ``max_tokens`` tokens."""
         if max_tokens <= 0:

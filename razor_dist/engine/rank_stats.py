@@ -33,7 +33,7 @@ class RankStats:
             sequences.kv_bytes,
             sequences.peak_kv_bytes,
             caches.pages.used_bytes,
-            caches.pages.cached_bytes + sum(c.cached_bytes for c in caches.streaming),
+            sequences.cached_bytes,
             *resident_bytes(),
             time.process_time_ns() // 1000,
             tuple(comm.bytes_sent[purpose] for purpose in PURPOSES),

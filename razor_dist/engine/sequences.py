@@ -109,6 +109,12 @@ class Sequences(dict[int, Sequence]):
         windows = sum(prefill.nbytes for prefill in prefills if prefill is not None)
         return windows + sum(store.used_bytes for store in self._caches.stores)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of keys and values that may be evicted on this rank."""
+        caches = self._caches
+        return caches.pages.cached_bytes + sum(cache.cached_bytes for cache in caches.streaming)
+
     def note_peak(self) -> None:
         """Take note of `kv_bytes`, if it never was larger."""
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)

@@ -244,9 +244,7 @@ def decode_reads(d: Deployment, context: int) -> int:
     """Bytes that the fullest rank reads for one token of one sequence of ``context`` tokens."""
     nbytes = sum(d.retrieval_per_layer) * _shard(d, context) * d.kv_bytes
     for index, heads in enumerate(d.streaming):
-        policy = heads.policy
-        places = _waited_for(d, index) * (1 + policy.sinks + policy.capacity(context))
-        nbytes += places * d.streaming_kv_bytes
+        nbytes += _waited_for(d, index) * heads.policy.seen(context - 1) * d.streaming_kv_bytes
     return d.weights.step_bytes - d.spared_parameters * d.dtype.itemsize + nbytes
 
 

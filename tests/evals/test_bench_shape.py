@@ -25,7 +25,7 @@ from razor_dist.evals.bench import shape as bench_shape
 from razor_dist.evals.bench.measure import Ceilings, CeilingSizes, TimedRun, measure_ceilings
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.evals.bench.shape import HEAD, engine_around, prompt_tokens, random_model, run
-from razor_dist.kernels import query
+from razor_dist.kernels import decode_torch, query
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import load_model
 from razor_dist.models.longrope import LongRope
@@ -102,7 +102,7 @@ def test_a_decode_step_reads_what_is_counted(
     attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys and values that the kernels are given, byte for byte, sequence by sequence."""
-    monkeypatch.setattr("razor_dist.engine.runner.available", lambda device: False)
+    monkeypatch.setattr("razor_dist.attention.decode.implementation", lambda device: decode_torch)
     mine = settings(tiny("glm"))
     config, prompt = mine.config(1304), list(range(3, 153)) * 2
     d = Deployment.of(config, "cpu", 0.5)
@@ -116,7 +116,14 @@ def test_a_decode_step_reads_what_is_counted(
         read.append(k.nbytes + v.nbytes)
         return attend(q, k, v, **options)
 
+    compensate = query.compensate
+
+    def compensated(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+        read.append(k.nbytes + v.nbytes)
+        return compensate(q, k, v, *rest, **options)
+
     monkeypatch.setattr(query, "attend", counted)
+    monkeypatch.setattr(query, "compensate", compensated)
     tokens = engine.stream(prompt, 2)
     next(tokens)
     read.clear()

@@ -32,6 +32,7 @@ from razor_dist.models.loader import (
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zero import ShardedWeights, join_ranks
+from razor_dist.protocol.messages import PromptLogprobs, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny
@@ -82,8 +83,8 @@ def answers(comm: Communicator, settings: dict[str, Any]) -> Any:
         core.add(*request)
         while core.has_work:
             for message in core.step():
-                if message["t"] in ("token", "prompt"):
-                    told[message["id"]].append(message)
+                if isinstance(message, Token | PromptLogprobs):
+                    told[message.id].append(message)
     core.idle()
     before = core.stats()["bytes_sent"]["weights"]
     core.add("again", prompt(5), sampling(max_tokens=4))  # one chunk, three decode steps
@@ -231,6 +232,7 @@ import torch
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import build_engine
 from razor_dist.parallel.comm import Communicator
+from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 told = []
 for weights in ("replicated", "zero3-offload"):
@@ -239,7 +241,7 @@ for weights in ("replicated", "zero3-offload"):
     core.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, logprobs=2))
     told.append([])
     while core.has_work:
-        told[-1] += [m for m in core.step() if m["t"] == "token"]
+        told[-1] += [m for m in core.step() if isinstance(m, Token)]
 assert len(told[0]) == 3 and told[0] == told[1]
 assert core.stats()["bytes_sent"]["weights"] == 0
 """

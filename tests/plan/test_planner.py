@@ -98,7 +98,7 @@ def test_decode_in_tensor_mode() -> None:
     assert replicated == plan(settings(), load_device("h200"), context=N, retrieval=0.3).decode_time
     assert 2 < replicated.seconds / found.decode_time.seconds < 2.2
     # 112 streaming heads, 14 on every rank.
-    slot = 14 * ((4 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
+    slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
     assert found.memory.sequence_streaming_cache == slot
 
 
@@ -108,8 +108,7 @@ def test_memory_of_a_million_tokens(million: Plan) -> None:
     memory = million.memory
     assert memory.weights == million.deployment.weights.nbytes == pytest.approx(18.97e9, rel=1e-3)
     assert memory.sequence_retrieval_kv == 0.3 * 80 * 2**30 / 8
-    # In bf16 the compensation token stands in a slot four times.
-    slot = 112 * ((4 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)  # the tail has 1024 tokens
+    slot = 112 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)  # the tail has 1024 tokens
     assert memory.sequence_streaming_cache == slot
     assert memory.streaming_cache == slot + 112 * 6 * 2 * 128 * 4  # sums of what may be cached
     assert million.fits and million.links["prefill"]["ring"] / million.links["full_prefill"] < 0.31
