@@ -52,6 +52,7 @@ class Preparation:
     def __init__(self, comm: Communicator, caches: Caches, *, tensor_parallel: bool) -> None:
         self._comm, self._caches, self._tensor_parallel = comm, caches, tensor_parallel
         self._device = caches.pages.k.device
+        self._nothing = self._integers([])
 
     def step(self, pieces: Seq[Piece], sequences: Mapping[int, Sequence]) -> Step:
         """Prepare a step of ``pieces``, in their order (`StepPlan.step`)."""
@@ -73,13 +74,16 @@ class Preparation:
             replicated.append(self._replicated(piece, sequences[piece.sequence], offset))
             offset += len(piece.tokens)
         chunks = [self._chunk(piece, sequences[piece.sequence]) for piece in sharded]
-        marks = {key: sequence.position_mark for key, sequence in sequences.items()}
         parts = [
-            (piece, piece.tokens, tokens.positions + marks[tokens.sequence])
+            (piece, piece.tokens, tokens.positions + sequences[tokens.sequence].position_mark)
             for piece, tokens in zip(whole, replicated, strict=True)
         ]
         own = [
-            (piece, *self._own_tokens(piece, tokens, marks[tokens.sequence]))
+            (
+                piece,
+                piece.tokens.to(self._device)[tokens.positions - tokens.chunk.begin],
+                tokens.positions + sequences[tokens.sequence].position_mark,
+            )
             for piece, tokens in zip(sharded, chunks, strict=True)
         ]
         short = (decode, tuple(replicated), tuple(sources))
@@ -106,6 +110,12 @@ class Preparation:
         # Rank 0 samples, and holds the last token of every chunk; all compute parts of its logits.
         samples = tensor_parallel or self._comm.rank == 0
         rows, logits = [int(samples)] * single, list(range(single * samples))
+        if not parts:
+            keep = None if samples else self._nothing
+            nothing = self._nothing, self._nothing
+            return Pass(
+                *nothing, keep, rows, decode, sources=sources, tensor_parallel=tensor_parallel
+            )
         ids, positions, end = [], [], single
         for piece, tokens, at in parts:
             n = len(tokens)
@@ -223,11 +233,6 @@ class Preparation:
             stored,
             self._windows(sequence, prefill, chunk, rank=rank, last=piece.last, exact=exact),
         )
-
-    def _own_tokens(self, piece: Piece, tokens: ChunkTokens, mark: int) -> tuple[Tensor, Tensor]:
-        """This rank's tokens of a chunk, and their positions as the model gets them."""
-        own = piece.tokens.to(self._device)[tokens.positions - tokens.chunk.begin]
-        return own, tokens.positions + mark
 
     def _shard(
         self,
