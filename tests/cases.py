@@ -23,7 +23,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import shard_sizes
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 # Models that compute a rank's part of short steps, as the last runner wants it.
 _SHARED: dict[str, TensorParallel] = {}
@@ -129,11 +129,11 @@ def make_runner(
 
 def answer(*tokens: tuple[int, int]) -> StepPlan:
     """A step that reads one token of each of some sequences: pairs (sequence, token)."""
-    return StepPlan.step([Piece(key, [token]) for key, token in tokens])
+    return StepPlan.step([BatchEntry(key, [token]) for key, token in tokens])
 
 
 def one_chunk(key: int, tokens: Seq[int] | torch.Tensor, *, last: bool) -> StepPlan:
-    return StepPlan.step([Piece(key, tokens, sharded=True, last=last)])
+    return StepPlan.step([BatchEntry(key, tokens, sharded=True, last=last)])
 
 
 def prefill(runner: ModelRunner, key: int, case: Case) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.zigzag import chunks
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool
@@ -77,13 +77,13 @@ def branched(
         logits = None
         for chunk in chunks(begin, end, text.cut, comm.size) if text.chunked else ():
             ids = torch.tensor(new[chunk.begin - begin : chunk.end - begin])
-            piece = Piece(key, ids, sharded=True, last=chunk.end == end)
+            piece = BatchEntry(key, ids, sharded=True, last=chunk.end == end)
             logits = runner.execute(StepPlan.step([piece]))
         rest = new[text.chunked :]
         for ids in (rest[: text.piece], *([token] for token in rest[text.piece :])):
             if ids:
-                logits = runner.execute(StepPlan.step([Piece(key, torch.tensor(ids))]))
-        runner.execute(StepPlan(Op.KEEP, key))
+                logits = runner.execute(StepPlan.step([BatchEntry(key, torch.tensor(ids))]))
+        runner.execute(StepPlan(Op.CACHE, key))
         read.append(before + new)
         pairs = zip(arenas, begins, strict=True)
         tails.append([arena.tail_begin(begin + text.tokens, at) for arena, at in pairs])

@@ -21,7 +21,7 @@ from razor_dist.kernels import decode_torch
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, logits_of, make_runner
 from tests.ranks import RankPool
@@ -44,7 +44,7 @@ class Company:
     # Of a prompt's chunks, two of three are computed by all ranks.
     mixed: bool = False
 
-    def pieces(self, world: int = 1) -> Iterator[list[Piece]]:
+    def entries(self, world: int = 1) -> Iterator[list[BatchEntry]]:
         """Yield each step's pieces; chunks are of whole shards but for the last."""
         read = [0] * len(self.texts)
         for step in self.steps:
@@ -59,10 +59,10 @@ class Company:
                 if self.mixed and sharded and end > begin and is_even(Chunk(begin, end, world)):
                     sharded = (begin // (2 * world)) % 3 == 0
                 if end > begin:
-                    found.append(Piece(key, text[begin:end], sharded, last=last))
+                    found.append(BatchEntry(key, text[begin:end], sharded, last=last))
                 read[key] = end
             if found:
-                yield StepPlan.step(found).pieces
+                yield StepPlan.step(found).entries
 
 
 def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int], Tensor], int]:
@@ -74,12 +74,12 @@ def together(comm: Communicator, company: Company) -> tuple[dict[tuple[int, int]
     comm.bytes_sent.clear()
     found: dict[tuple[int, int], Tensor] = {}
     read = [0] * len(company.texts)
-    for pieces in company.pieces(comm.size):
-        logits = made.execute(StepPlan.step(pieces))
-        for piece in pieces:
-            read[piece.sequence] += len(piece.tokens)
+    for entries in company.entries(comm.size):
+        logits = made.execute(StepPlan.step(entries))
+        for entry in entries:
+            read[entry.sequence] += len(entry.tokens)
         if logits is not None:
-            keys = [piece.sequence for piece in pieces if piece.samples]
+            keys = [entry.sequence for entry in entries if entry.samples]
             found |= {(k, read[k]): row.clone() for k, row in zip(keys, logits, strict=True)}
     for key in range(len(company.texts)):
         made.execute(StepPlan(Op.CLOSE, key))
@@ -107,8 +107,8 @@ def assert_same_as_alone(
     alone = []
     for index, text in enumerate(company.texts):
         # Exact prefill sees the prompt, however it is read, otherwise than what comes after it.
-        pieces = [piece for step in company.pieces() for piece in step]
-        first = next(len(piece.tokens) for piece in pieces if piece.sequence == index)
+        entries = [entry for step in company.entries() for entry in step]
+        first = next(len(entry.tokens) for entry in entries if entry.sequence == index)
         end = (company.chunks[index] or first) if company.case.exact else 1
         case = dataclasses.replace(company.case, prompt=text[:end], forced=text[end:])
         alone.append((end, ranks(1).run(logits_of, case)[0]))

@@ -165,7 +165,7 @@ class CacheAccounts:
             allocation.scratch = None
 
     def keep(self, allocation: Allocation, length: int) -> None:
-        """Count a sequence of ``length`` tokens as cached (`Op.KEEP`)."""
+        """Count a sequence of ``length`` tokens as cached (`Op.CACHE`)."""
         sizes = shard_lengths(allocation.chunks, length, self.world_size)
         for pool, table, tokens in zip(self._pools, allocation.tables, sizes, strict=True):
             table.tokens = tokens

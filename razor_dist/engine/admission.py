@@ -295,7 +295,7 @@ class Admission:
         tokens, allocation = loading.tokens, loading.allocation
         self.accounts.keep(allocation, len(tokens))
         self.prefix_cache.add(loading.namespace, tokens, loading.key, allocation, loading.tier)
-        return [StepPlan(Op.KEEP, loading.key), *self._within_bounds(allocation)]
+        return [StepPlan(Op.CACHE, loading.key), *self._within_bounds(allocation)]
 
     def _use(self, hit: Hit | None, request: Request) -> None:
         cache, tiers = self.prefix_cache, self.tiers
@@ -370,7 +370,7 @@ class Admission:
         self._offer(request, tokens, key, copied)
         plans += [
             StepPlan(Op.FORK, key, length, length, length, source=request.key),
-            StepPlan(Op.KEEP, key),
+            StepPlan(Op.CACHE, key),
         ]
         return plans + self._within_bounds()
 
@@ -387,7 +387,7 @@ class Admission:
         tokens = _tokens_read(request)
         cache.add(request.namespace, tokens, request.key, allocation)
         self._offer(request, tokens, request.key, allocation)
-        return [StepPlan(Op.KEEP, request.key), *self._within_bounds()]
+        return [StepPlan(Op.CACHE, request.key), *self._within_bounds()]
 
     def is_worth_keeping(self, request: Request) -> bool:
         """True if an aborted prefill has done enough of its prompt to be worth caching."""

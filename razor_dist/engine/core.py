@@ -293,7 +293,7 @@ class EngineCore:
         running: list[Request] = []
         rows: list[int] = []  # of the logits, for each of those
         row = 0
-        for piece, (request, read) in zip(plan.pieces, step, strict=True):
+        for entry, (request, read) in zip(plan.entries, step, strict=True):
             if read:
                 self._prompt_tokens += read
                 messages += self._read(request, read, began)
@@ -301,7 +301,7 @@ class EngineCore:
                 forked = self._fork(request)
                 running += forked
                 rows += [row] * len(forked)
-            row += piece.samples
+            row += entry.samples
         for request, _ in step:
             if request.released and request.prefilled:  # since it was aborted while it was read
                 self._run_all(self.scheduler.remove(request))

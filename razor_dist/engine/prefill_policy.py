@@ -137,7 +137,7 @@ class PrefillPolicy:
         # All of them wait until now, so that the later one arrived, the less it has waited.
         return min(others, key=lambda prompt: (self._left(prompt) + prompt.arrived, prompt.key))
 
-    def piece(
+    def take(
         self,
         prompt: Request,
         others: Sequence[Request],

@@ -29,7 +29,7 @@ from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.halo import KVPiece
 from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
-from razor_dist.protocol.step_plan import Piece
+from razor_dist.protocol.step_plan import BatchEntry
 
 
 def begin_chunks(comm: Communicator, caches: Caches, sequence: Sequence) -> None:
@@ -54,37 +54,37 @@ class Preparation:
         self._device = caches.pages.k.device
         self._nothing = self._integers([])
 
-    def step(self, pieces: Seq[Piece], sequences: Mapping[int, Sequence]) -> Step:
-        """Prepare a step of ``pieces``, in their order (`StepPlan.step`)."""
-        single = [piece for piece in pieces if piece.single]
-        whole = [piece for piece in pieces if not (piece.single or piece.sharded)]
-        sharded = [piece for piece in pieces if piece.sharded]
+    def step(self, entries: Seq[BatchEntry], sequences: Mapping[int, Sequence]) -> Step:
+        """Prepare a step of ``entries``, in their order (`StepPlan.step`)."""
+        single = [entry for entry in entries if entry.single]
+        whole = [entry for entry in entries if not (entry.single or entry.sharded)]
+        sharded = [entry for entry in entries if entry.sharded]
         decode, sources = None, []
         if single:
-            tokens = [(sequences[piece.sequence], int(piece.tokens[0])) for piece in single]
+            tokens = [(sequences[entry.sequence], int(entry.tokens[0])) for entry in single]
             decode = self._decode(tokens)
             sources = [
-                self._source(index, piece.sequence, sequences[piece.sequence])
-                for index, piece in enumerate(single)
-                if piece.sources
+                self._source(index, entry.sequence, sequences[entry.sequence])
+                for index, entry in enumerate(single)
+                if entry.sources
             ]
         replicated: list[ReplicatedTokens] = []
         offset = 0
-        for piece in whole:
-            replicated.append(self._replicated(piece, sequences[piece.sequence], offset))
-            offset += len(piece.tokens)
-        chunks = [self._chunk(piece, sequences[piece.sequence]) for piece in sharded]
+        for entry in whole:
+            replicated.append(self._replicated(entry, sequences[entry.sequence], offset))
+            offset += len(entry.tokens)
+        chunks = [self._chunk(entry, sequences[entry.sequence]) for entry in sharded]
         parts = [
-            (piece, piece.tokens, tokens.positions + sequences[tokens.sequence].position_mark)
-            for piece, tokens in zip(whole, replicated, strict=True)
+            (entry, entry.tokens, tokens.positions + sequences[tokens.sequence].position_mark)
+            for entry, tokens in zip(whole, replicated, strict=True)
         ]
         own = [
             (
-                piece,
-                piece.tokens.to(self._device)[tokens.positions - tokens.chunk.begin],
+                entry,
+                entry.tokens.to(self._device)[tokens.positions - tokens.chunk.begin],
                 tokens.positions + sequences[tokens.sequence].position_mark,
             )
-            for piece, tokens in zip(sharded, chunks, strict=True)
+            for entry, tokens in zip(sharded, chunks, strict=True)
         ]
         short = (decode, tuple(replicated), tuple(sources))
         if self._tensor_parallel and (single or whole):
@@ -93,12 +93,12 @@ class Preparation:
                 passes.append(self._pass(0, own, None, (), (), tuple(chunks)))
         else:
             passes = [self._pass(len(single), [*parts, *own], *short, tuple(chunks))]
-        return Step(tuple(passes), [piece.sequence for piece in single])
+        return Step(tuple(passes), [entry.sequence for entry in single])
 
     def _pass(
         self,
         single: int,
-        parts: Seq[tuple[Piece, Tensor, Tensor]],
+        parts: Seq[tuple[BatchEntry, Tensor, Tensor]],
         decode: DecodeBatch | None,
         replicated: tuple[ReplicatedTokens, ...],
         sources: tuple[SourceToken, ...],
@@ -117,10 +117,10 @@ class Preparation:
                 *nothing, keep, rows, decode, sources=sources, tensor_parallel=tensor_parallel
             )
         ids, positions, end = [], [], single
-        for piece, tokens, at in parts:
+        for entry, tokens, at in parts:
             n = len(tokens)
-            begin = n - (samples and piece.samples)
-            if piece.prompt_logprobs >= 0:
+            begin = n - (samples and entry.samples)
+            if entry.prompt_logprobs >= 0:
                 begin = 0
             rows.append(n - begin)
             logits += range(end + begin, end + n)
@@ -187,17 +187,17 @@ class Preparation:
         spans = self._caches.pages.spans(table, 0, table.tokens + own)
         return SourceToken(key, index, position, spans, sequence.runs(self._comm.rank))
 
-    def _replicated(self, piece: Piece, sequence: Sequence, offset: int) -> ReplicatedTokens:
+    def _replicated(self, entry: BatchEntry, sequence: Sequence, offset: int) -> ReplicatedTokens:
         assert sequence.prefill is None, "its chunks are not done"
         caches, rank, size = self._caches, self._comm.rank, self._comm.size
         begin = sequence.length
-        end = begin + len(piece.tokens)
+        end = begin + len(entry.tokens)
         chunk, stored = Chunk(begin, end, 1), sequence.table.tokens
         owned = owned_tokens(chunk.span, rank, size)
         exact = caches.scratch is not None and begin == 0
         prefill = ChunkedPrefill([{} for _ in caches.streaming])
         return ReplicatedTokens(
-            piece.sequence,
+            entry.sequence,
             slice(offset, offset + end - begin),
             chunk,
             torch.arange(begin, end, device=self._device),
@@ -207,11 +207,11 @@ class Preparation:
             self._windows(sequence, prefill, chunk, rank=0, last=True, exact=exact),
         )
 
-    def _chunk(self, piece: Piece, sequence: Sequence) -> ChunkTokens:
+    def _chunk(self, entry: BatchEntry, sequence: Sequence) -> ChunkTokens:
         prefill, caches, rank = sequence.prefill, self._caches, self._comm.rank
         assert prefill is not None
         begin, size = sequence.length, self._comm.size
-        chunk = Chunk(begin, begin + len(piece.tokens), size)
+        chunk = Chunk(begin, begin + len(entry.tokens), size)
         pages = self._shard(
             caches.pages, sequence.table, chunk, sequence.shard_tokens, sequence.chunks
         )
@@ -220,18 +220,18 @@ class Preparation:
             assert caches.scratch is not None
             lengths = [sum(done.tokens(r) for done in prefill.done) for r in range(size)]
             scratch = self._shard(caches.scratch, prefill.scratch, chunk, lengths, prefill.done)
-            if piece.last:
+            if entry.last:
                 stored = _stored(caches.scratch, prefill.scratch, prefill.done, rank)
         exact = scratch is not None
         return ChunkTokens(
-            piece.sequence,
+            entry.sequence,
             chunk,
-            piece.last,
+            entry.last,
             positions_of(chunk.ranges(rank), self._device),
             pages,
             scratch,
             stored,
-            self._windows(sequence, prefill, chunk, rank=rank, last=piece.last, exact=exact),
+            self._windows(sequence, prefill, chunk, rank=rank, last=entry.last, exact=exact),
         )
 
     def _shard(

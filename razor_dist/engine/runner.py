@@ -44,7 +44,7 @@ from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.ring import RingAttention, ring_attention
 from razor_dist.prefix.transfer import Transfers, load_job
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +108,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Carry out one step.
 
-        Return, on rank 0, float32 logits ``[n, V]`` after a step's pieces that have any, in their
-        order (`Piece.samples`), or the gathered counters after STATS. After SAVE and LOAD, on all,
-        how far all ranks are. Otherwise None.
+        Return, on rank 0, float32 logits ``[n, V]`` after a step's entries that have any, in their
+        order (`BatchEntry.samples`), or the gathered counters after STATS. After SAVE and LOAD, on
+        all ranks, how far each is. Otherwise None.
         """
         match plan.op:
             case Op.OPEN:
@@ -120,13 +120,13 @@ class ModelRunner:
             case Op.CLOSE:
                 self._threads.use_all()
                 self.sequences.close(plan.sequence)
-            case Op.KEEP:
+            case Op.CACHE:
                 self._threads.use_all()
                 self.sequences.cache(plan.sequence)
             case Op.STEP:
-                decoded = all(piece.single for piece in plan.pieces)
-                with self._threads.step(len(plan.pieces) * decoded):
-                    return self._step(plan.pieces)
+                decoded = all(entry.single for entry in plan.entries)
+                with self._threads.step(len(plan.entries) * decoded):
+                    return self._step(plan.entries)
             case Op.STATS:
                 return self._stats()
             case Op.SAVE:
@@ -158,9 +158,9 @@ class ModelRunner:
             self.sequences.restore(plan.sequence, plan.total, job.chunks, job.mark)
         return self.transfers.load(self.sequences[plan.sequence], plan.payload)
 
-    def _step(self, pieces: Seq[Piece]) -> Tensor | None:
+    def _step(self, entries: Seq[BatchEntry]) -> Tensor | None:
         """Prepare, run, commit."""
-        step = self.prepare(pieces)
+        step = self.prepare(entries)
         self.prompt_logprobs, self.sources = {}, {}
         kept: list[Kept] = []
         if step.recordable and self.graphs is not None:
@@ -168,18 +168,18 @@ class ModelRunner:
             logits = self.graphs.run(step.passes[0].decode)
         else:
             logits = torch.cat([self._run(part, kept) for part in step.passes])
-            if any(piece.prompt_logprobs >= 0 for piece in pieces):
-                logits = self._split_logprobs(pieces, step, logits)
+            if any(entry.prompt_logprobs >= 0 for entry in entries):
+                logits = self._split_logprobs(entries, step, logits)
         commit(self.comm, self.caches, step, self.sequences, kept)
         self.sequences.note_peak()
         return logits if self.comm.rank == 0 else None
 
-    def prepare(self, pieces: Seq[Piece]) -> Step:
-        """The step of ``pieces`` as data; all ranks prepare it together."""
-        for piece in pieces:
-            if piece.sharded:
-                begin_chunks(self.comm, self.caches, self.sequences[piece.sequence])
-        return self._preparation.step(pieces, self.sequences)
+    def prepare(self, entries: Seq[BatchEntry]) -> Step:
+        """The step of ``entries`` as data; all ranks prepare it together."""
+        for entry in entries:
+            if entry.sharded:
+                begin_chunks(self.comm, self.caches, self.sequences[entry.sequence])
+        return self._preparation.step(entries, self.sequences)
 
     def decode_logits(self, inputs: StepInputs, tables: BlockTables) -> Tensor:
         """Logits ``[n, V]`` after one token of n sequences; only rank 0, which samples, has any."""
@@ -238,40 +238,40 @@ class ModelRunner:
         logits = output.logits[0].float()
         return logits if tensor is None else tensor.gather_logits(logits)
 
-    def _split_logprobs(self, pieces: Seq[Piece], step: Step, logits: Tensor) -> Tensor:
+    def _split_logprobs(self, entries: Seq[BatchEntry], step: Step, logits: Tensor) -> Tensor:
         """Note log-probabilities of chunks that ask for them; return the logits to sample from."""
         chunks = iter([chunk for part in step.passes for chunk in part.chunks])
         rows = list(logits.split([n for part in step.passes for n in part.rows]))
-        for index, piece in enumerate(pieces):
-            chunk = next(chunks) if piece.sharded else None
-            if chunk is not None and piece.prompt_logprobs >= 0:
-                found = self._gather_logprobs(piece, chunk, rows[index])
-                self.prompt_logprobs[piece.sequence] = found
-                rows[index] = rows[index][len(rows[index]) - piece.last :]
+        for index, entry in enumerate(entries):
+            chunk = next(chunks) if entry.sharded else None
+            if chunk is not None and entry.prompt_logprobs >= 0:
+                found = self._gather_logprobs(entry, chunk, rows[index])
+                self.prompt_logprobs[entry.sequence] = found
+                rows[index] = rows[index][len(rows[index]) - entry.last :]
         return torch.cat(rows)
 
-    def _gather_logprobs(self, piece: Piece, tokens: ChunkTokens, logits: Tensor) -> Tensor:
+    def _gather_logprobs(self, entry: BatchEntry, tokens: ChunkTokens, logits: Tensor) -> Tensor:
         """Log-probabilities of the tokens that follow each of a chunk's, from all ranks.
 
         A row of the float64 table ``[n, 2 + 2 k]`` has the token's log-probability, its place, 1
         for the likeliest, and the k likeliest tokens' log-probabilities and ids. ``logits`` are of
         this rank's tokens.
         """
-        chunk, known = tokens.chunk, len(piece.tokens) - (piece.following < 0)
+        chunk, known = tokens.chunk, len(entry.tokens) - (entry.following < 0)
         # The prompt's last token has no next token: any id does, its row is cut off below.
-        after = torch.cat([piece.tokens[1:], torch.tensor([max(0, piece.following)])])
+        after = torch.cat([entry.tokens[1:], torch.tensor([max(0, entry.following)])])
         following = after.to(self.device)[tokens.positions - chunk.begin]
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(-1, following.unsqueeze(-1))
         rank = (logprobs > chosen).sum(-1, keepdim=True) + 1
-        top = logprobs.topk(piece.prompt_logprobs, dim=-1)
+        top = logprobs.topk(entry.prompt_logprobs, dim=-1)
         # Ids and ranks are exact in float64, so one tensor carries all.
         table = torch.cat([chosen, rank, top.values, top.indices], dim=-1).double()
         most = max(chunk.tokens(r) for r in range(self.comm.size))
         padded = torch.zeros(most, table.shape[1], dtype=torch.float64, device=self.device)
         padded[: len(following)] = table
         gathered = self.comm.all_gather(padded, "control").cpu()
-        rows = torch.empty(len(piece.tokens), table.shape[1], dtype=torch.float64)
+        rows = torch.empty(len(entry.tokens), table.shape[1], dtype=torch.float64)
         for r in range(self.comm.size):
             at = positions_of(chunk.ranges(r), rows.device) - chunk.begin
             rows[at] = gathered[r, : len(at)]

@@ -16,7 +16,7 @@ from razor_dist.engine.request import Request, prefixes
 from razor_dist.engine.step_cost import Work
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
-from razor_dist.protocol.step_plan import Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, StepPlan
 
 
 class Scheduler:
@@ -130,11 +130,11 @@ class Scheduler:
             (short if self.prefill_policy.joins(request) else long).append(request)
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = self.prefill_policy.together(short, part=0.5 if long else 1.0)
-        pieces = [
-            Piece(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
+        entries = [
+            BatchEntry(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
             for r in answering
         ]
-        pieces += [self._piece(r, math.inf, sharded=not r.short) for r in joining]
+        entries += [self._entry(r, math.inf, sharded=not r.short) for r in joining]
         if long:
             request = self.prefill_policy.choose(long)
             # Requests that still wait could not be admitted: shorter steps do not help them.
@@ -143,13 +143,13 @@ class Scheduler:
             exact = self.cache.scratch_pages > 0 and not request.begin
             able = not exact and request.params.prompt_logprobs is None
             lengths = [r.length for r in answering]
-            length, sharded = self.prefill_policy.piece(
+            length, sharded = self.prefill_policy.take(
                 request, others, answering=lengths, joined=joined, able=able
             )
-            pieces.append(self._piece(request, length, sharded=sharded))
-        return StepPlan.step(pieces) if pieces else None
+            entries.append(self._entry(request, length, sharded=sharded))
+        return StepPlan.step(entries) if entries else None
 
-    def _piece(self, request: Request, length: float, *, sharded: bool) -> Piece:
+    def _entry(self, request: Request, length: float, *, sharded: bool) -> BatchEntry:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
 
         If all ranks are to compute them, though it is no short prompt, every rank must have its
@@ -165,7 +165,7 @@ class Scheduler:
         if not (sharded or request.short):
             last = True
             sharded = not (request.whole and is_even(Chunk(begin, begin + n, self.world_size)))
-        return Piece(
+        return BatchEntry(
             request.key,
             torch.from_numpy(left[:n].astype(np.int64)),
             sharded=sharded,
@@ -179,14 +179,14 @@ class Scheduler:
 
         Return its requests, in order, and how many tokens of each prompt it has read.
         """
-        step = [(self.running[p.sequence], p) for p in plan.pieces]
-        read = [(r, 0 if r.prefilled else len(piece.tokens)) for r, piece in step]
+        step = [(self.running[p.sequence], p) for p in plan.entries]
+        read = [(r, 0 if r.prefilled else len(entry.tokens)) for r, entry in step]
         chunks, wholes, answers, before, tokens, pairs = 0, 0, 0, 0, 0.0, 0.0
-        for (request, n), piece in zip(read, plan.pieces, strict=True):
-            at, dealt = request.length, piece.sharded and self.world_size > 1
+        for (request, n), entry in zip(read, plan.entries, strict=True):
+            at, dealt = request.length, entry.sharded and self.world_size > 1
             # What is not sharded may be computed by every rank, but attends to the rank's own part
             # of what is before it.
-            times = 1 if piece.sharded else self.prefill_policy.repeats
+            times = 1 if entry.sharded else self.prefill_policy.repeats
             chunks |= dealt
             wholes += n > 0 and not dealt
             answers += n == 0
@@ -199,15 +199,15 @@ class Scheduler:
         in_turn = [
             r for r in self.running.values() if not (r.prefilled or self.prefill_policy.joins(r))
         ]
-        for (request, count), piece in zip(read, plan.pieces, strict=True):
+        for (request, count), entry in zip(read, plan.entries, strict=True):
             if count:
-                took = self.prefill_policy.work(request, count, sharded=piece.sharded)
+                took = self.prefill_policy.work(request, count, sharded=entry.sharded)
                 self.prefill_policy.took(in_turn, request, took)
-        for (request, count), piece in zip(read, plan.pieces, strict=True):
+        for (request, count), entry in zip(read, plan.entries, strict=True):
             begin = request.prefilled_to
             request.prefilled_to += count
-            request.whole = piece.last or not piece.sharded
-            if piece.sharded:
+            request.whole = entry.last or not entry.sharded
+            if entry.sharded:
                 assert request.allocation is not None
                 chunk = Chunk(begin, request.prefilled_to, self.world_size)
                 request.allocation.chunks.append(chunk)

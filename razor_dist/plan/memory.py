@@ -33,7 +33,7 @@ from razor_dist.plan.allocations import Allocations
 from razor_dist.plan.compute import pass_q
 from razor_dist.plan.deployment import META, Deployment
 from razor_dist.plan.devices import Device
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 # Contexts beyond so many times what the model was made for are not asked about: the plan of windows
 # that grow with millions of tokens alone takes a minute.
@@ -162,7 +162,7 @@ class DryRun:
         self._skip(runner, chunks[:index])
         tokens = torch.zeros(chunk.end - chunk.begin, dtype=torch.int64)
         with allocations:
-            runner.execute(StepPlan.step([Piece(0, tokens, True, last=chunk.end == prompt)]))
+            runner.execute(StepPlan.step([BatchEntry(0, tokens, True, last=chunk.end == prompt)]))
         sizes = allocations.transient()
         halo = sizes["halo"] + sizes["sinks"] + sizes["compensation"]
         return Counter(ring=sizes["ring"], halo=halo, chunk=sizes["model"])
@@ -208,13 +208,13 @@ class DryRun:
             held = holdings(done, kept)
             own = [at for at, holder in held if holder == rank]
             prefill.windows[index] = {
-                layer: [self._piece(at, group.rows) for at in own]
+                layer: [self._entry(at, group.rows) for at in own]
                 for layer, heads in enumerate(runner.caches.layout.layers)
                 for group in heads.groups
                 if group.index == index
             }
 
-    def _piece(self, at: Interval, rows: slice) -> KVPiece:
+    def _entry(self, at: Interval, rows: slice) -> KVPiece:
         shape = (rows.stop - rows.start, len(at), self._d.shape.head_dim)
         k, v = (torch.empty(shape, dtype=self._d.streaming_dtype, device=META) for _ in "kv")
         return KVPiece(at, k, v)

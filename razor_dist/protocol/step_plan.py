@@ -19,7 +19,7 @@ from razor_dist.parallel.comm import Communicator
 
 FRAME = 512
 HEADER = 16
-_ROW = 5  # numbers that describe a piece beside its tokens
+_ROW = 5  # numbers that describe an entry beside its tokens
 
 
 class Op(IntEnum):
@@ -29,7 +29,7 @@ class Op(IntEnum):
     FORK = 4
     STATS = 5
     STOP = 6
-    KEEP = 7  # a sequence is no longer in use: it is cached
+    CACHE = 7  # a sequence is no longer in use: it is cached
     # A sequence's next part goes to host memory and disk, or comes from there. Ranks answer how far
     # they are (`razor_dist.prefix.transfer`).
     SAVE = 8
@@ -37,7 +37,7 @@ class Op(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class BatchEntry:
     """The next tokens of one sequence in a step.
 
     All ranks compute all of them, or, if it is ``sharded``, they are a chunk of a prompt of which
@@ -74,9 +74,9 @@ class Piece:
         return self.last or not self.sharded
 
 
-def payload_length(pieces: int, tokens: int) -> int:
+def payload_length(entries: int, tokens: int) -> int:
     """Return how many numbers describe a step."""
-    return 1 + _ROW * pieces + tokens
+    return 1 + _ROW * entries + tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class StepPlan:
     """One step. Fields say which operations use them; the others ignore them."""
 
     op: Op
-    sequence: int = 0  # OPEN, CLOSE, FORK, KEEP, SAVE, LOAD: its key
+    sequence: int = 0  # OPEN, CLOSE, FORK, CACHE, SAVE, LOAD: its key
     begin: int = 0  # FORK: how many of its source's tokens it copies
     # OPEN and FORK: the position up to which it is read in chunks, counted from the beginning of
     # what FORK copies.
@@ -94,30 +94,32 @@ class StepPlan:
     instead: bool = False  # FORK: its source ends, and has no other user
     # OPEN: the most tokens that the model may ever read of it, or of one that FORK makes of it.
     max_read: int = 0
-    # STEP: its pieces; SAVE and LOAD: with the first part, what to do.
+    # STEP: its entries; SAVE and LOAD: with the first part, what to do.
     payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @classmethod
-    def step(cls, pieces: Sequence[Piece]) -> StepPlan:
-        """Return the plan of a step: single tokens first, sharded pieces last."""
-        ordered = sorted(pieces, key=lambda piece: (piece.sharded, not piece.single))
-        # The number of pieces, a row of numbers for each, and the tokens of all.
+    def step(cls, entries: Sequence[BatchEntry]) -> StepPlan:
+        """Return the plan of a step: single tokens first, sharded entries last."""
+        ordered = sorted(entries, key=lambda entry: (entry.sharded, not entry.single))
+        # The number of entries, a row of numbers for each, and the tokens of all.
         rows = [
             (p.sequence, len(p.tokens), p.flags, p.prompt_logprobs, p.following) for p in ordered
         ]
         table = torch.tensor(rows, dtype=torch.int64).flatten()
-        tokens = [piece.tokens for piece in ordered]
+        tokens = [entry.tokens for entry in ordered]
         return cls(Op.STEP, payload=torch.cat([torch.tensor([len(rows)]), table, *tokens]))
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """STEP: the pieces, in their order in the step."""
+    def entries(self) -> list[BatchEntry]:
+        """STEP: the entries, in their order in the step."""
         count = int(self.payload[0])
         tokens = payload_length(count, 0)
         rows = self.payload[1:tokens].view(count, _ROW).tolist()
         of_each = self.payload[tokens:].split([row[1] for row in rows])
         return [
-            Piece(key, of, bool(flags & 1), bool(flags & 2), logprobs, following, bool(flags & 4))
+            BatchEntry(
+                key, of, bool(flags & 1), bool(flags & 2), logprobs, following, bool(flags & 4)
+            )
             for (key, _, flags, logprobs, following), of in zip(rows, of_each, strict=True)
         ]
 

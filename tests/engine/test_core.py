@@ -405,7 +405,7 @@ def test_a_long_prompt_is_read_in_the_answers_steps(
 
         def watch(plan: StepPlan) -> torch.Tensor | None:
             if plan.op is Op.STEP:
-                shared.append(sum(len(piece.tokens) > 1 for piece in plan.pieces))
+                shared.append(sum(len(entry.tokens) > 1 for entry in plan.entries))
             return execute(plan)
 
         monkeypatch.setattr(core.runner, "execute", watch)
@@ -433,7 +433,7 @@ def test_a_request_without_a_distribution_fails_alone(
 
     def spoil(plan: StepPlan) -> torch.Tensor | None:
         logits = execute(plan)
-        if plan.op is Op.STEP and len(plan.pieces) == 2 and not bad:
+        if plan.op is Op.STEP and len(plan.entries) == 2 and not bad:
             assert logits is not None
             bad.append(plan)
             logits = logits.clone()

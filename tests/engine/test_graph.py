@@ -248,7 +248,7 @@ def test_a_replay_computes_from_its_inputs_alone(tiny: Tiny) -> None:
     assert recording.inputs is not None and recording.replay is not None
     for step in range(12):  # over the edge of a block, too
         plan = answer((0, 20 + step))
-        batch = runner.prepare(plan.pieces).passes[0].decode
+        batch = runner.prepare(plan.entries).passes[0].decode
         assert batch is not None
         recording.inputs.copy_(batch.inputs)
         got = recording.replay()
@@ -280,7 +280,7 @@ def test_a_key_is_of_lengths_alone(tiny: Tiny) -> None:
     assert graphs is not None
 
     def key_of(*sequences: int) -> object:
-        batch = runner.prepare(answer(*((key, 5) for key in sequences)).pieces).passes[0].decode
+        batch = runner.prepare(answer(*((key, 5) for key in sequences)).entries).passes[0].decode
         assert batch is not None
         return graphs.key(batch)
 

@@ -28,7 +28,7 @@ from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 VOCABULARY, CHUNK, PAGE = 8, 6, 2
 MAX_LEN = 40
@@ -118,7 +118,7 @@ class PagesOnly:
                         pool.release(table)
                     del self.lengths[plan.source], self.slots[plan.source]
                     self.cached.discard(plan.source)
-            case Op.KEEP:
+            case Op.CACHE:
                 assert plan.sequence not in self.scratch_tables
                 self.cached.add(plan.sequence)
                 length, total = self.lengths[plan.sequence], self.totals[plan.sequence]
@@ -135,9 +135,9 @@ class PagesOnly:
                     pool.release(table)
                 self._release_scratch(plan.sequence)
             case Op.STEP:
-                rows = sum(piece.samples for piece in plan.pieces)
-                for piece in plan.pieces:
-                    self._read(piece)
+                rows = sum(entry.samples for entry in plan.entries)
+                for entry in plan.entries:
+                    self._read(entry)
         requests = [key for key in self.tables if key >= 0 and key not in self.cached]
         assert len(requests) <= self.config.max_sequences
         assert len(self.cached) <= CACHED + 1
@@ -145,22 +145,22 @@ class PagesOnly:
             assert all(len(t.pages) * PAGE >= t.tokens for t in tables)
         return torch.zeros(rows, VOCABULARY)
 
-    def _read(self, piece: Piece) -> None:
-        begin, ranks = self.lengths[piece.sequence], self.comm.size
-        end = self.lengths[piece.sequence] = begin + len(piece.tokens)
-        sizes = shard_sizes(begin, end if piece.sharded else begin, end, ranks)
-        for table, new in zip(self.tables[piece.sequence], sizes, strict=True):
+    def _read(self, entry: BatchEntry) -> None:
+        begin, ranks = self.lengths[entry.sequence], self.comm.size
+        end = self.lengths[entry.sequence] = begin + len(entry.tokens)
+        sizes = shard_sizes(begin, end if entry.sharded else begin, end, ranks)
+        for table, new in zip(self.tables[entry.sequence], sizes, strict=True):
             table.tokens += new
-        assert piece.sharded or self.whole[piece.sequence]
-        self.whole[piece.sequence] = piece.last or not piece.sharded
-        if piece.sharded:
-            self.chunks[piece.sequence].append(Chunk(begin, end, ranks))
-            scratch = self.scratch_tables.get(piece.sequence, [])
+        assert entry.sharded or self.whole[entry.sequence]
+        self.whole[entry.sequence] = entry.last or not entry.sharded
+        if entry.sharded:
+            self.chunks[entry.sequence].append(Chunk(begin, end, ranks))
+            scratch = self.scratch_tables.get(entry.sequence, [])
             for table, new in zip(scratch, sizes, strict=False):
                 table.tokens += new
                 assert len(table.pages) * PAGE >= table.tokens
-            if piece.last:
-                self._release_scratch(piece.sequence)
+            if entry.last:
+                self._release_scratch(entry.sequence)
 
     def _take(self, plan: StepPlan, source: list[PageTable], chunks: list[Chunk]) -> None:
         stored = shard_lengths(chunks, plan.begin, self.comm.size)

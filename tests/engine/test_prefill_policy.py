@@ -62,7 +62,7 @@ class Simulation:
                 present.append(coming.pop(0))
             chosen = policy.choose(present)
             others = [prompt for prompt in present if prompt is not chosen]
-            tokens = max(2, int(policy.piece(chosen, others)[0]))
+            tokens = max(2, int(policy.take(chosen, others)[0]))
             tokens = min(tokens, chosen.end - chosen.prefilled_to)
             s, a, b = self.sab
             seconds = s + a * tokens + b * tokens * (chosen.prefilled_to + tokens / 2)
@@ -192,7 +192,7 @@ def test_a_chunk_has_what_is_left_of_its_step_by_those_that_join_it() -> None:
     policy, long = learned(), request(0, 40_000, 0.0)
     # Of 0.25 s, 0.05 are for the step, and 2 ms for each token; at least half is for the chunk.
     for joined, tokens in ((0.0, 100), (0.1, 50), (0.25, 37.5), (9.0, 37.5)):
-        found, _ = policy.piece(long, [], answering=[0], joined=joined)
+        found, _ = policy.take(long, [], answering=[0], joined=joined)
         assert found == pytest.approx(tokens, rel=0.02)
 
 
@@ -214,7 +214,7 @@ def test_long_prompts_are_not_cut_for_each_other() -> None:
     # They are read one after the other, but for the oldest's half of the time.
     assert sorted(found.finished.values()) == pytest.approx([42, 84, 126, 168], rel=0.2)
     policy = learned()
-    answered = policy.piece(request(0, 20_000, 0.0), [], answering=[0])[0]
+    answered = policy.take(request(0, 20_000, 0.0), [], answering=[0])[0]
     assert answered == pytest.approx(100, abs=1)
 
 
@@ -222,8 +222,8 @@ def test_a_lone_prompt_is_not_cut_into_more_chunks_beside_other_programs() -> No
     policy, quiet, long = learned(), learned(), request(0, 20_000, 0.0)
     policy.slowdown = 4.0
     for beside in ([], [0]):  # nothing else to do, and one sequence that decodes
-        slowed = policy.piece(long, [], answering=beside)[0]
-        usual = quiet.piece(long, [], answering=beside)[0]
+        slowed = policy.take(long, [], answering=beside)[0]
+        usual = quiet.take(long, [], answering=beside)[0]
         # While something waits for the step, it takes `max_step`, whatever slows it down.
         assert slowed == pytest.approx(usual if beside else 4 * usual, rel=0.1)
 
@@ -321,7 +321,7 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
             policy.cost.learn(Work(answers=1), s * random.uniform(0.8, 1.2))
             while not prompt.prefilled:
                 left = prompt.end - prompt.prefilled_to
-                tokens = min(left, max(2, int(policy.piece(prompt, [], answering=[0])[0])))
+                tokens = min(left, max(2, int(policy.take(prompt, [], answering=[0])[0])))
                 seconds = random.uniform(0.8, 1.2) * (s + a * tokens)
                 observe(policy.cost, tokens, prompt.prefilled_to, seconds)
                 prompt.prefilled_to += tokens
@@ -337,13 +337,13 @@ def test_chunks_stay_long_when_every_step_becomes_slow() -> None:
 def test_ranks_that_share_read_a_long_prompt_without_chunks_beside_others() -> None:
     long, policy = request(0, 40_000, 0.0), learned(2, shared=True)
     # Of 0.25 s, 0.05 are for the step, and would be as many for a chunk.
-    assert policy.piece(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
-    assert learned(2).piece(long, [], answering=[0]) == (pytest.approx(75, rel=0.02), True)
-    assert policy.piece(long, [request(1, 50, 0.0)])[1] is False
-    assert policy.piece(long, [])[1] and policy.piece(long, [request(1, 9_000, 0.0)])[1]
-    assert learned(1, shared=True).piece(long, [], answering=[0])[1]
+    assert policy.take(long, [], answering=[0]) == (pytest.approx(100, rel=0.02), False)
+    assert learned(2).take(long, [], answering=[0]) == (pytest.approx(75, rel=0.02), True)
+    assert policy.take(long, [request(1, 50, 0.0)])[1] is False
+    assert policy.take(long, [])[1] and policy.take(long, [request(1, 9_000, 0.0)])[1]
+    assert learned(1, shared=True).take(long, [], answering=[0])[1]
     fast = PrefillPolicy(math.inf, 2, shared=True)
-    assert fast.piece(long, [], answering=[0]) == (512, False)
+    assert fast.take(long, [], answering=[0]) == (512, False)
 
 
 def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
@@ -358,7 +358,7 @@ def test_what_answers_cost_is_not_put_down_to_the_prompt_beside_them() -> None:
         observe(policy.cost, 2000, 4000, 5.33 * noise(), 1)
     long, lengths = request(0, 40_000, 0.0), []
     for answers in [1, 2, 4, 6, 8, 9] + [9] * 60:
-        tokens, sharded = policy.piece(long, [], answering=[0] * answers)
+        tokens, sharded = policy.take(long, [], answering=[0] * answers)
         assert sharded
         seconds = (0.08 + 0.25 + 0.01 * answers + 0.0024 * tokens) * noise()
         policy.cost.learn(Work(1, 1, 0, answers, 0, tokens, 4000 * tokens), seconds)

@@ -14,7 +14,7 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.heads.sources import strongest_heads
 from razor_dist.parallel.comm import Communicator
-from razor_dist.protocol.step_plan import Op, Piece, StepPlan
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, make_runner, model_and_shape, one_chunk, prefill
 from tests.test_invariance import tokens_of
@@ -34,12 +34,12 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
     total = len(case.prompt) + len(case.forced)
     fork = StepPlan(Op.FORK, 2, begin=cut, end=cut, total=total, source=0, max_read=total)
     runner.execute(fork)
-    runner.execute(StepPlan.step([Piece(1, case.prompt[:7])]))
-    runner.execute(StepPlan.step([Piece(2, case.prompt[cut:])]))
+    runner.execute(StepPlan.step([BatchEntry(1, case.prompt[:7])]))
+    runner.execute(StepPlan.step([BatchEntry(2, case.prompt[cut:])]))
     found: Found = []
     for at, token in enumerate(case.forced):
-        asking = [Piece(key, [token], sources=True) for key in (0, 2)]
-        company = Piece(1, case.prompt[7 + at : 8 + at])
+        asking = [BatchEntry(key, [token], sources=True) for key in (0, 2)]
+        company = BatchEntry(1, case.prompt[7 + at : 8 + at])
         runner.execute(StepPlan.step([company, *asking]))
         assert set(runner.sources) == ({0, 2} if comm.rank == 0 else set())
         if comm.rank == 0:
@@ -48,7 +48,7 @@ def traced(comm: Communicator, case: Case, heads: list[tuple[int, int]]) -> Foun
             torch.testing.assert_close(told.weights, runner.sources[2].weights)
             found.append((told.positions, told.weights))
     sent = comm.bytes_sent["sources"]
-    runner.execute(StepPlan.step([Piece(1, [1])]))
+    runner.execute(StepPlan.step([BatchEntry(1, [1])]))
     assert not runner.sources and comm.bytes_sent["sources"] == sent
     return found
 
@@ -103,7 +103,7 @@ def test_a_short_context_has_fewer_positions(tiny: Tiny) -> None:
     runner = make_runner(Communicator(None), case, source_heads=[(0, 0)])
     runner.execute(StepPlan(Op.OPEN, 0, end=2, total=3, max_read=3))
     runner.execute(one_chunk(0, (5, 6), last=True))
-    runner.execute(StepPlan.step([Piece(0, [7], sources=True)]))
+    runner.execute(StepPlan.step([BatchEntry(0, [7], sources=True)]))
     told = runner.sources[0]
     assert sorted(told.positions[0].tolist()) == [-1] * (TOP - 3) + [0, 1, 2]
     assert told.weights.sum() == pytest.approx(1)
