@@ -317,8 +317,7 @@ inline Pages pages_of(const Fields& fields, int64_t page_size) {
           data<int64_t>(fields, 5)};
 }
 
-inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation,
-                          int64_t width) {
+inline Windows windows_of(const Fields& fields, int64_t sinks, bool compensation, int64_t width) {
   const Tensor k = *fields.get(0), v = *fields.get(1);
   return {Cache(k, v, fields.get(6), fields.get(7)),
           sinks,
@@ -410,8 +409,8 @@ inline void store(const Tensor& k, const Tensor& v, const Tensor& order, at::Ten
 // q: float32 [K, G, n, D]; out: float32 [n, K, G, D], of which the heads in `order` are written;
 // packed, if it is wanted: float32 [R, G, n, D + 1], written instead for the heads of `pages`.
 inline void attend(const Tensor& q, const Tensor& order, const Fields& pages, int64_t page_size,
-                   const Fields& windows, int64_t sinks, bool compensation,
-                   int64_t width, const Tensor& out, double scale, const optional<Tensor>& slopes,
+                   const Fields& windows, int64_t sinks, bool compensation, int64_t width,
+                   const Tensor& out, double scale, const optional<Tensor>& slopes,
                    const optional<Tensor>& packed) {
   const int group = q.size(1), dim = q.size(3);
   const int64_t tokens = q.size(2);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -204,7 +205,7 @@ class Preparation:
             owned,
             caches.pages.extents(sequence.table, stored, stored + len(owned)),
             caches.pages.spans(sequence.table, 0, stored),
-            self._windows(sequence, prefill, chunk, rank=0, last=True, exact=exact),
+            self._windows(sequence, prefill, _WindowParts([], chunk, 0, True, exact)),
         )
 
     def _chunk(self, entry: BatchEntry, sequence: Sequence) -> ChunkTokens:
@@ -222,7 +223,7 @@ class Preparation:
             scratch = self._shard(caches.scratch, prefill.scratch, chunk, lengths, prefill.done)
             if entry.last:
                 stored = _stored(caches.scratch, prefill.scratch, prefill.done, rank)
-        exact = scratch is not None
+        windows = _WindowParts(prefill.done, chunk, rank, entry.last, scratch is not None)
         return ChunkTokens(
             entry.sequence,
             chunk,
@@ -231,7 +232,7 @@ class Preparation:
             pages,
             scratch,
             stored,
-            self._windows(sequence, prefill, chunk, rank=rank, last=entry.last, exact=exact),
+            self._windows(sequence, prefill, windows),
         )
 
     def _shard(
@@ -253,22 +254,12 @@ class Preparation:
         return ShardPart(new, pool.spans(table, 0, old), lengths, positions)
 
     def _windows(
-        self,
-        sequence: Sequence,
-        prefill: ChunkedPrefill,
-        chunk: Chunk,
-        *,
-        rank: int,
-        last: bool,
-        exact: bool,
+        self, sequence: Sequence, prefill: ChunkedPrefill, parts: _WindowParts
     ) -> tuple[WindowPart, ...]:
-        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(self._caches.streaming)
-        return tuple(
-            _window_part(cache, slot, window, of_all, prefill.done, chunk, rank, last, exact)
-            for cache, slot, window, of_all in zip(
-                self._caches.streaming, sequence.streaming, prefill.windows, shared, strict=True
-            )
-        )
+        caches = self._caches.streaming
+        shared: Seq[SharedWindow | None] = prefill.shared or [None] * len(caches)
+        each = zip(caches, sequence.streaming, prefill.windows, shared, strict=True)
+        return tuple(parts.of(*of_one) for of_one in each)
 
 
 def _stored(
@@ -286,69 +277,69 @@ def _stored(
     return found
 
 
-def _window_part(
-    cache: StreamingCache,
-    slot: StreamingSlot,
-    earlier: dict[int, list[KVPiece]],
-    shared: SharedWindow | None,
-    done: Seq[Chunk],
-    chunk: Chunk,
-    rank: int,
-    last: bool,
-    exact: bool,
-) -> WindowPart:
-    sinks, nothing = cache.policy.sinks, Interval(0, 0)
-    base = max(sinks, slot.start)
-    plan = _plan(cache, slot, base, shared, done, chunk, rank, last, exact)
-    # A prompt that continues a finished one finds the window replicated in the streaming cache.
-    prompt_begin = done[0].begin if done else chunk.begin
-    end = 0 if exact or shared is not None else prompt_begin
-    window = None if plan is None else plan.window
-    # Of the slot: what is seen, and what is to leave the ring for the tail.
-    if plan is None or window is None:
-        replicated = Interval(base, max(base, end))
-        at = cache.indices(slot, 0, 0)
-        return WindowPart(slot, plan, shared, earlier, replicated, nothing, at, nothing)
-    in_ring = max(sinks, slot.ring_begin)
-    first = min(base, max(in_ring, window.begin))
-    replicated = Interval(first, max(first, end))
-    begin = max(plan.keep, replicated.end)  # the ring has what was replicated already
-    new = Interval(begin, max(begin, window.end))
-    begin = max(in_ring, window.begin)
-    tail = Interval(begin, max(begin, plan.keep))
-    at = cache.indices(slot, new.begin, new.end)
-    return WindowPart(slot, plan, shared, earlier, replicated, new, at, tail)
+@dataclass(frozen=True)
+class _WindowParts:
+    """Plans the streaming heads of one chunk, window by window.
 
+    ``done`` are the chunks of the prompt before; ``last`` says that the prompt ends with this one.
+    """
 
-def _plan(
-    cache: StreamingCache,
-    slot: StreamingSlot,
-    base: int,
-    shared: SharedWindow | None,
-    done: Seq[Chunk],
-    chunk: Chunk,
-    rank: int,
-    last: bool,
-    exact: bool,
-) -> WindowPlan | None:
-    tail = slot.tail_capacity
-    if exact:
-        if not last:
-            return None
-        whole = [*done, chunk]
-        return plan_compression(cache.policy, whole, rank, tail, shared=shared is not None)
-    seen = Interval(base - tail, chunk.begin)
-    held = holdings(done, seen)
-    if shared is not None:
-        before = [(at & seen, holder) for at, holder in shared.held]
-        held += [(at, holder) for at, holder in before if len(at)]
-    return plan_window(
-        cache.policy,
-        chunk,
-        rank,
-        base=base,
-        held=held,
-        last=last,
-        tail=tail,
-        shared=shared is not None,
-    )
+    done: Seq[Chunk]
+    chunk: Chunk
+    rank: int
+    last: bool
+    exact: bool
+
+    def of(
+        self,
+        cache: StreamingCache,
+        slot: StreamingSlot,
+        earlier: dict[int, list[KVPiece]],
+        shared: SharedWindow | None,
+    ) -> WindowPart:
+        sinks = cache.policy.sinks
+        base = max(sinks, slot.start)
+        plan = self._plan(cache, slot, base, shared)
+        # A prompt that continues a finished one finds the window replicated in the streaming cache.
+        prompt_begin = self.done[0].begin if self.done else self.chunk.begin
+        end = 0 if self.exact or shared is not None else prompt_begin
+        window = None if plan is None else plan.window
+        # Of the slot: what is seen, and what is to leave the ring for the tail.
+        if plan is None or window is None:
+            replicated, nothing = Interval(base, max(base, end)), Interval(0, 0)
+            at = cache.indices(slot, 0, 0)
+            return WindowPart(slot, plan, shared, earlier, replicated, nothing, at, nothing)
+        in_ring = max(sinks, slot.ring_begin)
+        first = min(base, max(in_ring, window.begin))
+        replicated = Interval(first, max(first, end))
+        begin = max(plan.keep, replicated.end)  # the ring has what was replicated already
+        new = Interval(begin, max(begin, window.end))
+        begin = max(in_ring, window.begin)
+        tail = Interval(begin, max(begin, plan.keep))
+        at = cache.indices(slot, new.begin, new.end)
+        return WindowPart(slot, plan, shared, earlier, replicated, new, at, tail)
+
+    def _plan(
+        self, cache: StreamingCache, slot: StreamingSlot, base: int, shared: SharedWindow | None
+    ) -> WindowPlan | None:
+        policy, tail, shares = cache.policy, slot.tail_capacity, shared is not None
+        if self.exact:
+            if not self.last:
+                return None
+            whole = [*self.done, self.chunk]
+            return plan_compression(policy, whole, self.rank, tail, shared=shares)
+        seen = Interval(base - tail, self.chunk.begin)
+        held = holdings(self.done, seen)
+        if shared is not None:
+            before = [(at & seen, holder) for at, holder in shared.held]
+            held += [(at, holder) for at, holder in before if len(at)]
+        return plan_window(
+            policy,
+            self.chunk,
+            self.rank,
+            base=base,
+            held=held,
+            last=self.last,
+            tail=tail,
+            shared=shares,
+        )
