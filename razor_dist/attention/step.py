@@ -17,7 +17,7 @@ Letters: n sequences, T tokens, K key-value heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -203,7 +203,8 @@ class Step:
     """What one scheduled step computes on this rank."""
 
     passes: tuple[Pass, ...]
-    decoded: list[int] = field(default_factory=list)  # the sequences of `Pass.decode`, in order
+    decoded: list[int]  # the sequences of `Pass.decode`, in order
+    growth: list[tuple[int, list[int]]]  # of each entry: its sequence, and new tokens by rank
 
     @property
     def recordable(self) -> bool:

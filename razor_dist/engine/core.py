@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.engine.intake import Intake
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.rank_stats import RankStats
@@ -31,15 +31,11 @@ from razor_dist.protocol.messages import (
     Token,
     Tokens,
     answer_ids,
-    as_tokens,
 )
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.step_plan import Op, StepPlan
 from razor_dist.protocol.structured_outputs import GrammarCompiler
 
-# With log-probabilities of the prompt, every position's logits are computed: short chunks keep
-# that many rows of the vocabulary's size in bounds.
-_LOGPROB_CHUNK_TOKENS = 512
 # Tokens of an answer, before any has ended.
 _ANSWER_TOKENS = 256
 # Rank 0 looks for messages so often while nothing runs and a grammar is compiled.
@@ -72,7 +68,6 @@ class EngineCore:
     ) -> None:
         self.runner = runner
         self.max_model_len = runner.config.max_tokens  # of prompt and answer together
-        self.chunked_prefill_size = chunked_prefill_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         shared = runner.decode == "tensor"
@@ -88,8 +83,14 @@ class EngineCore:
         vocab_size = runner.shape.vocab_size
         self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
         self._grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
-        self._next_key = 0
-        self._seeds = torch.Generator().manual_seed(seed)
+        self._intake = Intake(
+            runner,
+            self._grammars,
+            chunked_prefill_size=chunked_prefill_size,
+            by_priority=by_priority,
+            seed=seed,
+            clock=clock,
+        )
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
         self._max_step = max_step
@@ -128,97 +129,17 @@ class EngineCore:
         ids = answer_ids(request_id, params.n)
         if not self._requests.keys().isdisjoint(ids):
             raise RequestError(f"request id {request_id!r} is in use", param="id")
-        tokens = as_tokens(prompt, self.runner.shape.vocab_size)
-        if not len(tokens):
-            raise RequestError("the prompt must hold at least one token", param="prompt")
-        self._check(params)
         prefix = None
         if prefix_id is not None:
             prefix = self._requests.get(prefix_id)
             if prefix is None or not prefix.pinned or prefix.released:
                 raise RequestError(f"there is no pinned prefix {prefix_id!r}", param="prefix")
-        before = 0 if prefix is None else prefix.end
-        chunked_prefill_size = self.chunked_prefill_size
-        if params.prompt_logprobs is not None:
-            chunked_prefill_size = min(chunked_prefill_size, _LOGPROB_CHUNK_TOKENS)
-        max_tokens = self._max_tokens(before + len(tokens), params, pin=pin)
-        # Keys of other rotary frequencies, if there are any, are of no use.
-        most = self.max_model_len if pin else before + len(tokens) + max_tokens
-        namespace = (
-            (cache_salt, self.runner.position_mark(most - 1))
-            if prefix is None
-            else prefix.namespace
+        requests = self._intake.requests(
+            ids, prompt, params, prefix=prefix, pin=pin, cache_salt=cache_salt
         )
-        first: Request | None = None
-        requests = []
-        for index, name in enumerate(ids):
-            own = params.for_answer(index)
-            seed = own.seed
-            if seed is None:
-                seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-            request = Request(
-                id=name,
-                key=self._next_key + index,
-                prompt=tokens if first is None else tokens[:0],
-                params=own,
-                max_tokens=max_tokens,
-                chunked_prefill_size=chunked_prefill_size,
-                generator=torch.Generator().manual_seed(seed),
-                prefix=prefix if first is None else first,
-                short=first is not None,
-                namespace=namespace,
-                arrived=self._clock(),
-            )
-            first = first or request
-            requests.append(request)
-        assert first is not None
-        first.siblings = requests[1:]
-        self.scheduler.add(first)
-        if params.structured_outputs is not None:
-            grammar = self._grammars.compile(params.structured_outputs)
-            for request in requests:
-                request.grammar = grammar
-        self._next_key += len(requests)
+        self.scheduler.add(requests[0])
+        self._intake.accepted(requests)
         self._requests |= zip(ids, requests, strict=True)
-
-    def _check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` if they do not suit model or engine."""
-        vocabulary = self.runner.shape.vocab_size
-        as_tokens(list(params.logit_bias or ()), vocabulary, "logit_bias")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocabulary:
-                raise RequestError(f"the vocabulary holds {vocabulary} tokens only", param=name)
-        if params.priority and not self.scheduler.prefill_policy.by_priority:
-            raise RequestError(
-                "priority is heard only if the engine runs under scheduling_policy: priority",
-                param="priority",
-            )
-        if params.return_sources and not self.runner.source_heads.count:
-            raise RequestError(
-                "return_sources asks the strongest retrieval heads, and this engine knows of none: "
-                "it runs with attention: streaming, or full without a head map",
-                param="return_sources",
-            )
-
-    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, *, pin: bool) -> int:
-        """Tokens to generate at most, if the prompt and they fit the context."""
-        room = self.max_model_len - prompt_tokens
-        wanted = 1 if pin or params.max_tokens is None else params.max_tokens
-        if room < wanted:
-            what = (
-                f"the prompt to keep has {prompt_tokens} and leaves no room to continue it"
-                if pin
-                else f"the prompt has {prompt_tokens} and {wanted} are to be generated, "
-                f"{prompt_tokens + wanted} in all"
-            )
-            raise RequestError(
-                f"the context holds {self.max_model_len} tokens; {what}",
-                param="max_tokens" if room > 0 else "prompt",
-                code="context_length_exceeded",
-            )
-        if pin:
-            return 0
-        return room if params.max_tokens is None else params.max_tokens
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and free its caches; unknown ids are ignored."""

@@ -28,7 +28,7 @@ from razor_dist.cache.streaming import StreamingCache, StreamingSlot
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import positions_of
 from razor_dist.parallel.halo import KVPiece
-from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions
+from razor_dist.parallel.sharding import owned_tokens, owner_of, shard_positions, shard_sizes
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.protocol.step_plan import BatchEntry
 
@@ -94,7 +94,13 @@ class Preparation:
                 passes.append(self._pass(0, own, None, (), (), tuple(chunks)))
         else:
             passes = [self._pass(len(single), [*parts, *own], *short, tuple(chunks))]
-        return Step(tuple(passes), [entry.sequence for entry in single])
+        growth = [(e.sequence, self._growth(e, sequences[e.sequence].length)) for e in entries]
+        return Step(tuple(passes), [entry.sequence for entry in single], growth)
+
+    def _growth(self, entry: BatchEntry, begin: int) -> list[int]:
+        """New tokens of every rank's shard."""
+        end, size = begin + len(entry.tokens), self._comm.size
+        return shard_sizes(begin, end if entry.sharded else begin, end, size)
 
     def _pass(
         self,

@@ -170,7 +170,7 @@ class ModelRunner:
             logits = torch.cat([self._run(part, kept) for part in step.passes])
             if any(entry.prompt_logprobs >= 0 for entry in entries):
                 logits = self._split_logprobs(entries, step, logits)
-        commit(self.comm, self.caches, step, self.sequences, kept)
+        commit(self.comm.rank, self.caches, step, self.sequences, kept)
         self.sequences.note_peak()
         return logits if self.comm.rank == 0 else None
 

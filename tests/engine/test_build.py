@@ -39,7 +39,7 @@ def build_full(path: Path, **settings: Any) -> build.RankEngine:
 
 def test_without_a_seed_every_start_draws_differently(tiny: Callable[[str], Path]) -> None:
     def seed_of(**settings: Any) -> int:
-        return build_full(tiny("llama"), **settings).core._seeds.initial_seed()
+        return build_full(tiny("llama"), **settings).core._intake._seeds.initial_seed()
 
     assert seed_of() != seed_of()
     assert seed_of(seed=3) == seed_of(seed=3) == 3

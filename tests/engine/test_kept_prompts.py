@@ -256,7 +256,7 @@ def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
     if chained:
         add(core, "first", chained, pin=True)
         prefix = "first"
-    with pytest.raises(RequestError, match=r"holds 40 tokens; the prompt to keep has 40") as error:
+    with pytest.raises(RequestError, match=r"holds 40 tokens; the pinned prefix has 40") as error:
         add(core, "doc", MAX_LEN - chained, pin=True, prefix=prefix)
     assert (error.value.param, error.value.code) == ("prompt", "context_length_exceeded")
     add(core, "doc", MAX_LEN - 1 - chained, pin=True, prefix=prefix)
