@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from razor_dist.config.errors import ConfigError, HeadMapError, RequestError
+from razor_dist.config.errors import ConfigError, EngineError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine import build
 from razor_dist.engine.build import build_engine
@@ -485,3 +485,13 @@ def test_a_context_longer_than_the_model_is_refused(tiny: Callable[[str], Path])
     config = EngineConfig(model=str(tiny("llama")), attention="full", max_model_len=5000)
     with pytest.raises(ConfigError, match=r"5000, but .* 4096 positions"):
         build_engine(config, Communicator(None), torch.device("cpu"))
+
+
+def test_caches_that_are_not_as_rank_0_counts_them_are_noticed(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"))
+    core.add("a", prompt(20), SamplingParams(temperature=0.0, max_tokens=2))
+    run(core)
+    core.idle()
+    core.runner.caches.pages.allocate(8)  # a page that no plan took
+    with pytest.raises(EngineError, match=r"rank 0 has \[\d+, \d+, 0\] pages and places free"):
+        core.stats()
