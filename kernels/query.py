@@ -33,7 +33,6 @@ class Keys(NamedTuple):
 
     k: KeysOrValues  # [K, S, D]
     v: KeysOrValues
-    bias: Tensor | None = None
     where: Places | Distance | None = None
 
 
@@ -94,7 +93,7 @@ class Query(NamedTuple):
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
     def _attend_keys(self, keys: Keys) -> Partial:
-        return self.attend(keys.k, keys.v, bias=keys.bias, where=keys.where)
+        return self.attend(keys.k, keys.v, where=keys.where)
 
     def takes_windows(self, k: KeysOrValues) -> bool:
         return self.slopes is None and takes_windows(self.q, k)

@@ -114,7 +114,7 @@ class ReplicatedContext:
             if by_distance:
                 assert pages.positions is not None
                 where = Places(prompt.chunk.ranges(0), pages.positions[span])
-            yield Keys(k, v, None, where)
+            yield Keys(k, v, where)
 
     def _merged(self, found: Partial) -> Partial:
         if self._comm.size == 1:

@@ -94,7 +94,7 @@ class DecodeBatch:
         return table
 
     def widths(self, windows: Sequence[int]) -> tuple[int, ...]:
-        """`BlockTables.widths` of windows of so many tokens, by streaming cache."""
+        """`BlockTables.widths` for windows of these lengths in tokens, by streaming cache."""
         return tuple(ring + tokens for ring, tokens in zip(self.rings, windows, strict=True))
 
     def on(self, device: torch.device, rows: int) -> tuple[StepInputs, BlockTables]:
@@ -108,7 +108,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class WindowPart:
-    """What a prompt's tokens read and leave of the streaming heads of one window."""
+    """A prompt's tokens in the streaming heads of one window: what they read, and store where."""
 
     slot: StreamingSlot
     plan: WindowPlan | None  # None: with exact prefill, before the last chunk
@@ -200,7 +200,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """What one scheduled step computes on this rank."""
+    """One scheduled step on this rank."""
 
     passes: tuple[Pass, ...]
     decoded: list[int]  # the sequences of `Pass.decode`, in order

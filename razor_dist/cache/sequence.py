@@ -23,7 +23,7 @@ class SharedWindow:
 
 @dataclass
 class ChunkedPrefill:
-    """What a prompt that is prefilled in chunks has between two of them.
+    """State of a prompt between two of its chunks.
 
     Its window is not in the streaming caches: each rank holds the part that it has computed.
     """

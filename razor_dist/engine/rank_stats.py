@@ -1,4 +1,4 @@
-"""What one rank counts, as the integers that all ranks gather."""
+"""Counters of one rank, and their form as the integers that all ranks gather."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ModelRunner:
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.device.type == "cpu":
             choose_ways()
-            # Each host may have a compiler or none; a recording is all ranks' or nobody's.
+            # Hosts may differ in whether they have a compiler; all ranks record, or none does.
             compiled = torch.tensor([available(self.device)], dtype=torch.int64)
             if not comm.all_gather(compiled, "control").all():
                 recorder = None

@@ -1,4 +1,4 @@
-"""What frontend and rank 0 say to each other: one `msgspec.Struct` each, as msgpack in frames.
+"""Messages between the frontend and rank 0: one `msgspec.Struct` each, as msgpack in frames.
 
 The frontend listens on a Unix-domain socket, rank 0 connects. A frame is a 4-byte big-endian length
 followed by one message, whose key ``t`` names its type.
@@ -110,7 +110,7 @@ PromptLogprob = tuple[float, int, list[tuple[int, float]]]
 
 
 class PromptLogprobs(_Message, tag="prompt"):
-    """Of the tokens of one chunk; the prompt's first token has none."""
+    """Log-probabilities of one chunk's tokens; the prompt's first token has none."""
 
     id: str
     logprobs: list[PromptLogprob | None]
