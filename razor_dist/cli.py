@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bound_spinning(os.environ)  # before a command loads torch
     try:
         _refuse_foreign(arguments)
-        _app(arguments or _being_completed())(arguments, prog_name="razor-dist")
+        command_line(arguments or _being_completed())(arguments, prog_name="razor-dist")
     except RazorError as error:
         typer.secho(f"razor-dist: {error}", fg=typer.colors.RED, err=True)
         return 2
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _app(arguments: Sequence[str]) -> typer.Typer:
+def command_line(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,

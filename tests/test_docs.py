@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from razor_dist.cli import COMMANDS, FOREIGN_FLAGS, command_line
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+# What these two tell of need not be there any more.
+HISTORY = {"LOG.md", "CHANGELOG.md"}
 # A test may be named with its file, or after it, with "::" or without.
 TEST = re.compile(r"(?:tests/[\w/]+\.py::)?(test_\w+)")
 
@@ -51,3 +58,66 @@ def test_the_documents_name_files_and_tests_that_exist(tracked: list[str]) -> No
             if re.fullmatch(r"[\w./-]+\.(py|json|yaml)", path) and "/" in path:
                 found = any(f == path or f.endswith(f"/{path}") for f in tracked)
                 assert found, f"{document.name}: {path}"
+
+
+# Names of other programs, of their files and fields.
+OF_OTHERS = """
+    FONTCONFIG_FILE RAY_AUTH_TOKEN argparse.py attention_factor capitals capitals_written
+    common_words_extraction.py constants.py evaluate.py freq_words_extraction.py niah.py qa.py
+    sched_autogroup_enabled scrape_config simple_evaluate variable_tracking.py weights_only
+    EnvironmentFile LoadCredential CUDA_VISIBLE_DEVICES
+"""
+WORD = re.compile(r"\w+")
+
+
+def test_the_documents_name_what_the_code_has(tracked: list[str]) -> None:
+    """Each word in backticks is a word of a file; `Class.member` is in a file with that class."""
+    code = [f for f in tracked if not f.endswith((".md", ".jsonl", ".svg", ".png"))]
+    texts = {f: (ROOT / f).read_text(errors="ignore") for f in code}
+    words = {f: set(WORD.findall(text)) for f, text in texts.items()}
+    members: dict[str, set[str]] = {}
+    for f, text in texts.items():
+        for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
+            members.setdefault(name, set()).update(words[f])
+    known = {word for f in code for word in (*words[f], Path(f).name)} | set(OF_OTHERS.split())
+    unknown = set()
+    for document in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"`([A-Za-z][\w.]*)(?:\(\))?`", text):
+            first, *rest = name.split(".")
+            of_file = name in known or rest in (["py"], ["h"], ["cpp"], ["js"])
+            there = name in known if of_file else {first, *rest} <= known
+            if first in members and rest:
+                there = set(rest) <= members[first]
+            if not there and document.name not in HISTORY:
+                unknown.add(f"{document.name}: {name}")
+    assert not unknown, "\n".join(sorted(unknown))
+
+
+def test_the_documents_name_flags_that_exist() -> None:
+    """Flags of ours, or of the other programs that the documents call."""
+    known = set(FOREIGN_FLAGS) | set(FLAGS_OF_OTHERS.split())
+    for name in COMMANDS:
+        app: Any = typer.main.get_command(command_line([name]))
+        command = app.commands[name]
+        for each in getattr(command, "commands", {"": command}).values():
+            for parameter in each.params:
+                known.update(parameter.opts + parameter.secondary_opts)
+    for document in DOCUMENTS:
+        if document.name not in HISTORY:
+            found = re.findall(r"(?<![\w-])--[a-z][\w-]*", document.read_text())
+            assert set(found) <= known, f"{document.name}: {set(found) - known}"
+
+
+# Of torchrun, Ray, Docker, pip, lm-eval; and of our scripts that are no commands.
+FLAGS_OF_OTHERS = """
+    --address --build-arg --follow --generate --head --help --include_path --local-addr
+    --max-restarts --model_args --needle --nnodes --no-deps --no-python --restart --zipf
+    --num-cpus --num-gpus --rdzv-backend --rdzv-conf --rdzv-endpoint --rounds --runtime-env-json
+    --shm-size --standalone --working-dir
+"""
+
+
+def test_the_page_of_flags_is_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs/flags.py"))["page"]()
+    assert (ROOT / "docs/flags.md").read_text() == made, "run: python docs/flags.py > docs/flags.md"
