@@ -83,7 +83,8 @@ def _rows(parameters: Iterable[Any]) -> list[str]:
         if "[required]" in text:
             text, default = text.replace("[required]", "").strip(), "required"
         cells = (f"`{names}`", text.strip(), default)
-        rows.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
+        # A bar ends a cell, and site and GitHub differ in how one is escaped within code.
+        rows.append(" | ".join(cell.replace("|", ", ") for cell in cells))
     return rows
 
 
