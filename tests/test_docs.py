@@ -60,6 +60,13 @@ def test_the_documents_name_files_and_tests_that_exist(tracked: list[str]) -> No
                 assert found, f"{document.name}: {path}"
 
 
+def test_the_code_names_pages_that_exist(tracked: list[str]) -> None:
+    for file in tracked:
+        if not file.endswith((".md", ".jsonl", ".png")) and not file.startswith("docs/"):
+            for page in re.findall(r"docs/[\w/]+\.md", (ROOT / file).read_text(errors="ignore")):
+                assert page in tracked, f"{file}: {page}"
+
+
 # Names of other programs, of their files and fields.
 OF_OTHERS = """
     FONTCONFIG_FILE RAY_AUTH_TOKEN argparse.py attention_factor capitals capitals_written

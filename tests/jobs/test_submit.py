@@ -1,4 +1,4 @@
-"""A job that is submitted to a cluster as `docs/ray.md` says, with token authentication."""
+"""A job that is submitted to a cluster as `docs/jobs.md` says, with token authentication."""
 
 from __future__ import annotations
 

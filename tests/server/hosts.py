@@ -56,7 +56,7 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", self.links[1], "up")
 
     def torchrun(self, host: int, *arguments: str, per_host: int = 1) -> ServerProcess:
-        """One host's torchrun, as docs/serving.md has it, under a supervisor."""
+        """One host's torchrun, as docs/recipes.md has it, under a supervisor."""
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:29400")
         where = ("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", self.addresses[host])
         return ServerProcess(

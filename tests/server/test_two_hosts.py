@@ -1,4 +1,4 @@
-"""Two hosts, as docs/serving.md has them: an answer, and a cable that is cut and joined again.
+"""Two hosts, as docs/recipes.md has them: an answer, and a cable that is cut and joined again.
 
 What is printed (``-s``) is what docs/benchmarks/server.md reports.
 """
