@@ -21,19 +21,20 @@ from razor_dist.evals.bench.settings import (
 )
 
 
-class _EngineByDefault(TyperGroup):
-    """Take ``engine`` without a subcommand, and ``shape`` with the former ``--shape FOLDER``."""
+class _BenchGroup(TyperGroup):
+    """Flags without a subcommand are those of ``engine``, or of ``shape`` with ``--shape``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             former = "--shape" in args
             args = ["shape" if former else "engine", *(a for a in args if a != "--shape")]
         return super().parse_args(ctx, args)
 
 
 bench = typer.Typer(
-    cls=_EngineByDefault,
-    help="Measure speed, memory and cost side by side. Without a subcommand: engine.",
+    cls=_BenchGroup,
+    help="Measure speed, memory and cost side by side.",
+    no_args_is_help=True,
     rich_markup_mode=None,
 )
 

@@ -6,6 +6,7 @@ from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.heads.head_map import HeadMap
+from razor_dist.models.shape import ModelShape
 
 # A head map that keeps more than this of the KV heads saves next to nothing.
 _NEARLY_ALL = 0.85
@@ -38,16 +39,33 @@ def about_window(policy: StreamingPolicy, context: int, world_size: int) -> list
     ]
 
 
+def about_context(shape: ModelShape, context: int) -> list[str]:
+    """Warn of a context beyond the positions that an ALiBi model was trained with."""
+    if context <= shape.max_positions:
+        return []
+    return [
+        f"the context is {tokens(context)} tokens, but the model was trained with "
+        f"{tokens(shape.max_positions)} positions: its bias by distance goes on beyond, and what "
+        "it makes of such texts is not known"
+    ]
+
+
 def about_settings(
-    config: EngineConfig, head_map: HeadMap, max_model_len: int, *, shared: bool = False
+    config: EngineConfig,
+    shape: ModelShape,
+    head_map: HeadMap,
+    max_model_len: int,
+    *,
+    shared: bool = False,
 ) -> list[str]:
     """All of the above, for an engine with contexts of up to ``max_model_len`` tokens.
 
     With ``shared``, its ranks share the streaming heads, so that no window is on every rank.
     """
+    said = about_context(shape, max_model_len)
     if config.attention == "full":
-        return []
-    said = about_heads(
+        return said
+    said += about_heads(
         head_map.kv_fraction, head_map.selected_fraction if head_map.selected else None
     )
     # Windows that a head map gives its heads are not the settings'.

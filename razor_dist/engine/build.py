@@ -26,13 +26,14 @@ from razor_dist.engine.capacity import (
     context_length,
     free_memory,
 )
+from razor_dist.engine.checks import check_settings
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.decode_mode import NoAttention, share_short_steps
 from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype, warn_of_kv_dtype
 from razor_dist.engine.graph import recorder_of
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.heads.decision import Windows
-from razor_dist.heads.head_map import HeadMap, default_head_map, head_map_of
+from razor_dist.heads.head_map import HeadMap, default_head_map
 from razor_dist.heads.sources import source_heads
 from razor_dist.kernels.linear import use_int8_linear
 from razor_dist.models.loader import (
@@ -40,8 +41,6 @@ from razor_dist.models.loader import (
     eos_token_ids,
     layer_classes,
     load_model,
-    model_fingerprint,
-    read_config,
     settings_of,
     stored_dtype,
     weights_fingerprint,
@@ -51,7 +50,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
-from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
+from razor_dist.parallel.zero import ShardedWeights, join_ranks
 from razor_dist.prefix.nodes import Tier
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.tiers import Tiers
@@ -77,15 +76,9 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     Raises `ConfigError`, `ModelError` or `HeadMapError` where these do not fit together.
     """
     dtype = torch_dtype(config, device)
-    # Before minutes of loading.
-    ring_of(config, device, dtype, torch_kv_dtype(config, dtype))
-    _check_weights(config, comm, device)
     trust = config.trust_remote_code
     path = resolve_model(config.model, trust_remote_code=trust)
-    model_config = read_config(path, trust_remote_code=trust)
-    shape = ModelShape.from_config(model_config)
-    context_length(config, shape)
-    head_map = head_map_of(config, shape, model_fingerprint(model_config))
+    head_map = check_settings(config, path, device)
     if comm.rank == 0 and config.attention == "razor" and config.head_map is None:
         chosen = default_head_map(config.model)
         if chosen.parent == path:
@@ -111,32 +104,6 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
             together=layer_classes(model),
         )
     return Loaded(model, head_map, eos_token_ids(path), fingerprint, shares)
-
-
-def _check_weights(config: EngineConfig, comm: Communicator, device: torch.device) -> None:
-    """Raise `ConfigError` if weights are to be sharded without DeepSpeed, or over one rank.
-
-    Or if they are to be of 8 bits where no such products are computed.
-    """
-    if config.weight_dtype == "int8":
-        if device.type != "cpu" or torch_dtype(config, device) != torch.float32:
-            raise ConfigError(
-                "weight_dtype: int8 is for device: cpu with dtype: fp32; leave it out, or on a GPU "
-                "use dtype: bf16"
-            )
-        if config.weights != "replicated":
-            raise ConfigError(
-                f"weight_dtype: int8 packs whole layers, which weights: {config.weights} has on no "
-                "rank; leave one of them out"
-            )
-    if config.weights == "replicated":
-        return
-    if config.weights == "zero3" and comm.size == 1:
-        raise ConfigError(
-            "weights: zero3 shards the weights over the ranks, and world_size is 1; use "
-            "replicated, or zero3-offload to keep them in CPU memory"
-        )
-    import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
 
 
 @dataclass(frozen=True)
@@ -169,7 +136,9 @@ def start(config: EngineConfig, loaded: Loaded, comm: Communicator) -> RankEngin
     if comm.rank == 0:
         shared = engine.runner.decode == "tensor"
         longest = engine.core.max_model_len
-        for sentence in about_settings(config, loaded.head_map, longest, shared=shared):
+        for sentence in about_settings(
+            config, engine.runner.shape, loaded.head_map, longest, shared=shared
+        ):
             log.warning("%s", sentence)
     return engine
 

@@ -51,18 +51,10 @@ _ACTIVATIONS = 16
 def context_length(config: EngineConfig, shape: ModelShape) -> int:
     """Tokens of prompt and answer together; `ConfigError` if the model was made for fewer.
 
-    A model biased by distance has no last position: there it is a warning.
+    A model biased by distance has no last position: `about_settings` warns there.
     """
     length = config.max_model_len or shape.max_positions
-    if length > shape.max_positions and shape.alibi:
-        log.warning(
-            "max_model_len is %d, but %s was trained with %d positions: its bias by distance goes "
-            "on beyond, what it makes of such texts is not known",
-            length,
-            config.model,
-            shape.max_positions,
-        )
-    elif length > shape.max_positions:
+    if length > shape.max_positions and not shape.alibi:
         most = f"{shape.max_positions} positions"
         limit = (
             f"is served up to {most}: {shape.beyond}" if shape.beyond else f"was made for {most}"

@@ -26,11 +26,13 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     return _with_weights(_local_folder(name) or _fetch(name, patterns))
 
 
-def check_local_model(name: str) -> None:
-    """Raise `ModelError` where `resolve_model` can already be seen to, without any work."""
-    folder = None if name == smollm2.NAME else _local_folder(name)
-    if folder is not None:
-        _with_weights(folder)
+def local_model(name: str) -> Path | None:
+    """The folder that `resolve_model` returns; None if it must be fetched or converted first.
+
+    Raises `ModelError` where `resolve_model` can already be seen to.
+    """
+    folder = smollm2.converted() if name == smollm2.NAME else _local_folder(name)
+    return None if folder is None else _with_weights(folder)
 
 
 def config_folder(name: str) -> Path:

@@ -36,8 +36,7 @@ def embedded_model() -> Path:
     cannot be written.
     """
     gguf = gguf_file()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = caches / "razor_dist" / f"{NAME}-{_cache_key(gguf)}"
+    target = _target(gguf)
     if target.is_dir():
         return target
     try:
@@ -49,6 +48,17 @@ def embedded_model() -> Path:
             "XDG_CACHE_HOME chooses another place"
         ) from error
     return target
+
+
+def converted() -> Path | None:
+    """What `embedded_model` returns, if the model has been converted before."""
+    target = _target(gguf_file())
+    return target if target.is_dir() else None
+
+
+def _target(gguf: Path) -> Path:
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "razor_dist" / f"{NAME}-{_cache_key(gguf)}"
 
 
 def gguf_file() -> Path:

@@ -30,13 +30,15 @@ import uvicorn
 from razor_dist.config.errors import ConfigError, EngineError, RazorError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import ServerConfig
+from razor_dist.engine.checks import check_settings
+from razor_dist.engine.device import torch_device
 from razor_dist.files import replacing
 from razor_dist.frontend.client import EngineClient
 from razor_dist.frontend.grammar_process import GrammarProcess
 from razor_dist.frontend.managed_engine import ManagedEngine, silence
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
-from razor_dist.models.registry import check_local_model, resolve_model
+from razor_dist.models.registry import local_model, resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.sampling_params import sampling_defaults
 from razor_dist.server.access import is_loopback, load_keys, tls_context
@@ -84,8 +86,11 @@ def serve(config: ServerConfig, *, start_ranks: StartRanks = RankGroup.start) ->
 def _listening(
     config: ServerConfig, run: Callable[[socket.socket], Coroutine[Any, Any, int]]
 ) -> int:
-    """Run a frontend on the configured address, unless the model is missing or the port taken."""
-    check_local_model(config.model)
+    """Run a frontend on the configured address, unless a setting is wrong or the port taken."""
+    folder = local_model(config.model)
+    if folder is not None:
+        # A local rank's number matters for the memory of its GPU alone.
+        check_settings(config, folder, torch_device(config, local_rank=0))
     with bind(config) as listener:
         return asyncio.run(run(listener))
 
