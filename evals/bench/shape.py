@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,6 +35,7 @@ from razor_dist.evals.bench.measure import (
 )
 from razor_dist.evals.bench.settings import ShapeBenchSettings
 from razor_dist.models.loader import dtype_name, model_from_config, read_config
+from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.compute import decode_reads, full_attention, operations
@@ -60,10 +60,8 @@ _COLUMNS = {
 HEAD = ("tokens", "attention", *_COLUMNS)
 
 
-def shape_config(folder: str) -> PretrainedConfig:
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"shape is {folder!r}; give a folder with a config.json")
-    return read_config(folder)
+def shape_config(name: str) -> PretrainedConfig:
+    return read_config(config_folder(name))
 
 
 def random_model(folder: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

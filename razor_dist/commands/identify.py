@@ -15,6 +15,7 @@ from typing_extensions import Doc
 
 from razor_dist.commands.options import with_options
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.validation import nearest
 from razor_dist.files import check_writable
 from razor_dist.identify.settings import DuoSettings, OnTheFlySettings, RazorSettings, ScopeSettings
 
@@ -124,6 +125,10 @@ def method_first(args: Sequence[str]) -> list[str]:
     model = next(models, None)
     if model is None:
         return ["razor", *rest]
+    methods = [command.name for command in identify.registered_commands if command.name]
+    meant = nearest(model, methods)
+    if meant is not None and not Path(model).expanduser().exists():
+        raise ConfigError(f"unknown method {model!r}; did you mean {meant!r}?")
     # Transformers takes seconds to import, and --help needs none of it.
     from razor_dist.models.adapters import is_alibi
     from razor_dist.models.loader import read_config

@@ -57,7 +57,7 @@ def load_config(
     """
     settings = dict(implied or {})
     if yaml_path is not None:
-        settings |= _from_text(cls, read_text(Path(yaml_path), "the file"), str(yaml_path))
+        settings |= _from_text(cls, _config_text(str(yaml_path)), str(yaml_path))
     settings |= _from_env(cls, env or {})
     given = {name: value for name, value in (cli or {}).items() if value is not None}
     return _build(cls, settings | _named(cls, given, lambda n: f"--{n.replace('_', '-')}"))
@@ -84,6 +84,23 @@ def _build(cls: type[Config], settings: Settings) -> Config:
     except SettingError as error:
         source = settings[error.name].source
         raise ConfigError(f"{error} (from {source})" if source else str(error)) from None
+
+
+def _config_text(name: str) -> str:
+    """Text of a YAML file, or of the shipped one of that name: ``configs/`` and ``.yaml`` or not.
+
+    An installed wheel has no ``configs`` folder beside it, so that the names of those files stand
+    for them wherever the command runs.
+    """
+    if not Path(name).expanduser().exists():
+        files = (resources.files("razor_dist.configs")).iterdir()
+        shipped = {Path(file.name).stem: file for file in files if file.name.endswith(".yaml")}
+        wanted = name.removeprefix("configs/").removesuffix(".yaml")
+        if wanted in shipped:
+            return shipped[wanted].read_text(encoding="utf-8")
+        if "/" not in name:
+            raise ConfigError(f"--config: no such file; {unknown(wanted, shipped, 'shipped file')}")
+    return read_text(Path(name), "the file")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 from razor_dist.config.errors import ModelError
@@ -36,8 +37,20 @@ def local_model(name: str) -> Path | None:
 
 
 def config_folder(name: str) -> Path:
-    """Find a folder as `resolve_model` does, for ``config.json``: no other file is fetched."""
+    """Find a folder as `resolve_model` does, for ``config.json``: no other file is fetched.
+
+    ``name`` may also be one of `shapes`, with or without ``configs/shapes/`` before it.
+    """
+    shape = shapes().get(name.removeprefix("configs/shapes/"))
+    if shape is not None and not Path(name).expanduser().is_dir():
+        return shape
     return _with_config(_local_folder(name) or _fetch(name, ["config.json"]))
+
+
+def shapes() -> dict[str, Path]:
+    """The shipped folders that hold a ``config.json`` and no weights, by name."""
+    folder = Path(str(files("razor_dist").joinpath("configs", "shapes")))
+    return {shape.name: shape for shape in sorted(folder.iterdir())}
 
 
 def display_name(name: str) -> str:
@@ -57,7 +70,8 @@ def _local_folder(name: str) -> Path | None:
     if not _HUB_ID.fullmatch(name):
         raise ModelError(
             f"model {name!r}: there is no such folder; give a local folder, a hub id such as "
-            f"org/name, or {smollm2.NAME!r}, the embedded model"
+            f"org/name, or {smollm2.NAME!r}, the embedded model; for plan and bench shape also "
+            f"a shape that is shipped: {', '.join(shapes())}"
         )
     return None
 
