@@ -62,7 +62,7 @@ def test_a_batch(
     write(tmp_path / "in.jsonl", LINES)
     out = tmp_path / "out.jsonl"
     command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    assert cli.main([*command, "--attention", "full"]) == 1
+    assert cli.main([*command, "--attention", "full"]) == 3
     told = capfd.readouterr()
     assert "4 of 12 requests answered" in told.out
     answers = [json.loads(line) for line in out.read_text().splitlines()]
@@ -111,7 +111,7 @@ def test_a_batch(
     # Again: nothing is computed, and nothing changes.
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
     before = out.read_bytes()
-    assert cli.main([*command, "--attention", "full"]) == 1
+    assert cli.main([*command, "--attention", "full"]) == 3
     assert out.read_bytes() == before
     assert cli.main([*command, "--attention", "streaming"]) == 2
     assert "holds results of other settings" in capfd.readouterr().err
@@ -248,7 +248,7 @@ def test_a_line_whose_schema_cannot_be_compiled_is_refused_as_by_the_server(
     ]
     write(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
-    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 1
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 3
     bad, good = (json.loads(line)["response"] for line in out.read_text().splitlines())
     assert (bad["status_code"], good["status_code"]) == (400, 200)
     assert bad["body"]["error"]["param"] == "response_format"

@@ -111,7 +111,7 @@ def test_documents_that_are_read_ahead_of_time(
     (tmp_path / "one.txt").write_text(text)
     (tmp_path / "long.txt").write_text(hide_words(1300, [50])[0])
     files = [str(tmp_path / name) for name in ("one.txt", "long.txt")]
-    assert main(["prefill", *files, *flags]) == 1
+    assert main(["prefill", *files, *flags]) == 3
     told = capsys.readouterr()
     assert "one.txt: " in told.out and "1 of 2 documents read" in told.out
     assert "skipped" in told.err and "maximum context length is 1200" in told.err
