@@ -18,7 +18,7 @@ store = typer.Typer(
     help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None
 )
 
-_WIDTH = 120  # characters of a table
+_WIDTH, _TITLE = 120, 40  # characters of a table, and of a document's name, of which the end counts
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A server's --prefix-store.")]
 
@@ -50,6 +50,8 @@ def list_(directory: Directory) -> None:
             own = f"{found.begin}-{found.end}"
             size = f"{found.nbytes / 2**20:.1f}"
             ranks, title = str(found.world_size), read_title(path) or "(a request)"
+            if len(title) > _TITLE:
+                title = f"...{title[3 - _TITLE :]}"
             table.add_row(title, path.name[:12], str(found.end), own, ranks, size, used)
         if table.row_count:
             typer.echo(f"{folder.name}: {name}")

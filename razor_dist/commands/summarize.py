@@ -65,7 +65,8 @@ def summarize(
     from razor_dist.documents.collect import collect
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
-    from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
+    from razor_dist.jobs.summarize import SummaryTask, loops
+    from razor_dist.jobs.summary_pages import write_pages
 
     prompt = Style.template if template is None else read_text(template, "the --template file")
     style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0, with_sources)

@@ -14,14 +14,11 @@ import hashlib
 import logging
 import math
 import queue
-import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +31,6 @@ from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.jobs.results import Record
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, placed, traced_back
 from razor_dist.jobs.task import (
@@ -66,7 +62,6 @@ _LESS = 15 / 16
 # An answer ends in a loop if it ends with this many repetitions of a phrase, in at least this many
 # tokens.
 _REPEATS, _LOOP = 4, 24
-_QUOTE = 240  # characters of a passage on a page
 # Documents that an engine works on at once, so that short ones need not wait for a long one, and
 # parts of a document. More of them share steps, and more are lost or stored in work at a kill.
 _DOCUMENTS_AT_ONCE = 4
@@ -134,10 +129,6 @@ def _draft(stored: Mapping[str, Any], key: str) -> list[int]:
     return tokens
 
 
-def _put(news: queue.SimpleQueue[tuple[_Answering, _News]], one: _Answering, what: _News) -> None:
-    news.put((one, what))
-
-
 class Summarizer:
     """Asks a model for summaries; one without a tokenizer raises `ConfigError`."""
 
@@ -201,7 +192,7 @@ class Summarizer:
         news: queue.SimpleQueue[tuple[_Answering, _News]] = queue.SimpleQueue()
         threads = ThreadPoolExecutor(min(self._llm.config.max_num_seqs, _PARTS_AT_ONCE))
         for one in asked.values():
-            tell = partial(_put, news, one)
+            tell = partial(lambda one, what: news.put((one, what)), one)
             threads.submit(self._ask, one.prompt, one.draft, tell).add_done_callback(tell)
         sizes = dict(zip(keys, counts, strict=True)) if counts else {}
         try:
@@ -349,8 +340,7 @@ class SummaryTask:
         tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
         if tokenizer is None:
             raise ConfigError(f"{config.model} has no tokenizer, so it reads no documents")
-        counter = _Counter(tokenizer, [item.data["source"] for item in items])
-        counts = counter.counts()
+        counts, exact = _counted(tokenizer, [item.data["source"] for item in items])
         limit = self.style.sampling.max_tokens or 0
         own = len(tokenizer(self.style.prompt("", _WHOLE))["input_ids"])
         model = read_config(folder, trust_remote_code=config.trust_remote_code)
@@ -359,7 +349,7 @@ class SummaryTask:
         parts = [math.ceil(count / room) for count in counts]
         prompts = [n + (n > 1) for n in parts]  # and one for the summaries
         read, left_out = sum(map(bool, counts)), counts.count(0)
-        about = "" if counter.all_counted else "about "
+        about = "" if exact else "about "
         unread = f", {left_out} that cannot be read" if left_out else ""
         log.info(
             *("%d documents, %s%s tokens, about %d parts%s", read, about, f"{sum(counts):,}"),
@@ -384,95 +374,25 @@ class SummaryTask:
         return {"id": source.id, "source": source.path, **summary}
 
 
-class _Counter:
-    """Counts the tokens of documents, several at once, while there is time."""
+def _counted(
+    tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+) -> tuple[list[int], bool]:
+    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess."""
+    end = time.monotonic() + _COUNTING_SECONDS
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> None:
-        self._tokenizer, self._sources = tokenizer, sources
-        self._end = time.monotonic() + _COUNTING_SECONDS
-        self.all_counted = True
-
-    def counts(self) -> list[int]:
-        """Return each document's tokens, 0 of one that cannot be read."""
-        with ThreadPoolExecutor(usable_cores()) as threads:
-            found = list(threads.map(self._count, self._sources))
-        pairs = [(n, source.size) for n, source in zip(found, self._sources, strict=True) if n]
-        each = sum(n for n, _ in pairs) / sum(size for _, size in pairs) if pairs else 1 / 4
-        self.all_counted = None not in found
-        return [
-            max(1, int(each * source.size)) if n is None else n
-            for n, source in zip(found, self._sources, strict=True)
-        ]
-
-    def _count(self, source: Source) -> int | None:
-        if time.monotonic() > self._end:
+    def count(source: Source) -> int | None:
+        if time.monotonic() > end:
             return None
         try:
             text = source.read().text
         except DocumentError:
             return 0  # told when its turn comes
-        return max(1, len(self._tokenizer(text, add_special_tokens=False).input_ids))
+        return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
 
-
-def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Write a Markdown page for each summary among the records of a `SummaryTask`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for record in records:
-        if record["status"] != "done":
-            continue
-        id, _, digest = record["id"].rpartition("#")
-        name = re.sub(r"[^\w.-]+", "-", id).strip("-.")[-80:]
-        path = folder / f"{name}-{digest}.md"
-        path.write_text(_page(record), encoding="utf-8")
-        written.append(path)
-    return written
-
-
-def _page(record: Record) -> str:
-    result = record["result"]
-    parts = result.get("part_summaries", [])
-    how = f"{len(parts)} parts, each summarised, then their summaries" if parts else "one prompt"
-    facts = f"""# {result["id"]}
-
-- source: {result["source"]}
-- tokens: {result["tokens"]}
-- read as: {how}
-- finish reason: {result["finish_reason"]}
-- seconds: {record["run"]["seconds"]}
-- settings: {record["settings"]}"""
-    blocks = [facts, result["summary"], *_sources_of(result, parts, "## Sources")]
-    for number, part in enumerate(parts, start=1):
-        title = f"## Part {number} of {len(parts)} ({part['tokens']} tokens)"
-        blocks += [title, part["summary"], *_sources_of(part, parts, "### Sources")]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _sources_of(answer: Json, parts: Sequence[Json], heading: str) -> list[str]:
-    """Return a heading and the list of a summary's sentences with their places, if there are any.
-
-    A sentence of a summary of summaries has those of the parts that it was made of before them.
-    """
-    if "sentences" not in answer:
-        return []
-    lines = []
-    for number, sentence in enumerate(answer["sentences"], start=1):
-        lines.append(f"{number}. {_quoted(answer['summary'][sentence['start'] : sentence['end']])}")
-        for at in sentence.get("parts", []):
-            part = parts[at["part"] - 1]
-            own = part["sentences"][at["sentence"]]
-            words = _quoted(part["summary"][own["start"] : own["end"]])
-            where = f"part {at['part']}, sentence {at['sentence'] + 1}"
-            lines.append(f"    - {where} ({at['weight']:.2f}): {words}")
-        for source in sentence["sources"]:
-            page = f"page {source['page']}" if "page" in source else ""
-            where = page or " > ".join(source.get("headings", [])) or "the text"
-            lines.append(f"    - {where} ({source['weight']:.2f}): {_quoted(source['text'])}")
-        if not sentence["sources"]:
-            lines.append("    - no place found")
-    return [heading, "\n".join(lines)]
-
-
-def _quoted(text: str) -> str:
-    """Return a text on one line, cut off if it is long."""
-    return f'"{shorten(text, _QUOTE, placeholder=" ...")}"'
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        found = list(threads.map(count, sources))
+    pairs = [(n, source.size) for n, source in zip(found, sources, strict=True) if n]
+    each = sum(n for n, _ in pairs) / sum(size for _, size in pairs) if pairs else 1 / 4
+    guesses = [max(1, int(each * source.size)) for source in sources]
+    counts = [guess if n is None else n for n, guess in zip(found, guesses, strict=True)]
+    return counts, None not in found

@@ -120,6 +120,19 @@ def test_documents_that_cannot_be_read_are_skipped(
     assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 0
 
 
+def test_a_missing_reader_fails_its_documents_alone(
+    folder: Path,
+    opened: list[Quoter],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
+    told = capfd.readouterr()
+    assert "skipped in/short.pdf: pdf documents are read with pypdfium2, which is not" in told.err
+    assert "2 of 3 documents summarised" in told.out
+
+
 def test_a_template_and_a_folder_of_other_settings(
     folder: Path, opened: list[Quoter], capfd: pytest.CaptureFixture[str]
 ) -> None:
