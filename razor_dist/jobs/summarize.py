@@ -335,7 +335,7 @@ class SummaryTask:
         estimated by the bytes of those that were.
         """
         [config] = self.engines.values()
-        log.info("%d documents: counting their tokens", len(items))
+        log.info("documents: %d; counting their tokens", len(items))
         folder = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
         tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
         if tokenizer is None:
@@ -352,7 +352,7 @@ class SummaryTask:
         about = "" if exact else "about "
         unread = f", {left_out} that cannot be read" if left_out else ""
         log.info(
-            *("%d documents, %s%s tokens, about %d parts%s", read, about, f"{sum(counts):,}"),
+            *("documents: %d, of %s%s tokens, about %d parts%s", read, about, f"{sum(counts):,}"),
             *(sum(parts), unread),
         )
         sizes = [n + ANSWER_TOKEN * limit * m for n, m in zip(counts, prompts, strict=True)]
