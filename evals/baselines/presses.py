@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, ValidationInfo, WrapValidator
 
 from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.validation import SettingError
 from razor_dist.jobs.task import ExternalEngineConfig
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from razor_dist.models.shape import ModelShape
 
 KVPRESS = "0.5.5"  # the release that was read and tested
-INSTALL = f"pip install 'razor-dist[baselines]' && pip install --no-deps kvpress=={KVPRESS}"
+INSTALL = f"{install_command('baselines')} && pip install --no-deps kvpress=={KVPRESS}"
 # What it knows, by transformers' names; Gemma 3 only as a model of text and pictures.
 _MODEL_TYPES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # What it imports beside what razor_dist needs itself: the extra.

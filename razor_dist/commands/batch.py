@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from razor_dist.commands.options import with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import JobConfig
 from razor_dist.files import replacing
@@ -29,7 +29,7 @@ def batch(
 ) -> None:
     """Answer the requests of a batch file.
 
-    Malformed lines and refused requests are reported; the exit code is then 1.
+    Malformed lines and refused requests are reported; the exit code is then 3.
     """
     from razor_dist.config.logs import set_up_logging
     from razor_dist.jobs.batch import BatchTask, output_lines, read_batch
@@ -60,4 +60,4 @@ def batch(
             failed += 1
             typer.echo(f"{file}: {problem}", err=True)
     typer.echo(f"{len(entries) - failed} of {len(entries)} requests answered; wrote {out}")
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(EXIT_SOME_FAILED if failed else 0)

@@ -20,6 +20,10 @@ from razor_dist.config.sources import load_config, shipped_names
 
 Options = TypeVar("Options")
 
+# Exit code of a command that has done what could be done, where some of its inputs (documents,
+# requests, prefixes) were not usable. 1 is a failure of the command, 2 a mistake in its arguments.
+EXIT_SOME_FAILED = 3
+
 
 def with_config_flags(
     cls: type[EngineConfig], *, leave_out: frozenset[str] = frozenset()

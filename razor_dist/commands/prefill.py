@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from razor_dist.commands.options import with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sources import load_config
@@ -38,18 +38,17 @@ def prefill(
     """Read documents into a store, so that a server answers questions about them at once.
 
     What is there already is not read again. Documents that cannot be read, or are longer than the
-    context, are skipped and named; the exit code is 1 then.
+    context, are skipped and named; the exit code is 3 then. One that is too short to be kept, since
+    reading it again is as fast, is named with the reason.
     """
     flags |= {"prefix_store": str(store)}
     config = load_config(EngineConfig, flags, os.environ, config_file)
     from razor_dist.config.logs import set_up_logging
     from razor_dist.documents.collect import collect
-    from razor_dist.documents.read import require_readers
     from razor_dist.llm.llm import LLM
     from razor_dist.prefix.store import WriterLock
 
     sources, left_out = collect(inputs, encoding)
-    require_readers(source.kind for source in sources)
     for path in left_out:
         typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,7 +61,7 @@ def prefill(
     done = 0
     with LLM(**fields) as llm:
         for source in sources:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), _nodes(store)
             try:
                 text = source.read().text.strip()
                 total, cached = _read(llm, text if plain else page_text(source.path, text))
@@ -72,14 +71,45 @@ def prefill(
             done += 1
             seconds = time.perf_counter() - began
             read = f"{total} tokens, {cached} of them were there; {seconds:.1f} s"
-            typer.echo(f"{source.id}: {read}")
+            why = "" if _entitle(store, before, source.id) else _unkept(config, total, cached)
+            typer.echo(f"{source.id}: {read}{why}")
         disk = llm.stats()["prefix_cache"]["disk"]
     size = f"{disk['entries']} prefixes, {disk['bytes'] / 2**20:.1f} MiB"
     typer.echo(f"{done} of {len(sources)} documents read; {store} holds {size}")
     if disk["evictions"]:
         typer.echo(f"{disk['evictions']} were evicted: prefix_store_gb is too small", err=True)
     lost = disk["evictions"] or disk["failures"]
-    raise typer.Exit(0 if done == len(sources) and not lost else 1)
+    raise typer.Exit(0 if done == len(sources) and not lost else EXIT_SOME_FAILED)
+
+
+def _nodes(store: Path) -> set[Path]:
+    from razor_dist.prefix.store import folders, node_folders
+
+    return {path for folder in folders(store) for path in node_folders(folder)}
+
+
+def _entitle(store: Path, before: set[Path], title: str) -> bool:
+    """Give the prefixes that are new a document's name; False if there are none."""
+    from razor_dist.prefix.store import write_title
+
+    new = _nodes(store) - before
+    for path in new:
+        write_title(path, title)
+    return bool(new)
+
+
+def _unkept(config: EngineConfig, total: int, cached: int) -> str:
+    """Tell why a document made no prefix: it is short, or there already, or there was no room."""
+    from razor_dist.prefix.tiers import least_new
+
+    new, least = total - cached, least_new(total, config.page_size)
+    if new >= least:
+        return "; not kept: it did not fit in prefix_store_gb, or could not be written"
+    if total < least:
+        return f"; not kept: prefixes are kept from {least} tokens on, shorter ones are read anew"
+    if new <= 1:
+        return ""
+    return f"; not kept by itself: only {new} of its tokens are not there, fewer than {least}"
 
 
 def page_text(path: str, text: str) -> str:

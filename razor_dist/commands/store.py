@@ -18,35 +18,46 @@ store = typer.Typer(
     help="List, verify and prune stored prefixes.", no_args_is_help=True, rich_markup_mode=None
 )
 
+_WIDTH, _TITLE = 120, 40  # characters of a table, and of a document's name, of which the end counts
+
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A server's --prefix-store.")]
 
 
 @store.command("list")
 def list_(directory: Directory) -> None:
-    """List the prefixes, those that were used last first."""
+    """List the prefixes, those that were used last first.
+
+    What prefill has read has the document's name.
+    """
     from rich.console import Console
     from rich.table import Table
 
     from razor_dist.prefix.parts import BadPartError
-    from razor_dist.prefix.store import read_about, read_node
+    from razor_dist.prefix.store import read_about, read_node, read_title
 
     for folder in _folders(directory):
         about = read_about(folder)
         model, dtype = about.get("model", {}), about.get("kv_dtype")
         name = f"{model.get('model_type')}, {model.get('num_hidden_layers')} layers, {dtype}"
-        table = Table("prefix", "tokens", "its own", "ranks", "MiB", "used", title=None)
+        table = Table("document", "prefix", "tokens", "its own", "ranks", "MiB", "used")
         for path in sorted(_nodes(folder), key=_used, reverse=True):
             try:
                 found, _ = read_node(path)
             except BadPartError as error:
-                table.add_row(path.name, f"damaged: {error}")
+                table.add_row(read_title(path), path.name, f"damaged: {error}")
                 continue
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(_used(path)))
             own = f"{found.begin}-{found.end}"
             size = f"{found.nbytes / 2**20:.1f}"
-            table.add_row(path.name, str(found.end), own, str(found.world_size), size, used)
-        typer.echo(f"{folder.name}: {name}")
-        Console(width=100).print(table)
+            ranks, title = str(found.world_size), read_title(path) or "(a request)"
+            if len(title) > _TITLE:
+                title = f"...{title[3 - _TITLE :]}"
+            table.add_row(title, path.name[:12], str(found.end), own, ranks, size, used)
+        if table.row_count:
+            typer.echo(f"{folder.name}: {name}")
+            Console(width=_WIDTH).print(table)
+        else:
+            typer.echo(f"{folder.name}: {name}: no prefixes")
 
 
 @store.command()

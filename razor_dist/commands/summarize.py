@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from razor_dist.commands.options import with_config_flags
+from razor_dist.commands.options import EXIT_SOME_FAILED, with_config_flags
 from razor_dist.config.schema import JobConfig
 from razor_dist.config.sources import read_text
 from razor_dist.jobs.style import Style
+
+# Most that the prefixes of prompts in work may take on disk, in GiB, and never more than a quarter
+# of what is free there.
+_MOST_GB = 32.0
 
 
 @with_config_flags(JobConfig)
@@ -53,24 +59,25 @@ def summarize(
 ) -> None:
     """Summarise documents, each in one prompt if it fits the model's context.
 
-    Documents that cannot be read are skipped and named at the end; the exit code is 1 then.
+    Documents that cannot be read are skipped and named at the end; the exit code is 3 then.
     """
     from razor_dist.config.logs import set_up_logging
     from razor_dist.documents.collect import collect
-    from razor_dist.documents.read import require_readers
     from razor_dist.jobs.job import run_job
     from razor_dist.jobs.results import RESULTS, read_job
-    from razor_dist.jobs.summarize import SummaryTask, loops, write_pages
+    from razor_dist.jobs.summarize import SummaryTask, loops
+    from razor_dist.jobs.summary_pages import write_pages
 
     prompt = Style.template if template is None else read_text(template, "the --template file")
     style = Style(words, language, prompt, max_tokens, temperature, config.seed or 0, with_sources)
     sources, left_out = collect(inputs, encoding)
-    require_readers(source.kind for source in sources)
     for path in left_out:
         typer.echo(f"{path}: left out, not a kind of document that can be read", err=True)
     set_up_logging("info")
-    task = SummaryTask({"default": config}, style, sources)
+    prefixes = out.absolute() / "prefixes"
+    task = SummaryTask({"default": _resuming(config, prefixes)}, style, sources)
     folder = run_job(task, config, out).folder
+    shutil.rmtree(prefixes, ignore_errors=True)
     found = {record["id"]: record for record in read_job(folder).records}
     records = [found[item.id] for item in task.items()]
     pages = ""
@@ -86,4 +93,18 @@ def summarize(
             typer.echo(f"{source.id}: the summary, or that of a part, repeats itself", err=True)
     wrote = f"wrote {folder / RESULTS}{pages}"
     typer.echo(f"{done} of {len(records)} documents summarised; {wrote}")
-    raise typer.Exit(0 if done == len(records) else 1)
+    raise typer.Exit(EXIT_SOME_FAILED if done < len(records) else 0)
+
+
+def _resuming(config: JobConfig, folder: Path) -> JobConfig:
+    """Have engines keep what they read in ``folder``, for the next run, where that is possible.
+
+    On a cluster that is joined, the engines' nodes may have no such folder.
+    """
+    joins = config.ray and (config.ray_address or os.environ.get("RAY_ADDRESS"))
+    if config.prefix_store is not None or not config.caches_prefixes or joins:
+        return config
+    existing = next(path for path in folder.parents if path.is_dir())
+    most = min(_MOST_GB, shutil.disk_usage(existing).free / 2**30 / 4)
+    store = {"prefix_store": str(folder / "{engine}"), "prefix_store_gb": max(most, 1e-3)}
+    return config.model_copy(update=store)

@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from razor_dist.config.errors import ConfigError, DocumentError, ReaderKilledError
+from razor_dist.config.errors import DocumentError, ReaderKilledError
+from razor_dist.config.extras import install_command
 from razor_dist.config.memory import resident_bytes
 from razor_dist.documents.detect import BOMS_OF_UTF16, detect_kind
 
@@ -36,7 +37,14 @@ _KINDS = {
     "jsonl": (".jsonl", ".ndjson"),
 }
 KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
-_NEEDED = {"html": ["bs4", "lxml"], "epub": ["bs4", "lxml"], "pdf": ["pypdfium2"], "docx": ["docx"]}
+# Modules that read a kind, and the packages that have them.
+_HTML = {"bs4": "beautifulsoup4", "lxml": "lxml"}
+_NEEDED = {
+    "html": _HTML,
+    "epub": _HTML,
+    "pdf": {"pypdfium2": "pypdfium2"},
+    "docx": {"docx": "python-docx"},
+}
 # Exit codes by signals from outside: of the operating system when memory is short, or a person.
 KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # Environment variables of a reader's process: it reads files of strangers, so no keys are there.
@@ -88,15 +96,15 @@ def kind_of(path: Path) -> str | None:
     return KIND_OF_SUFFIX.get(suffix)
 
 
-def require_readers(kinds: Iterable[str]) -> None:
-    """Raise `ConfigError` if a library that reads one of the kinds is missing."""
-    for kind in sorted(set(kinds)):
-        missing = [name for name in _NEEDED.get(kind, ()) if find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"{kind} documents are read with {' and '.join(missing)}, which is not installed: "
-                "pip install 'razor-dist[documents]'"
-            )
+def require_reader(kind: str) -> None:
+    """Raise `DocumentError` if a package that reads this kind is not installed."""
+    needed = _NEEDED.get(kind, {})
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
+    if missing:
+        raise DocumentError(
+            f"{kind} documents are read with {' and '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: {install_command('documents')}"
+        )
 
 
 def read_document(
@@ -111,11 +119,13 @@ def read_document(
 
     ``kind`` is "text", "html", "pdf", "epub" or "docx", ``gz`` tells that the file is compressed,
     and ``encoding`` is tried for plain text that is not UTF-8. Raises `DocumentError` if the file
-    is broken, encrypted, too large, or holds no text; the message says which.
+    is broken, encrypted, too large, or holds no text, or a package that reads it is missing; the
+    message says which.
     """
     limits = limits or ReadLimits()
     if kind == "text" and not gz:
         return _read(data, kind, encoding, limits)
+    require_reader(kind)
     arguments = reader_arguments(kind, gz=gz, encoding=encoding, limits=limits)
     try:
         done = subprocess.run(
@@ -188,10 +198,10 @@ def main() -> None:
             limits.check_bytes(len(data))
         if kind is None:
             kind = detect_kind(data, given["named"])
-            require_readers([kind])
+            require_reader(kind)
         text, pages = _read(data, kind, given["encoding"], limits)
         answer, code = f"{json.dumps(pages)}\n{text}", 0
-    except (DocumentError, ConfigError) as error:
+    except DocumentError as error:
         answer, code = str(error), _REFUSED
     except Exception as error:  # the libraries raise whatever the broken file leads them to
         answer, code = f"cannot be read as {kind}: {error or type(error).__name__}", _REFUSED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -19,7 +20,7 @@ from razor_dist.engine.request import Request
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
 from razor_dist.prefix.device import Hit, PrefixCache
 from razor_dist.prefix.radix import Tokens, common_tokens
-from razor_dist.prefix.tiers import Candidate, Tiers
+from razor_dist.prefix.tiers import Candidate, Tiers, least_new
 from razor_dist.protocol.step_plan import Op, StepPlan
 
 # Pages of tokens that a prompt must have in common with another to wait for it, or for the caches
@@ -30,6 +31,8 @@ _WORTH_ABORTED = 16
 # Ends of a conversation's messages where caches are kept: the first, which is the system prompt's
 # or a document's, and as many of the latest.
 _LATEST_ENDS = 3
+# Least seconds between two times that the caches of a prompt go to disk while it is read.
+_CHECKPOINT_SECONDS = 5.0
 
 
 class Admission:
@@ -232,6 +235,25 @@ class Admission:
                 ends.append(stop)
                 begin = stop
         return [*ends[:1], *ends[1:][-_LATEST_ENDS:]]
+
+    def checkpoint(self, request: Request, end: int) -> None:
+        """Have a prompt's caches go to disk as of ``end``, where its next chunk ends, if due.
+
+        A process that is killed then loses what was read since. The disk sets the pace: nothing
+        else is being saved.
+        """
+        tiers = self.tiers
+        if tiers is None or tiers.active or "disk" not in tiers.nodes.room or not request.began:
+            return
+        if request.params.prompt_logprobs is not None:
+            return
+        since = max((s for s in request.stops if s <= request.prefilled_to), default=request.begin)
+        now = time.monotonic()
+        due = max(request.began, request.saved_at) + _CHECKPOINT_SECONDS
+        if now >= due and end - since >= least_new(end, self.cache.page_size):
+            request.saved_at = now
+            request.stops = sorted({*request.stops, end})
+            request.spare.add(end)
 
     def _promotes(self, request: Request, hit: Hit) -> bool:
         """Tell if a request waits for what it begins with, which is in host memory or on disk."""

@@ -93,7 +93,7 @@ class EngineCore:
         )
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
-        self._max_step = max_step
+        self._max_step, self._last_step = max_step, 0.0
 
     @property
     def has_work(self) -> bool:
@@ -205,7 +205,7 @@ class EngineCore:
         self, plan: StepPlan, logits: Tensor | None, began: float
     ) -> list[AboutRequest]:
         """Count what was prefilled, sample the next tokens, and keep copies for later prompts."""
-        seconds = self._clock() - began
+        self._last_step = seconds = self._clock() - began
         self.scheduler.prefill_policy.slowdown = self.runner.slowdown
         step = self.scheduler.done(plan, seconds)
         reads = any(read for _, read in step)
@@ -243,7 +243,7 @@ class EngineCore:
     def _transfer(self) -> bool:
         """Move the next parts to or from host memory and disk, for a part of a step's time.
 
-        One part is enough while requests run and none waits for the parts. True if any was moved.
+        While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
         tiers = self.scheduler.admission.tiers
         began, moved = self._clock(), False
@@ -253,7 +253,8 @@ class EngineCore:
             assert answers is not None
             self._run_all(self.scheduler.admission.transferred(plan, answers))
             served = self.scheduler.running and plan.op is Op.SAVE
-            if served or self._clock() - began > self._max_step / 4:
+            most = min(self._max_step / 4, self._last_step / 8) if served else self._max_step / 4
+            if self._clock() - began > most:
                 break
         return moved
 

@@ -50,6 +50,7 @@ class Request:
     # When its first chunk began, by the monotonic clock; 0 until then. Before, it waited, be it
     # admitted or not.
     began: float = 0.0
+    saved_at: float = 0.0  # when its caches last began to go to disk while it was read
     continued_by: int = 0  # requests, waiting or running, that name this one as their prefix
     # The frontend needs it no longer, but those that continue it do.
     released: bool = False

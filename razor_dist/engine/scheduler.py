@@ -161,6 +161,8 @@ class Scheduler:
         if length < n:
             n = min(n, whole_shards(length, self.world_size))
         n = min([n, *(stop - begin for stop in request.stops if stop > begin)])
+        if n < len(left):
+            self.admission.checkpoint(request, begin + n)
         last = n == len(left) or begin + n in request.stops
         if not (sharded or request.short):
             last = True

@@ -11,7 +11,7 @@ The author of a job writes a `razor_dist.jobs.task.Task`: plain data that can be
 
 ``job.run_job(task, config, folder)`` runs it as a `JobConfig` says; ``results.read_job(folder)``
 returns the settings and the records. In between `job.run_task` opens the folder (`results`), skips
-what it holds, and has `pool.run_items` hand the rest to engines, the longest first. An engine that
+what it holds, and has `pool.run_items` hand the rest to engines. An engine that
 fails costs its item an attempt; one that is lost is opened anew; after ``attempts`` the item is
 recorded as failed. `progress` logs a line for each. `ray_engine` makes engines of Ray actors,
 `host_engine` of processes; a model that another library runs is an engine whose settings are a

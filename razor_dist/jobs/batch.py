@@ -10,7 +10,7 @@ of ``code`` and ``message``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -32,7 +32,7 @@ from razor_dist.frontend.detokenizer import text_offsets
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.results import Record
-from razor_dist.jobs.task import Item
+from razor_dist.jobs.task import Item, ItemSize, Update, Work
 from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 from razor_dist.llm.progress import ReadingLog
@@ -135,19 +135,21 @@ class BatchTask:
             if entry.problem is None
         ]
 
-    def run(self, llm: LLM, item: Item) -> Mapping[str, Any]:
+    def run(self, llm: LLM, item: Item) -> Work:
         request = _parse(item.data["line"].read())
         try:
-            body = _answer(llm, ENDPOINTS[request["url"]], request["body"], self.model, item.id)
+            body = yield from _answer(llm, request, self.model, item.id)
         except RequestError as error:
+            yield ItemSize(0)  # it has read nothing
             failure = Failure.of(error)
             return {"status_code": failure.status, "body": failure.body()}
         return {"status_code": 200, "body": body}
 
 
 def _answer(
-    llm: LLM, endpoint: Endpoint, body: dict[str, Any], model: str, item_id: str
-) -> dict[str, Any]:
+    llm: LLM, request: Mapping[str, Any], model: str, item_id: str
+) -> Generator[Update, None, dict[str, Any]]:
+    endpoint, body = ENDPOINTS[request["url"]], request["body"]
     tokenizer, info, defaults = llm.get_tokenizer(), llm.info, llm.sampling_defaults
     limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size, defaults)
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
@@ -165,6 +167,7 @@ def _answer(
         Encoded(None, tokens.tolist(), parsed.cache_salt, text)
         for tokens, _, text in parsed.prompts
     ]
+    yield ItemSize(sum(len(prompt.ids) for prompt in prompts))
     # A log of its own: other requests are read at the same time.
     with naming(parsed.constrained_by):
         outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))

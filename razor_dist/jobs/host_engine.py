@@ -41,12 +41,18 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in EngineConfig.model_fields}
 
 
+def numbered(config: EngineConfig, number: int) -> EngineConfig:
+    """Put an engine's number for ``{engine}`` in ``prefix_store``, which one process may write."""
+    store = config.prefix_store and config.prefix_store.replace("{engine}", str(number))
+    return config.model_copy(update={"prefix_store": store})
+
+
 @contextmanager
 def host_pool(task: Task, engines: int = 1) -> Iterator[EnginePool]:
     def open_engine(name: str, number: int, over: threading.Event) -> HostEngine:
         config = task.engines[name]
         if isinstance(config, ExternalEngineConfig):
             return HostEngine(task, config.open())
-        return HostEngine(task, LLM(**settings_of(config)))
+        return HostEngine(task, LLM(**settings_of(numbered(config, number))))
 
     yield EnginePool(open_engine, engines)

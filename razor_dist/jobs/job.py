@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.extras import install_command
 from razor_dist.config.schema import JobConfig
 from razor_dist.jobs.pool import EnginePool, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
 from razor_dist.jobs.results import Record, ResultStore, json_line
-from razor_dist.jobs.task import Item, PartResult, Task, at_once, job_settings
+from razor_dist.jobs.task import Item, PartResult, Task, at_once, job_settings, measured
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ def run_job(
             import ray  # noqa: F401
         except ImportError:
             raise ConfigError(
-                "this job runs on Ray, which is not installed: pip install 'razor-dist[ray]', "
-                "or use processes of this host (ray: false, --no-ray)"
+                f"this job runs on Ray, which is not installed: {install_command('ray')}, or use "
+                "processes of this host (ray: false, --no-ray)"
             ) from None
         from razor_dist.jobs.ray_engine import ray_pool
 
@@ -93,6 +94,7 @@ def run_task(
         earlier = len(items) - len(missing)
         try:
             if missing:
+                missing = list(measured(task, missing))
                 with pool as (open_engine, engines), JobProgress(missing, earlier) as progress:
                     events = run_items(
                         missing, open_engine, engines, config.attempts, at_once(task)

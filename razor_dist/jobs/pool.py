@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -79,16 +79,18 @@ def run_items(
     attempts: int = 3,
     at_once: int = 1,
 ) -> Generator[Outcome | ItemUpdate, None, None]:
-    """Run items on at most ``engines`` engines at once, the longest first.
+    """Run items on at most ``engines`` engines at once.
 
     An engine gets ``at_once`` items at a time, or fewer, so that there are some for every engine.
 
     Items of one engine name run before those of the next, in the order in which the names first
-    occur; within a name the largest `Item.size` comes first, so that no long item is left for the
-    end, when the other engines have nothing to do. An item is tried ``attempts`` times while
-    engines fail under it, and so is the opening of an engine that is lost meanwhile. From the
-    second attempt on it has an engine for itself, so that one that makes engines fail does not take
-    the others with it.
+    occur. Within a name one engine takes the smallest `Item.size` first, since nothing is gained by
+    having short items wait for long ones. Several engines take the largest first, so that none is
+    left for the end, when the other engines have nothing to do.
+
+    An item is tried ``attempts`` times while engines fail under it, and so is the opening of an
+    engine that is lost meanwhile. From the second attempt on it has an engine for itself, so that
+    one that makes engines fail does not take the others with it.
 
     Yields an item's updates, and its outcome as soon as it is known. Raises the `RazorError` of the
     last engine tried if there are items left and none can be opened for them; a mistake of the
@@ -98,6 +100,9 @@ def run_items(
     left = len(items)
     engines = min(engines, left)
     at_once = min(at_once, math.ceil(left / max(1, engines)))
+    order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
+    sign = 1 if engines == 1 else -1
+    items.sort(key=lambda item: (order[item.engine], sign * item.size))
     pool = _Pool(items, open_engine, attempts, at_once)
     threads = [_thread(number, pool.work, number) for number in range(engines)]
     for thread in threads:
@@ -127,11 +132,10 @@ def _thread(engine: int, target: Callable[..., None], *arguments: object) -> thr
 
 class _Pool:
     def __init__(
-        self, items: Sequence[Item], open_engine: OpenEngine, attempts: int, at_once: int
+        self, items: Iterable[Item], open_engine: OpenEngine, attempts: int, at_once: int
     ) -> None:
-        order = {name: place for place, name in enumerate(dict.fromkeys(i.engine for i in items))}
         self.events: queue.Queue[Outcome | ItemUpdate | _ThreadEnd] = queue.Queue()
-        self.waiting = sorted(items, key=lambda item: (order[item.engine], -item.size))
+        self.waiting = list(items)
         self._open = open_engine
         self._attempts, self._at_once = attempts, at_once
         self._running = 0  # items that a thread has taken and not yet given back or done
@@ -224,6 +228,7 @@ class _Pool:
             engine.close()
 
     def _open_patiently(self, name: str, number: int) -> JobEngine:
+        log.info("engine %d is being opened", number)
         for attempt in range(1, self._attempts + 1):
             try:
                 engine = self._open(name, number, self._over)

@@ -12,17 +12,22 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from razor_dist.jobs.pool import ItemUpdate, Outcome
-from razor_dist.jobs.task import Item, ItemSize
+from razor_dist.jobs.task import ANSWER_TOKEN, Item, ItemSize, PartResult, TokensDone
 
 log = logging.getLogger(__name__)
+
+# Seconds between two lines about prompts and answers that are not done.
+_EVERY_SECONDS = 5.0
+# Tokens of a prompt in the caches that are told: the parts of a document begin alike.
+_FOUND = 512
 
 
 class JobProgress(ExitStack):
     """Tells of finished items and parts of items; a context manager.
 
-    The rate counts what was read since the first item was begun, by `Item.size` or, once it is
-    known, `ItemSize`; an item that failed counts for nothing. ``before`` counts the items of
-    earlier runs; a bar is drawn where standard error is a terminal.
+    Work is counted in prefilled tokens since the first item was begun: by `TokensDone`, or by
+    `ItemSize` or `Item.size` when an item or a part ends. An item that failed counts for nothing.
+    ``before`` counts the items of earlier runs; a bar is drawn where standard error is a terminal.
     """
 
     def __init__(
@@ -33,9 +38,11 @@ class JobProgress(ExitStack):
         self._finished, self._failed = before, 0
         self._left = {item.id: item.size for item in items}
         self._parts: dict[str, list[int]] = {}  # done, all
-        self._read = 0
+        self._live: set[str] = set()  # items of which `TokensDone` came
+        self._done = self._read = self._written = 0
         self._clock = clock
         self._begin: float | None = None  # not before an engine was ready for an item
+        self._told = -_EVERY_SECONDS
         shown = sys.stderr.isatty()
         if shown:
             self.enter_context(logging_redirect_tqdm())  # log lines go above the bar
@@ -48,25 +55,30 @@ class JobProgress(ExitStack):
         item, update = news
         if self._begin is None:
             self._begin = self._clock()
-        if isinstance(update, ItemSize):
-            self._left[item.id] = update.tokens
-            self._parts[item.id] = [update.stored, update.parts]
-            if update.stored:
-                log.info("%s: %d of %d parts are there already", item.id, *self._parts[item.id])
-        else:
-            self._count(item.id, update.tokens)
-            done = self._parts[item.id]
-            done[0] += 1
-            log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
+        match update:
+            case ItemSize():
+                self._left[item.id] = update.tokens
+                self._parts[item.id] = [update.stored, update.parts]
+                if update.stored:
+                    log.info("%s: %d of %d parts are there already", item.id, *self._parts[item.id])
+            case TokensDone():
+                self._count_tokens(item.id, update)
+            case PartResult(whole=True):
+                if item.id not in self._live:
+                    self._count(item.id, update.tokens)
+                done = self._parts[item.id]
+                done[0] += 1
+                log.info("%s: part %d of %d done | %s", item.id, *done, self.rate())
 
     def finished(self, outcome: Outcome) -> None:
+        id = outcome.item.id
         if self._begin is None:
             self._begin = self._clock() - outcome.seconds
         self._finished += 1
         self._failed += outcome.error is not None
-        if outcome.error is None:
-            self._count(outcome.item.id, self._left[outcome.item.id])
-        del self._left[outcome.item.id]
+        if outcome.error is None and id not in self._live:
+            self._count(id, self._left[id])
+        del self._left[id]
         log.info("%s", self.line(outcome))
 
     def line(self, outcome: Outcome) -> str:
@@ -78,14 +90,32 @@ class JobProgress(ExitStack):
 
     def rate(self) -> str:
         """Tell tokens per second and the time left, unknown as long as nothing was read."""
-        if not self._read or self._begin is None:
+        if not self._done or self._begin is None:
             return "nothing read so far, time left unknown"
-        rate = self._read / max(self._clock() - self._begin, 1e-9)
-        left = tqdm.format_interval(sum(self._left.values()) / rate)
-        return f"{rate:,.1f} tokens/s, {left} left"
+        seconds = max(self._clock() - self._begin, 1e-9)
+        left = tqdm.format_interval(sum(self._left.values()) / (self._done / seconds))
+        return f"{self._read / seconds:,.1f} tokens/s, {left} left"
 
     def _count(self, id: str, tokens: int) -> None:
         self._read += tokens
-        self._left[id] = max(0, self._left[id] - tokens)
-        self._bar.total = self._read + sum(self._left.values())
-        self._bar.update(tokens)
+        self._advance(id, tokens, max(0, self._left[id] - tokens))
+
+    def _count_tokens(self, id: str, update: TokensDone) -> None:
+        self._live.add(id)
+        self._read += update.prefilled
+        self._written += update.generated
+        if update.found >= _FOUND or update.found_answer:
+            there = f"{update.found:,} tokens of a prompt and {update.found_answer:,} of its answer"
+            log.info("%s: %s are there from an earlier run", id, there)
+        self._advance(id, update.prefilled + ANSWER_TOKEN * update.generated, update.left)
+        if self._clock() - self._told >= _EVERY_SECONDS:
+            self._told = self._clock()
+            share = self._done / max(1, self._done + sum(self._left.values()))
+            counts = f"{self._read:,} tokens of prompts read, {self._written:,} of answers written"
+            log.info("%s (%.0f %%) | %s", counts, 100 * share, self.rate())
+
+    def _advance(self, id: str, work: int, left: int) -> None:
+        self._done += work
+        self._left[id] = left
+        self._bar.total = self._done + sum(self._left.values())
+        self._bar.update(work)

@@ -30,7 +30,7 @@ from razor_dist.config.errors import EngineError
 from razor_dist.config.logs import set_up_logging
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.jobs.cluster import Demand, connected, reserve
-from razor_dist.jobs.host_engine import HostEngine, settings_of
+from razor_dist.jobs.host_engine import HostEngine, numbered, settings_of
 from razor_dist.jobs.pool import EngineLostError, EnginePool
 from razor_dist.jobs.ray_ranks import ActorRanks, brief, make_actor
 from razor_dist.jobs.task import ExternalEngineConfig, Item, Task, Update, Work, at_once
@@ -160,7 +160,7 @@ def ray_pool(task: Task, job: JobConfig) -> Iterator[EnginePool]:
         log.info("%d engines of %s", count, ", ".join(sorted(set(map(str, demands.values())))))
 
         def open_engine(name: str, number: int, over: threading.Event) -> RayEngine:
-            demand, config = demands[name], task.engines[name]
+            demand, config = demands[name], numbered(task.engines[name], number)
             if config.threads is None:
                 # As many as were reserved: other engines' ranks may be on the same node.
                 threads = max(1, int(job.cpus_per_rank))

@@ -3,20 +3,27 @@
 A document is one prompt as long as the model's context holds it: that is the point of a long
 context. A longer one is cut at chapters or paragraphs (`split`), each part summarised, and then
 the parts' summaries; where these are too many for one prompt, once more. Every part is stored as
-soon as it is done (`PartResult`), and known again by the tokens of its prompt.
+soon as it is done (`PartResult`), and known again by the tokens of its prompt. Of
+a part in work the prompt's caches are in the engine's prefix store, and the answer's beginning is
+stored every few seconds, so that a run that is killed loses seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from textwrap import shorten
+from functools import partial
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from razor_dist.config.cores import usable_cores
 from razor_dist.config.errors import ConfigError, DocumentError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.collect import Source
@@ -24,12 +31,26 @@ from razor_dist.documents.read import Document
 from razor_dist.documents.structure import Places, split
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import PromptEncoder
-from razor_dist.jobs.results import Record
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summary_sources import Json, Material, as_told, merged, placed, traced_back
-from razor_dist.jobs.task import Item, ItemSize, PartResult, Update, Work
+from razor_dist.jobs.task import (
+    ANSWER_TOKEN,
+    Item,
+    ItemSize,
+    PartResult,
+    TokensDone,
+    Update,
+    Work,
+)
 from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
+from razor_dist.models.loader import read_config
+from razor_dist.models.registry import resolve_model
+from razor_dist.models.shape import ModelShape
+from razor_dist.models.tokenizer import load_tokenizer
+from razor_dist.protocol.messages import Progress
+
+log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
 _VERSION = 4
@@ -41,7 +62,14 @@ _LESS = 15 / 16
 # An answer ends in a loop if it ends with this many repetitions of a phrase, in at least this many
 # tokens.
 _REPEATS, _LOOP = 4, 24
-_QUOTE = 240  # characters of a passage on a page
+# Documents that an engine works on at once, so that short ones need not wait for a long one, and
+# parts of a document. More of them share steps, and more are lost or stored in work at a kill.
+_DOCUMENTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 8
+# Seconds of generating between two times that an answer's beginning is stored.
+_DRAFT_SECONDS = 3.0
+# Seconds that counting all documents' tokens may take before the first is summarised.
+_COUNTING_SECONDS = 20.0
 
 
 class Asked(NamedTuple):
@@ -50,6 +78,55 @@ class Asked(NamedTuple):
     material: Material
     ids: list[int]
     where: PromptText | None = None
+
+
+# What a thread tells of a prompt in work: a chunk was read, these tokens were generated, the end.
+# The tokens are a tuple when the answer is whole.
+_News = Progress | list[int] | tuple[int, ...] | Future[Json]
+
+
+class _Answering:
+    """A prompt in work: what of it was read, and the answer so far, which begins with ``draft``."""
+
+    def __init__(self, key: str, prompt: Asked, draft: list[int]) -> None:
+        self.key, self.prompt, self.draft = key, prompt, draft
+        self._read, self._begun = 0, False
+        self._new: Sequence[int] = ()
+        self._stored = len(draft)
+
+    def work(self, max_tokens: int) -> int:
+        """Return the work that is left, in prefilled tokens, if the answer gets its full length."""
+        unread = max(0, len(self.prompt.ids) + len(self.draft) - self._read)
+        return unread + ANSWER_TOKEN * max(0, max_tokens - len(self.draft) - len(self._new))
+
+    def read(self, progress: Progress) -> TokensDone:
+        before, self._read = self._read, progress.processed
+        if self._begun:
+            return TokensDone(progress.processed - before)
+        self._begun = True  # the first message tells what was in the caches
+        return TokensDone(found=progress.processed, found_answer=len(self.draft))
+
+    def written(self, tokens: Sequence[int]) -> TokensDone:
+        before, self._new = len(self._new), tokens
+        return TokensDone(generated=len(tokens) - before)
+
+    def to_store(self) -> PartResult:
+        """Return what of the answer is not stored yet; `_draft` finds it."""
+        answer = [*self.draft, *self._new]
+        at, self._stored = self._stored, len(answer)
+        return PartResult(_draft_key(self.key, at), {"tokens": answer[at:]}, 0, whole=False)
+
+
+def _draft_key(key: str, at: int) -> str:
+    return f"{key}+{at}"
+
+
+def _draft(stored: Mapping[str, Any], key: str) -> list[int]:
+    """Return the tokens of an answer that an earlier attempt had stored."""
+    tokens: list[int] = []
+    while (more := stored.get(_draft_key(key, len(tokens)))) is not None and more["tokens"]:
+        tokens += more["tokens"]
+    return tokens
 
 
 class Summarizer:
@@ -87,36 +164,64 @@ class Summarizer:
                     "summaries of summaries; ask for fewer words"
                 )
             counts = self._count([piece.text for piece in pieces])
-            answers = yield from self._ask_parts(prompts, counts, stored)
+            answers = yield from self._ask_all(prompts, stored, counts)
             summaries = [self._traced(answer, document, places, summaries) for answer in answers]
             counted = zip(counts, summaries, strict=True)
             parts = parts or [{"tokens": count, **summary} for count, summary in counted]
             now = merged([part["summary"] for part in summaries])
             levels, kind = levels + 1, _SUMMARIES
-        yield ItemSize(len(prompt.ids))
-        answer = self._traced(self._ask(prompt), document, places, summaries)
+        told = yield from self._ask_all([prompt], stored)
+        answer = self._traced(told[0], document, places, summaries)
         result = {"tokens": tokens, **answer, "parts": len(parts) or 1, "levels": levels}
         return result | ({"part_summaries": parts} if parts else {})
 
-    def _ask_parts(
-        self, prompts: Sequence[Asked], counts: Sequence[int], stored: Mapping[str, Any]
+    def _ask_all(
+        self, prompts: Sequence[Asked], stored: Mapping[str, Any], counts: Sequence[int] = ()
     ) -> Generator[Update, None, list[Json]]:
-        """Ask for what is not stored, as many at once as the engine holds."""
+        """Ask for what is not stored, several at once; with ``counts`` the answers are stored."""
         keys = [hashlib.sha256(str(prompt.ids).encode()).hexdigest()[:16] for prompt in prompts]
         found = {key: stored[key] for key in keys if key in stored}
-        missing = {key: number for number, key in enumerate(keys) if key not in found}
-        left = sum(counts[number] for number in missing.values())
-        yield ItemSize(left, len(keys), len(keys) - len(missing))
-        threads = ThreadPoolExecutor(self._llm.config.max_num_seqs)
-        asked = {threads.submit(self._ask, prompts[n]): (key, n) for key, n in missing.items()}
+        asked = {
+            key: _Answering(key, prompt, _draft(stored, key) if self._resumes else [])
+            for key, prompt in zip(keys, prompts, strict=True)
+            if key not in found
+        }
+        limit = self._style.sampling.max_tokens or 0
+        work = {key: one.work(limit) for key, one in asked.items()}
+        yield ItemSize(max(1, sum(work.values())), len(keys), len(keys) - len(asked))
+        news: queue.SimpleQueue[tuple[_Answering, _News]] = queue.SimpleQueue()
+        threads = ThreadPoolExecutor(min(self._llm.config.max_num_seqs, _PARTS_AT_ONCE))
+        for one in asked.values():
+            tell = partial(lambda one, what: news.put((one, what)), one)
+            threads.submit(self._ask, one.prompt, one.draft, tell).add_done_callback(tell)
+        sizes = dict(zip(keys, counts, strict=True)) if counts else {}
         try:
-            for answer in as_completed(asked):
-                key, number = asked[answer]
-                found[key] = answer.result()
-                yield PartResult(key, found[key], counts[number])
+            while work:
+                one, what = news.get()
+                if isinstance(what, Future):
+                    found[one.key] = what.result()
+                    del work[one.key]
+                    if sizes:
+                        yield PartResult(one.key, found[one.key], sizes[one.key])
+                    yield TokensDone(left=sum(work.values()))
+                    continue
+                done = one.read(what) if isinstance(what, Progress) else one.written(what)
+                work[one.key] = one.work(limit)
+                yield replace(done, left=sum(work.values()))
+                if isinstance(what, list) and self._resumes:
+                    yield one.to_store()
         finally:
             threads.shutdown(cancel_futures=True)
         return [found[key] for key in keys]
+
+    @property
+    def _resumes(self) -> bool:
+        """True if an answer can go on from its stored beginning.
+
+        Not one that is drawn, since its draws are counted from its first token, and not one with
+        sources, which are seen while a token is generated.
+        """
+        return self._style.temperature == 0 and not self._style.sources
 
     def _split(self, now: Material, tokens: int) -> tuple[list[Material], list[Asked]]:
         """Cut a text into parts whose prompts fit the context; return both."""
@@ -155,11 +260,22 @@ class Summarizer:
         encoded = self._tokenizer(list(texts), add_special_tokens=False)
         return [len(ids) for ids in encoded.input_ids]
 
-    def _ask(self, prompt: Asked) -> Json:
-        encoded = Encoded(None, prompt.ids, where=prompt.where)
-        [output] = self._llm.generate([encoded], self._style.sampling)
-        [answer] = output.outputs
-        ids, text = answer.token_ids, answer.text
+    def _ask(self, prompt: Asked, draft: list[int], tell: Callable[[_News], None]) -> Json:
+        """Return the answer that begins with ``draft``; tell of the prompt and of new tokens."""
+        params = self._style.sampling
+        encoded = Encoded(None, [*prompt.ids, *draft], where=prompt.where)
+        params = replace(params, max_tokens=(params.max_tokens or 0) - len(draft))
+        due = time.monotonic()
+        for output in self._llm.stream(encoded, params, on_progress=tell):
+            [answer] = output.outputs
+            if time.monotonic() >= due and not output.finished:
+                tell(list(answer.token_ids))
+                due = time.monotonic() + _DRAFT_SECONDS
+        tell(tuple(answer.token_ids))
+        ids, text = [*draft, *answer.token_ids], answer.text
+        if draft:
+            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+            text = str(decode(ids, clean_up_tokenization_spaces=False))
         loops = ends_in_loop(ids) or ends_in_loop(ids[:-1])  # the last may end the sequence
         reason = "repetition" if loops else answer.finish_reason
         told = {"summary": text.strip(), "finish_reason": reason}
@@ -207,6 +323,41 @@ class SummaryTask:
     def settings(self) -> Mapping[str, Any]:
         return {"task": "summarize", "version": _VERSION, "style": asdict(self.style)}
 
+    @property
+    def at_once(self) -> int:
+        """Documents that an engine gets at a time."""
+        return _DOCUMENTS_AT_ONCE
+
+    def measured(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return the items with the work that they take, and log what there is to do.
+
+        Their tokens are counted for `_COUNTING_SECONDS`; of documents that are not reached they are
+        estimated by the bytes of those that were.
+        """
+        [config] = self.engines.values()
+        log.info("documents: %d; counting their tokens", len(items))
+        folder = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+        if tokenizer is None:
+            raise ConfigError(f"{config.model} has no tokenizer, so it reads no documents")
+        counts, exact = _counted(tokenizer, [item.data["source"] for item in items])
+        limit = self.style.sampling.max_tokens or 0
+        own = len(tokenizer(self.style.prompt("", _WHOLE))["input_ids"])
+        model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        context = config.max_model_len or ModelShape.from_config(model).max_positions
+        room = max(1, context - limit - 2 * own)
+        parts = [math.ceil(count / room) for count in counts]
+        prompts = [n + (n > 1) for n in parts]  # and one for the summaries
+        read, left_out = sum(map(bool, counts)), counts.count(0)
+        about = "" if exact else "about "
+        unread = f", {left_out} that cannot be read" if left_out else ""
+        log.info(
+            *("documents: %d, of %s%s tokens, about %d parts%s", read, about, f"{sum(counts):,}"),
+            *(sum(parts), unread),
+        )
+        sizes = [n + ANSWER_TOKEN * limit * m for n, m in zip(counts, prompts, strict=True)]
+        return [replace(item, size=max(1, n)) for item, n in zip(items, sizes, strict=True)]
+
     def items(self) -> Sequence[Item]:
         """Return the documents; a file that is changed, or read otherwise, is another item."""
         items = []
@@ -223,65 +374,25 @@ class SummaryTask:
         return {"id": source.id, "source": source.path, **summary}
 
 
-def write_pages(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Write a Markdown page for each summary among the records of a `SummaryTask`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for record in records:
-        if record["status"] != "done":
-            continue
-        id, _, digest = record["id"].rpartition("#")
-        name = re.sub(r"[^\w.-]+", "-", id).strip("-.")[-80:]
-        path = folder / f"{name}-{digest}.md"
-        path.write_text(_page(record), encoding="utf-8")
-        written.append(path)
-    return written
+def _counted(
+    tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+) -> tuple[list[int], bool]:
+    """Return each document's tokens, 0 of one that cannot be read, and True if none is a guess."""
+    end = time.monotonic() + _COUNTING_SECONDS
 
+    def count(source: Source) -> int | None:
+        if time.monotonic() > end:
+            return None
+        try:
+            text = source.read().text
+        except DocumentError:
+            return 0  # told when its turn comes
+        return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
 
-def _page(record: Record) -> str:
-    result = record["result"]
-    parts = result.get("part_summaries", [])
-    how = f"{len(parts)} parts, each summarised, then their summaries" if parts else "one prompt"
-    facts = f"""# {result["id"]}
-
-- source: {result["source"]}
-- tokens: {result["tokens"]}
-- read as: {how}
-- finish reason: {result["finish_reason"]}
-- seconds: {record["run"]["seconds"]}
-- settings: {record["settings"]}"""
-    blocks = [facts, result["summary"], *_sources_of(result, parts, "## Sources")]
-    for number, part in enumerate(parts, start=1):
-        title = f"## Part {number} of {len(parts)} ({part['tokens']} tokens)"
-        blocks += [title, part["summary"], *_sources_of(part, parts, "### Sources")]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _sources_of(answer: Json, parts: Sequence[Json], heading: str) -> list[str]:
-    """Return a heading and the list of a summary's sentences with their places, if there are any.
-
-    A sentence of a summary of summaries has those of the parts that it was made of before them.
-    """
-    if "sentences" not in answer:
-        return []
-    lines = []
-    for number, sentence in enumerate(answer["sentences"], start=1):
-        lines.append(f"{number}. {_quoted(answer['summary'][sentence['start'] : sentence['end']])}")
-        for at in sentence.get("parts", []):
-            part = parts[at["part"] - 1]
-            own = part["sentences"][at["sentence"]]
-            words = _quoted(part["summary"][own["start"] : own["end"]])
-            where = f"part {at['part']}, sentence {at['sentence'] + 1}"
-            lines.append(f"    - {where} ({at['weight']:.2f}): {words}")
-        for source in sentence["sources"]:
-            page = f"page {source['page']}" if "page" in source else ""
-            where = page or " > ".join(source.get("headings", [])) or "the text"
-            lines.append(f"    - {where} ({source['weight']:.2f}): {_quoted(source['text'])}")
-        if not sentence["sources"]:
-            lines.append("    - no place found")
-    return [heading, "\n".join(lines)]
-
-
-def _quoted(text: str) -> str:
-    """Return a text on one line, cut off if it is long."""
-    return f'"{shorten(text, _QUOTE, placeholder=" ...")}"'
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        found = list(threads.map(count, sources))
+    pairs = [(n, source.size) for n, source in zip(found, sources, strict=True) if n]
+    each = sum(n for n, _ in pairs) / sum(size for _, size in pairs) if pairs else 1 / 4
+    guesses = [max(1, int(each * source.size)) for source in sources]
+    counts = [guess if n is None else n for n, guess in zip(found, guesses, strict=True)]
+    return counts, None not in found

@@ -18,7 +18,7 @@ from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
 from razor_dist.llm.prefix import Prefix
-from razor_dist.llm.progress import PromptBar, UseTqdm
+from razor_dist.llm.progress import OnProgress, PromptBar, UseTqdm
 from razor_dist.protocol.sampling_params import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -158,7 +158,7 @@ class GenerationCall:
 
         async def answer(prompt: CheckedPrompt) -> RequestOutput:
             async with room:
-                async for output in self.stream(prompt, bar):  # noqa: B007 - the last
+                async for output in self.stream(prompt, bar.progress):  # noqa: B007 - the last
                     pass
             bar.answered()
             return output
@@ -173,9 +173,12 @@ class GenerationCall:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stream(
-        self, prompt: CheckedPrompt, bar: PromptBar | None = None
+        self, prompt: CheckedPrompt, on_progress: OnProgress | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the output, which grows, with each token; its last state is ``finished``."""
+        """Yield the output, which grows, with each token; its last state is ``finished``.
+
+        ``on_progress`` is called when the request is admitted and after each chunk.
+        """
         (text, ids, salt, _), checked = prompt
         params = checked.params
         result = RequestOutput(str(next(self.ids)), text, ids)
@@ -200,8 +203,8 @@ class GenerationCall:
                 if not isinstance(event.what, TextPiece):
                     result.num_cached_tokens = event.what.cached
                     result.metrics.prefill_seconds = event.what.seconds
-                    if bar is not None:
-                        bar.progress(event.what)
+                    if on_progress is not None:
+                        on_progress(event.what)
                     continue
                 seconds = time.perf_counter() - begin
                 if result.metrics.time_to_first_token is None:

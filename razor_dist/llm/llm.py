@@ -32,7 +32,7 @@ from razor_dist.llm.generation import (
 )
 from razor_dist.llm.loop_thread import CLOSED, LoopThread
 from razor_dist.llm.prefix import Prefix, read_prefix
-from razor_dist.llm.progress import UseTqdm
+from razor_dist.llm.progress import OnProgress, UseTqdm
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.messages import EngineInfo, Fields
@@ -143,18 +143,22 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         prefix: Prefix | None = None,
+        *,
+        on_progress: OnProgress | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt with every token; it grows until it is ``finished``.
 
-        Arguments and errors are as in `generate`. Leaving the iteration aborts the request. It is
-        the same object each time: what must not change is to be copied.
+        ``on_progress`` is called with a `razor_dist.protocol.messages.Progress` when the request is
+        admitted and after each chunk of the prompt, in the engine's thread: it must not wait.
+        Other arguments and errors are as in `generate`. Leaving the iteration aborts the request.
+        It is the same object each time: what must not change is to be copied.
 
         Examples
         --------
         >>> for output in llm.stream("Once upon a time"):
         ...     print(len(output.outputs[0].token_ids), output.outputs[0].text)
         """
-        outputs = self.outputs_of(prompt, sampling_params, prefix)
+        outputs = self.outputs_of(prompt, sampling_params, prefix, on_progress)
         try:
             while (output := self.loop.run(_next(outputs))) is not None:
                 yield output
@@ -162,14 +166,18 @@ class LLM:
             self.loop.tidy(closed(outputs))
 
     def outputs_of(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, prefix: Prefix | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        prefix: Prefix | None = None,
+        on_progress: OnProgress | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Return what `stream` yields, to be iterated over in the engine's event loop, `loop`."""
         if prefix is not None:
             prefix.stream_for(self._client)
         [params] = self._params(sampling_params, 1, prefix)
         encoded = encode(self._encoder, prompt, prefix, ends=params.return_sources > 0)
-        return self._outputs(encoded, params, prefix)
+        return self._outputs(encoded, params, prefix, on_progress)
 
     def chat_outputs_of(
         self,
@@ -187,11 +195,15 @@ class LLM:
         return self._outputs(encoded, params, prefix)
 
     def _outputs(
-        self, encoded: Encoded, params: SamplingParams, prefix: Prefix | None
+        self,
+        encoded: Encoded,
+        params: SamplingParams,
+        prefix: Prefix | None,
+        on_progress: OnProgress | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         before = 0 if prefix is None else prefix.num_tokens
         [checked] = self._check([encoded], [params], before)
-        return self._call(prefix).stream((encoded, checked))
+        return self._call(prefix).stream((encoded, checked), on_progress)
 
     def prefill(self, prompt: Prompt, use_tqdm: UseTqdm | None = None) -> Prefix:
         """Read a prompt once and keep its caches, for `generate` to continue it many times.

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 # True shows a bar; a callable makes it, as tqdm or `ray.experimental.tqdm_ray` do.
 UseTqdm = bool | Callable[..., Any]
+OnProgress = Callable[[Progress], None]
 
 
 class PromptBar:

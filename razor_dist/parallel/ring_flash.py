@@ -16,6 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.extras import install_command
 from razor_dist.kernels.query import Query
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.earlier import Earlier
@@ -36,7 +37,7 @@ def load_zigzag() -> ModuleType:
     if spec is None or importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "ring is ring_flash_attn, which needs the packages ring-flash-attn and flash-attn: "
-            "pip install 'razor-dist[cuda]', or use ring: own"
+            f"{install_command('cuda')}, or use ring: own"
         )
     # A package of that folder under another name: its modules import each other relatively.
     package = ModuleType(_NAME)

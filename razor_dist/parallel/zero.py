@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.extras import install_command
 
 # The keys that DeepSpeed wants of every engine, and silence.
 COMMON = {
@@ -64,7 +65,7 @@ def import_deepspeed(
             import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f"{use} DeepSpeed, which is not installed: pip install 'razor-dist[{extra}]' ({error})"
+            f"{use} DeepSpeed, which is not installed: {install_command(extra)} ({error})"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # It gathers by a function that torch has given another name.

@@ -11,6 +11,7 @@
                 manifest.json, tokens.npy
                 kv-<rank>-<part>.safetensors       retrieval heads, each rank's shard
                 state-<window>-<part>.safetensors  streaming heads as of the last token
+            <node>.title         of a document that was read ahead of time: its name
 
 A node is written into a folder of another name, every file synced, and renamed when all ranks have
 written theirs. Readers take no lock, and a kill leaves at most a folder that readers ignore and the
@@ -348,6 +349,23 @@ def read_node(path: Path) -> tuple[Manifest, Tokens]:
     return manifest, tokens
 
 
+def write_title(path: Path, title: str) -> None:
+    """Note what a node was read from; beside it, for a node's folder never changes."""
+    write_file(_title_file(path), title.encode("utf-8", "replace"))
+
+
+def read_title(path: Path) -> str:
+    """Return what a node was read from; empty if that is not known."""
+    try:
+        return _title_file(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _title_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.title")
+
+
 def check_node(path: Path) -> Manifest:
     """Read all of a node; `BadPartError` if anything of it is damaged."""
     manifest, _ = read_node(path)
@@ -373,6 +391,7 @@ def remove_node(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(old)
         shutil.rmtree(old, ignore_errors=True)
+        _title_file(path).unlink(missing_ok=True)
 
 
 def remove_leftovers(directory: Path) -> int:

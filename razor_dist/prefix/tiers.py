@@ -44,6 +44,11 @@ _WORTH_PAGES, _WORTH_PART = 4, 1 / 16
 _WRITER_SECONDS, _DISK_SECONDS = 0.005, 60.0
 
 
+def least_new(tokens: int, page_size: int) -> int:
+    """Return how many of a prompt's tokens must be in no node for the prompt to be saved."""
+    return math.ceil(max(_WORTH_PAGES * page_size, _WORTH_PART * tokens))
+
+
 @dataclass(eq=False)
 class Candidate:
     """A sequence that is in the caches as of ``tokens``, and may be saved."""
@@ -174,8 +179,8 @@ class Tiers:
     def _is_new(self, candidate: Candidate) -> bool:
         tokens = candidate.tokens
         found = self.nodes.find(candidate.namespace, tokens, len(tokens))
-        least = max(_WORTH_PAGES * self._accounts.cache.page_size, _WORTH_PART * len(tokens))
-        return len(tokens) - (0 if found is None else found.tokens) >= least
+        new = len(tokens) - (0 if found is None else found.tokens)
+        return new >= least_new(len(tokens), self._accounts.cache.page_size)
 
     def forget(self, key: int) -> list[StepPlan]:
         """A sequence is about to be closed: return the plans that end what is done with it."""

@@ -32,7 +32,9 @@ _ENCRYPTION = (
 def html() -> bytes:
     return (
         '<html><head><meta charset="latin-1"><title>No</title><script>var no;</script></head>'
-        "<body><nav>No</nav><header>No</header><div role='navigation' class='x'>No</div>"
+        "<body><nav>No</nav><header>No</header>"
+        "<div id='banner'>No</div><ul class='docnav top'><li>No</ul>"
+        "<div role='navigation' class='x'>No</div>"
         f"<h1>{TITLE}<a class='big headerlink' href='#'>\xb6</a></h1>"
         "<p>The <b>quick</b>\n brown fox<!-- no --> jumps.</p>"
         "<ul><li>caf\xe9</li></ul><div>It is lazy &amp; old.</div><pre>a  b\n c</pre>"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from razor_dist.config.errors import ConfigError, DocumentError
+from razor_dist.config.errors import DocumentError
 from razor_dist.documents import read
-from razor_dist.documents.read import ReadLimits, kind_of, read_document, require_readers
+from razor_dist.documents.read import ReadLimits, kind_of, read_document
 from tests.documents import files
 from tests.documents.files import FIRST, SECOND, TITLE
 
@@ -129,6 +129,9 @@ def test_kinds_by_names() -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "find_spec", lambda name: None if name == "lxml" else object())
-    require_readers(["text", "pdf"])
-    with pytest.raises(ConfigError, match=r"lxml, which is not installed.*razor-dist\[documents\]"):
-        require_readers(["epub", "text"])
+    assert read_document(b"plain", "text").text == "plain"
+    wanted = (
+        r"^epub documents are read with lxml, which is not installed: pip install .*documents\]"
+    )
+    with pytest.raises(DocumentError, match=wanted):
+        read_document(files.epub(), "epub")

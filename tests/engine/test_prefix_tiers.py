@@ -10,9 +10,11 @@ import logging
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
+from razor_dist.engine import admission, build
 from razor_dist.engine.build import RankEngine, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.worker import follow
@@ -38,6 +40,7 @@ from razor_dist.prefix.store import (
     node_folders,
     read_node,
 )
+from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_prefix_cache import (
@@ -163,6 +166,41 @@ def test_another_number_of_ranks_reads_the_same_store(
     assert_alike(first[0], {name: want[name] for name in ("q0", "q2", "turn")}, bound)
     assert_alike(second[0], {name: want[name] for name in ("turn", "q1")}, bound)
     assert second[1] == {"turn": 269, "q1": 150} and second[2]["disk"]["failures"] == 0
+
+
+def half_read(comm: Communicator, path: str, given: dict[str, Any], ask: Ask) -> int:
+    """Read three quarters of a prompt and end as if killed; return how many nodes are whole."""
+    engine = engine_of(comm, path, given)
+    if comm.rank:
+        follow(engine)
+        return 0
+    core = engine.core
+    with mock.patch.object(admission, "_CHECKPOINT_SECONDS", 0.0):
+        core.add(ask.name, list(ask.ids), ask.params, cache_salt=ask.salt)
+        core.step()  # which admits it
+        [request] = core.scheduler.running.values()
+        while request.prefilled_to < request.end * 3 // 4:
+            core.step()
+            time.sleep(0.05)  # for the disk
+    tiers = core.scheduler.admission.tiers
+    assert tiers is not None and not request.prefilled and tiers.nodes.entries("disk")
+    tiers.close()  # the lock, which a kill gives back
+    core._run(StepPlan(Op.STOP))  # nothing is saved any more
+    return tiers.nodes.entries("disk")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_prompt_in_work_is_on_disk_up_to_its_last_checkpoint(
+    world: int, ranks: Ranks, tiny: Tiny, tmp_path: Path
+) -> None:
+    path, store = str(tiny("llama")), {"prefix_store": str(tmp_path)}
+    long = Ask("long", ids((1, 390)))
+    kept = ranks(world).run(half_read, path, store, long)[0]
+    assert kept == len(ranges(tmp_path)) >= 1
+    [(answers, cached, stats)] = ranks(world).run(lives, path, store, (long,))[0]
+    assert cached["long"] == ranges(tmp_path)[kept - 1][1] and cached["long"] >= 64
+    assert_alike(answers, alone(ranks, Path(path), (long,)))
+    assert stats["disk"]["failures"] == 0
 
 
 def held(

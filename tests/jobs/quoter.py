@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +12,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.outputs import AnswerSentence, CompletionOutput, RequestOutput
 from razor_dist.frontend.passages import Trace
 from razor_dist.llm.generation import Encoded
-from razor_dist.protocol.messages import EngineInfo
+from razor_dist.llm.progress import OnProgress
+from razor_dist.protocol.messages import EngineInfo, Progress
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.tokenizer import smollm2_tokenizer
 
@@ -71,6 +72,15 @@ class Quoter:
             outputs.append(RequestOutput("r", None, ids, outputs=[output]))
         self.prompts += texts
         return outputs
+
+    def stream(
+        self, prompt: Encoded, params: SamplingParams, *, on_progress: OnProgress
+    ) -> Iterator[RequestOutput]:
+        for processed in (0, len(prompt.ids)):
+            on_progress(Progress("r", processed, len(prompt.ids), 0, 0, 0.0))
+        for output in self.generate([prompt], params):
+            output.finished = True
+            yield output
 
     def _sentences(
         self, prompt: Encoded, asked: str, answer: str, most: int

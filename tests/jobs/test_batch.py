@@ -17,9 +17,11 @@ from razor_dist import cli
 from razor_dist.api.formats import ChatFormat
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.frontend.assembler import Assembler
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
-from razor_dist.jobs.batch import _served, read_batch
+from razor_dist.jobs.batch import BatchTask, _served, read_batch
+from razor_dist.jobs.task import ItemSize
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 from tests.hostile_grammars import chained_references
@@ -62,7 +64,7 @@ def test_a_batch(
     write(tmp_path / "in.jsonl", LINES)
     out = tmp_path / "out.jsonl"
     command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
-    assert cli.main([*command, "--attention", "full"]) == 1
+    assert cli.main([*command, "--attention", "full"]) == 3
     told = capfd.readouterr()
     assert "4 of 12 requests answered" in told.out
     answers = [json.loads(line) for line in out.read_text().splitlines()]
@@ -111,7 +113,7 @@ def test_a_batch(
     # Again: nothing is computed, and nothing changes.
     monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", None)
     before = out.read_bytes()
-    assert cli.main([*command, "--attention", "full"]) == 1
+    assert cli.main([*command, "--attention", "full"]) == 3
     assert out.read_bytes() == before
     assert cli.main([*command, "--attention", "streaming"]) == 2
     assert "holds results of other settings" in capfd.readouterr().err
@@ -248,8 +250,19 @@ def test_a_line_whose_schema_cannot_be_compiled_is_refused_as_by_the_server(
     ]
     write(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
-    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 1
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]) == 3
     bad, good = (json.loads(line)["response"] for line in out.read_text().splitlines())
     assert (bad["status_code"], good["status_code"]) == (400, 200)
     assert bad["body"]["error"]["param"] == "response_format"
     assert "901 references of which each leads" in bad["body"]["error"]["message"]
+
+
+def test_a_refused_request_counts_for_nothing(tmp_path: Path) -> None:
+    lines = [request("long", prompt=" one" * 9000), request("good", prompt=" one two")]
+    write(tmp_path / "in.jsonl", lines)
+    config = EngineConfig(attention="full")
+    task = BatchTask({"default": config}, config.model, read_batch(tmp_path / "in.jsonl"))
+    with FakeLLM(attention="full") as llm:
+        refused, good = (list(task.run(llm, item)) for item in task.items())
+    assert refused == [ItemSize(0)]
+    assert good == [ItemSize(2)]

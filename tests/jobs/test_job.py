@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from razor_dist.config import extras
 from razor_dist.config.errors import ClusterError, ConfigError, EngineError, HeadMapError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sources import load_config
@@ -201,7 +202,17 @@ def test_job_settings_come_from_every_source(tmp_path: Path) -> None:
         JobConfig(engines=0)
 
 
+def test_packages_of_an_extra_are_named_where_there_is_no_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
+    assert extras.install_command("documents") == (
+        "pip install 'beautifulsoup4>=4.13' 'lxml>=5' 'pypdfium2<6,>=4.30' 'python-docx>=1.1'"
+    )
+    assert extras.install_command("train") == "pip install 'deepspeed<0.20,>=0.19' 'ninja'"
+
+
 def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"razor-dist\[ray\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '/.*\[ray\]'"):
         run_job(Completions({"full": FULL}), JobConfig(), tmp_path)

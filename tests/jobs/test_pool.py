@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from razor_dist.config.errors import ClusterError, ConfigError, DocumentError, EngineError
 from razor_dist.jobs.pool import EngineLostError, ItemUpdate, Outcome, run_items
 from razor_dist.jobs.progress import JobProgress
-from razor_dist.jobs.task import Item, ItemSize, PartResult, Work
+from razor_dist.jobs.task import ANSWER_TOKEN, Item, ItemSize, PartResult, TokensDone, Work
 
 OK, FAIL, ENGINE, LOST = "ok", "fail", "engine", "lost"
 
@@ -136,12 +136,31 @@ def test_of_several_at_once_too(scripts: list[list[str]], engines: int, at_once:
     assert no_threads_left()
 
 
-def test_the_longest_come_first_and_engines_in_turn() -> None:
-    items = [Item(f"{e}{s}", size=s, engine=e) for e, s in zip("bababa", range(1, 7), strict=True)]
+def test_one_engine_takes_the_shortest_first_and_engine_names_in_turn() -> None:
+    items = [
+        Item(f"{e}{s}", size=s, engine=e) for e, s in zip("bababa", range(6, 0, -1), strict=True)
+    ]
     pool = FakeEngines()
     pool.run(items)
-    assert pool.order == ["b5", "b3", "b1", "a6", "a4", "a2"]
+    assert pool.order == ["b2", "b4", "b6", "a1", "a3", "a5"]
     assert len(pool.opened) == 2
+
+
+def test_several_engines_take_the_longest_first() -> None:
+    both = threading.Barrier(2)
+
+    class Waits(FakeEngine):
+        def run(self, item: Item) -> Mapping[str, Any]:
+            result = super().run(item)
+            if item.size >= 5:
+                both.wait(30)
+            return result
+
+    pool = FakeEngines()
+    items = [Item(str(size), size=size) for size in range(1, 7)]
+    outcomes = run_items(items, lambda name, *_: Waits(pool, name), engines=2)
+    assert len([o for o in outcomes if isinstance(o, Outcome)]) == 6
+    assert set(pool.order[:2]) == {"5", "6"}
 
 
 def test_an_engine_that_failed_is_kept_and_a_lost_one_is_not() -> None:
@@ -363,3 +382,31 @@ def test_the_progress_counts_what_was_read() -> None:
         assert progress.line(outcome) == (
             "5/6 (2 failed) | b FAILED (attempts: 3): EngineError('x') | 150.0 tokens/s, 00:03 left"
         )
+
+
+def test_prompts_and_answers_in_work_count_as_they_grow(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    item, refused = Item("a", size=9999), Item("refused", size=500)
+    with JobProgress([item, refused], clock=lambda: now[0]) as progress, caplog.at_level("INFO"):
+
+        def tell(update: ItemSize | PartResult | TokensDone) -> None:
+            progress.updated(ItemUpdate(item, update))
+
+        tell(ItemSize(2000 + 50 * ANSWER_TOKEN))
+        tell(TokensDone(found=600, found_answer=7, left=1400 + 43 * ANSWER_TOKEN))
+        assert progress.rate() == "nothing read so far, time left unknown"
+        now[0] = 10.0
+        tell(TokensDone(prefilled=1400, left=43 * ANSWER_TOKEN))
+        # 140 tokens/s, so 43 of an answer take 4.9 s, and 500 of another prompt 3.6 s.
+        assert progress.rate() == "140.0 tokens/s, 00:08 left"
+        tell(PartResult("k+0", {"tokens": [1]}, 0, whole=False))
+        progress.updated(ItemUpdate(refused, ItemSize(0)))
+        progress.finished(Outcome(refused, {"status_code": 400}, None, 1, 0.0, 0))
+        assert progress.rate() == "140.0 tokens/s, 00:04 left"
+        now[0] = 20.0
+        tell(TokensDone(generated=30, left=0))
+        progress.finished(Outcome(item, {}, None, attempts=1, seconds=20.0, engine=0))
+        assert progress.rate() == "70.0 tokens/s, 00:00 left"
+    told = [record.getMessage() for record in caplog.records]
+    assert "a: 600 tokens of a prompt and 7 of its answer are there from an earlier run" in told
+    assert "1,400 tokens of prompts read, 30 of answers written (100 %) | 70.0 tokens/s" in told[-2]

@@ -102,7 +102,7 @@ def test_documents_that_cannot_be_read_are_skipped(
     Path("in/b.epub").write_bytes(files.epub()[:200])
     Path("in/c.txt").write_text("\n")
     Path("in/d.png").write_text("x")
-    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 1
+    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
     told = capfd.readouterr()
     assert "skipped in/a.pdf: is encrypted" in told.err
     assert "skipped in/b.epub: cannot be read as epub: " in told.err
@@ -118,6 +118,19 @@ def test_documents_that_cannot_be_read_are_skipped(
         Path("in", name).unlink()
     Path("in/c.txt").write_text("fact1")
     assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 0
+
+
+def test_a_missing_reader_fails_its_documents_alone(
+    folder: Path,
+    opened: list[Quoter],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    assert cli.main(["summarize", "in", "--out", "out", "--max-tokens", "40", *FLAGS]) == 3
+    told = capfd.readouterr()
+    assert "skipped in/short.pdf: pdf documents are read with pypdfium2, which is not" in told.err
+    assert "2 of 3 documents summarised" in told.out
 
 
 def test_a_template_and_a_folder_of_other_settings(

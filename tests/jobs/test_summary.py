@@ -9,9 +9,10 @@ import pytest
 
 from razor_dist.config.errors import ConfigError, DocumentError, RequestError
 from razor_dist.documents.read import Document
+from razor_dist.jobs import summarize as summarize_module
 from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
-from razor_dist.jobs.task import ItemSize, PartResult, Update
+from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
 from razor_dist.llm.llm import LLM
 from tests.jobs.quoter import Quoter, plain_tokenizer
 from tests.tokenizer import smollm2_tokenizer
@@ -103,12 +104,16 @@ def test_stored_parts_are_not_asked_for_again() -> None:
     parts = [update for update in updates if isinstance(update, PartResult)]
     assert len({part.key for part in parts}) == len(parts) == len(first.prompts) - 1
     assert isinstance(updates[0], ItemSize) and updates[0].parts == result["parts"]
-    counts = [part["tokens"] for part in result["part_summaries"]]
-    assert updates[0].tokens == sum(counts)
+    sizes = [len(first.get_tokenizer()(prompt)["input_ids"]) for prompt in first.prompts]
+    work = [size + ANSWER_TOKEN * 60 for size in sizes[: result["parts"]]]
+    assert updates[0].tokens == sum(work)
+    assert sum(part.tokens for part in parts[: result["parts"]]) == sum(
+        part["tokens"] for part in result["part_summaries"]
+    )
     done = {part.key: part.result for part in parts[:5]}
     updates, repeated = steps(again, text, done, max_tokens=60)
     assert repeated == result and len(again.prompts) == len(first.prompts) - 5
-    assert updates[0] == ItemSize(sum(counts[5:]), result["parts"], 5)
+    assert updates[0] == ItemSize(sum(work[5:]), result["parts"], 5)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +169,51 @@ def test_a_style_that_makes_no_sense_is_refused(style: dict[str, Any], problem: 
         Style(**style)
     with pytest.raises(RequestError, match="temperature must be between 0 and 2"):
         Style(temperature=3)
+
+
+class Typist(Quoter):
+    """Answers token by token, and goes on with an answer that stands at the end of a prompt."""
+
+    def stream(self, prompt: Any, params: Any, *, on_progress: Any) -> Any:
+        after = self._tokenizer("<|im_start|>assistant\n")["input_ids"]
+        ends = range(len(prompt.ids), 0, -1)
+        at = next(n for n in ends if prompt.ids[n - len(after) : n] == after)
+        begun = prompt.ids[at:]
+        before = prompt._replace(ids=prompt.ids[:at])
+        [asked] = super().stream(before, params, on_progress=on_progress)
+        whole, output = asked.outputs[0].token_ids, asked.outputs[0]
+        assert whole[: len(begun)] == begun, "the prompt ends with the beginning of its answer"
+        for end in range(len(begun) + 1, len(whole) + 1):
+            output.token_ids = whole[len(begun) : end]
+            output.text = self._tokenizer.decode(output.token_ids)
+            asked.finished = end == len(whole)
+            yield asked
+
+
+@pytest.mark.parametrize("stored", [1, 4, 6])
+def test_an_answer_in_work_goes_on_where_it_was(
+    stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summarize_module, "_DRAFT_SECONDS", 0.0)
+    text = document(4)
+    updates, result = steps(Typist(4096), text, {}, max_tokens=60)
+    drafts = [update for update in updates if isinstance(update, PartResult)]
+    assert len(drafts) > stored and not any(draft.whole for draft in drafts)
+    assert sum(u.generated for u in updates if isinstance(u, TokensDone)) == len(drafts) + 1
+    again = Typist(4096)
+    kept = {draft.key: draft.result for draft in drafts[:stored]}
+    updates, repeated = steps(again, text, kept, max_tokens=60)
+    assert repeated == result and result["summary"] == "fact0 fact1 fact2 fact3"
+    done = [update for update in updates if isinstance(update, TokensDone)]
+    assert sum(u.found_answer for u in done) == stored
+    assert sum(u.generated for u in done) == len(drafts) + 1 - stored
+
+
+@pytest.mark.parametrize("style", [{"temperature": 0.5}, {"sources": True}])
+def test_answers_that_cannot_go_on_are_not_stored_in_part(
+    style: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summarize_module, "_DRAFT_SECONDS", 0.0)
+    kind = Quoter if "sources" in style else Typist
+    updates, _ = steps(kind(4096), document(4), {}, max_tokens=60, **style)
+    assert not [update for update in updates if isinstance(update, PartResult)]

@@ -97,6 +97,8 @@ def test_a_kill_while_prefixes_are_written_costs_at_most_what_was_being_written(
     assert main(["store", "list", str(store)]) == 0
     assert main(["store", "prune", str(store), "--max-gb", "0"]) == 0
     assert "0 prefixes are left" in capsys.readouterr().out
+    assert main(["store", "list", str(store)]) == 0
+    assert capsys.readouterr().out.endswith(": no prefixes\n") and not list(folder.glob("*.title"))
     assert not node_folders(folder)
 
 
@@ -111,9 +113,16 @@ def test_documents_that_are_read_ahead_of_time(
     (tmp_path / "one.txt").write_text(text)
     (tmp_path / "long.txt").write_text(hide_words(1300, [50])[0])
     files = [str(tmp_path / name) for name in ("one.txt", "long.txt")]
-    assert main(["prefill", *files, *flags]) == 1
+    assert main(["prefill", *files, *flags]) == 3
     told = capsys.readouterr()
     assert "one.txt: " in told.out and "1 of 2 documents read" in told.out
+    assert main(["store", "list", str(tmp_path / "store")]) == 0
+    listed = "".join(capsys.readouterr().out.split())
+    assert "one.txt" in listed and "long.txt" not in listed and "(arequest)" not in listed
+    (tmp_path / "short.txt").write_text(hide_words(100, [50])[0])
+    assert main(["prefill", str(tmp_path / "short.txt"), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "not kept: prefixes are kept from 256 tokens on, shorter ones are read anew" in said
     assert "skipped" in told.err and "maximum context length is 1200" in told.err
     assert main(["prefill", files[0], *flags]) == 0
     [total, there] = re.findall(r"(\d+) tokens, (\d+) of them", capsys.readouterr().out)[0]

@@ -1,0 +1,35 @@
+"""Optional packages: how to install them where this package is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+_NAME = "razor-dist"
+_CHECKOUT = Path(__file__).parents[2]
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that installs an extra's packages.
+
+    In a checkout it names the checkout; elsewhere, since no index has this package, the packages.
+    """
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install -e '{_CHECKOUT}[{extra}]'"
+    return " ".join(["pip install", *(f"'{package}'" for package in _packages(extra))])
+
+
+def _packages(extra: str) -> list[str]:
+    found: list[str] = []
+    for line in requires(_NAME) or ():
+        one = Requirement(line)
+        if one.marker is None or not one.marker.evaluate({"extra": extra}):
+            continue
+        if one.name == _NAME:  # an extra of extras
+            found += [package for inner in sorted(one.extras) for package in _packages(inner)]
+        elif not one.marker.evaluate({"extra": ""}):
+            one.marker = None
+            found.append(str(one))
+    return found
