@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.engine.advice import about_heads, about_window
 from razor_dist.models.loader import dtype_name
+from razor_dist.plan.advice import faster_windows, fewest_ranks, remedies
 from razor_dist.plan.compute import (
     Estimate,
     Operations,
@@ -28,9 +27,6 @@ from razor_dist.plan.compute import (
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import Device
 from razor_dist.plan.memory import Memory, MemoryPlanner
-
-# Caches this many times as large as a sequence's belong to several, and can be made smaller.
-_SEVERAL = 1.1
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,7 @@ class Plan:
     not_shared: str | None  # why tensor mode cannot be
     # Bytes sent: by purpose, for the prompt and for one token after it, and in sum.
     links: dict[str, Any]
+    retrieval: float | None  # fraction of KV heads that was planned with instead of a head map
 
     @property
     def decode(self) -> str:
@@ -77,6 +74,43 @@ class Plan:
         return f"{text}; the model's own is {tokens(limit)}" if self.longest > limit else text
 
     @cached_property
+    def verdict(self) -> list[str]:
+        """Whether it fits and, if not, what would make it fit; then on how many ranks it does."""
+        memory = f"{self.memory.total / 1e9:.1f} GB per rank of {self.budget / 1e9:.1f}"
+        found = None
+        if self.fits:
+            said = [f"fits: {memory}"]
+        else:
+            found = remedies(self.deployment, self.context, self.budget, self._bytes)
+            most = f"{tokens(self.longest)} tokens fit" if self.longest else "no context fits"
+            said = [f"does not fit: {memory}; {most}; {found}"]
+        if self.memory.weights > self.budget:
+            said[0] += f" (weights, whole on every rank, take {self.memory.weights / 1e9:.1f} GB)"
+        if not self.device.shared:
+            said.append(fewest_ranks(self.deployment, self.device.memory, self._bytes, found))
+        return said
+
+    def _bytes(self, changes: dict[str, Any]) -> int:
+        """Bytes per rank with some settings changed; other numbers of ranks share what they can."""
+        d = self._with(changes)
+        shared = d.config.decode != "replicated" if "world_size" in changes else d.shared
+        d = dataclasses.replace(d, shared=shared and d.not_shared is None)
+        return (
+            MemoryPlanner(d, self.device)
+            .at(d.config.max_model_len or self.context, self.context)
+            .total
+        )
+
+    def _prefill_seconds(self, changes: dict[str, Any]) -> float:
+        d = self._with(changes)
+        return prefill_time(d, self.device, self.context, traffic(d, self.context)).seconds
+
+    def _with(self, changes: dict[str, Any]) -> Deployment:
+        config = self.deployment.config.model_copy(update=changes)
+        d = Deployment.of(config, self.device.kind, self.retrieval)
+        return dataclasses.replace(d, shared=self.deployment.shared)
+
+    @cached_property
     def warnings(self) -> list[str]:
         d = self.deployment
         said: list[str] = []
@@ -92,14 +126,7 @@ class Plan:
                 f"the model was made for {tokens(d.shape.max_positions)} positions; the engine "
                 f"{verdict} a context of {tokens(self.context)}"
             )
-        if not self.fits:
-            over = (self.memory.total - self.budget) / 1e9
-            fits = f"{tokens(self.longest)} tokens fit"
-            said.append(
-                f"it does not fit: {over:.1f} GB too much per rank, and "
-                f"{fits if self.longest else 'no context at all fits'}; "
-                + ", or ".join(_remedies(self))
-            )
+        said += faster_windows(d, self.context, self.prefill_time.seconds, self._prefill_seconds)
         held = self.memory.sequence_retrieval_kv + self.memory.sequence_streaming_cache
         if d.streaming and held >= self.full_kv_per_rank:
             said.append(
@@ -135,6 +162,7 @@ class Plan:
             "memory": memory | {"total": self.memory.total, "fits": self.fits},
             "budget": self.budget,
             "longest": self.longest,
+            "verdict": self.verdict,
             "full_kv_per_rank": self.full_kv_per_rank,
             "work": dataclasses.asdict(self.work) | {"total": self.work.total},
             "prefill_time": dataclasses.asdict(self.prefill_time),
@@ -163,15 +191,14 @@ def plan(
     limit; ``retrieval`` a fraction of KV heads to take for retrieval heads, instead of a head map.
     Raises `ConfigError`, `ModelError` or `HeadMapError` if settings, model or head map are wrong.
     """
-    d = Deployment.of(config, device.kind, retrieval)
-    context = context or config.max_model_len or d.shape.max_positions
+    if context is None:
+        context = config.max_model_len or Deployment.of(config, device.kind).shape.max_positions
     max_model_len = config.max_model_len or context
     if context > max_model_len:
         raise ConfigError(f"context is {context}, above max_model_len, {max_model_len}")
     # As the engine's settings will say: the default chunk's length follows from it.
     config = config.model_copy(update={"max_model_len": max_model_len})
-    d = dataclasses.replace(d, config=config)
-    d, decode_times = _choose_decode(d, device, context)
+    d, decode_times = _deploy(config, device, context, retrieval)
     planner = MemoryPlanner(d, device)
     sent, full = traffic(d, context), traffic(full_attention(d), context)
     return Plan(
@@ -193,16 +220,18 @@ def plan(
             "busiest_prefill": busiest(sent.prefill),
             "busiest_decode": busiest(sent.decode),
         },
+        retrieval=retrieval,
     )
 
 
-def _choose_decode(
-    d: Deployment, device: Device, context: int
+def _deploy(
+    config: EngineConfig, device: Device, context: int, retrieval: float | None
 ) -> tuple[Deployment, dict[str, Estimate]]:
     """The deployment in the mode of its settings, and how long a token takes in each, that first.
 
     ``decode: auto`` is planned as the faster one; the engine measures it.
     """
+    d = Deployment.of(config, device.kind, retrieval)
     modes = {"replicated": dataclasses.replace(d, shared=False)}
     if d.not_shared is None:
         modes["tensor"] = dataclasses.replace(d, shared=True)
@@ -216,30 +245,6 @@ def _choose_decode(
     else:
         first = chosen if chosen in modes else "replicated"
     return modes[first], {first: times[first], **times}
-
-
-def _remedies(plan: Plan) -> list[str]:
-    """Return what makes a plan smaller that does not fit; the last of them always can."""
-    d, memory, config = plan.deployment, plan.memory, plan.deployment.config
-    fit = memory.weights < plan.budget
-    more = "take a device with more memory"
-    if not fit:
-        more += f" (weights, whole on every rank, take {memory.weights / 1e9:.1f} GB)"
-    caches = memory.retrieval_kv + memory.streaming_cache
-    held = memory.sequence_retrieval_kv + memory.sequence_streaming_cache
-    large = memory.sequence_retrieval_kv > memory.sequence_streaming_cache
-    chunked = memory.working > memory.logits and d.chunked_prefill_size > d.world_size
-    helps = {
-        "lower max_num_seqs": fit and config.max_num_seqs > 1 and caches > _SEVERAL * held,
-        "lower kv_tokens": fit and (config.kv_tokens or 0) > plan.context,
-        "lower chunked_prefill_size": fit and chunked,
-        "add ranks": fit and not plan.device.shared,
-        "set dtype: bf16": d.dtype == torch.float32,
-        "set kv_dtype: bf16": d.dtype != torch.float32 and d.kv_dtype == torch.float32,
-        "set kv_dtype: int8": fit and large and d.kv_dtype != torch.int8,
-        more: True,
-    }
-    return [remedy for remedy in helps if helps[remedy]]
 
 
 def _about_windows(plan: Plan) -> list[str]:

@@ -11,12 +11,20 @@ from razor_dist.config.sizes import tokens
 from razor_dist.models.loader import dtype_name
 from razor_dist.plan.planner import Plan
 
+# Of `Memory.activations`.
+_ACTIVATIONS = {
+    "ring": "ring blocks and results",
+    "halo": "halo, sinks, sums",
+    "chunk": "chunk activations",
+}
+
 
 def tables(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_setting(plan), _memory(plan), _work(plan), _times(plan)]
     if len(plan.decode_times) > 1:
         parts.append(_decode(plan))
-    parts.append(_links(plan))
+    if plan.deployment.world_size > 1:
+        parts.append(_links(plan))
     return Group(*itertools.chain.from_iterable((part, "") for part in parts))
 
 
@@ -33,9 +41,10 @@ def _gb(nbytes: float) -> str:
 
 def _setting(plan: Plan) -> str:
     d, size = plan.deployment, tokens(plan.deployment.chunked_prefill_size)
+    verdict = "\n".join(plan.verdict)
     return (
-        f"{d.config.model} on {d.world_size} x {plan.device.name}, {dtype_name(d.dtype)}, keys and "
-        f"values in {dtype_name(d.kv_dtype)}\n"
+        f"{verdict}\n\n{d.config.model} on {d.world_size} x {plan.device.name}, "
+        f"{dtype_name(d.dtype)}, keys and values in {dtype_name(d.kv_dtype)}\n"
         f"prompt: {tokens(plan.context)} tokens in {len(d.chunks(plan.context))} chunks of {size}, "
         f"prefill: {d.config.prefill}, decode: {plan.decode}{_why(plan)}\n"
         f"heads:  {d.head_map.kv_fraction:.1%} of the KV heads keep everything "
@@ -63,9 +72,9 @@ def _memory(plan: Plan) -> Table:
     if memory.scratch:
         table.add_row("exact prefill's pool", _gb(memory.scratch))
     table.add_row("window between chunks", _gb(memory.window_between_chunks))
-    table.add_row("prefill: ring blocks and results", _gb(activations["ring"]))
-    table.add_row("prefill: halo, sinks, sums", _gb(activations["halo"]))
-    table.add_row("prefill: chunk activations", _gb(activations["chunk"]))
+    for name, what in _ACTIVATIONS.items():
+        if activations[name]:
+            table.add_row(f"prefill: {what}", _gb(activations[name]))
     table.add_row("decode: logits (instead)", _gb(memory.logits))
     table.add_section()
     table.add_row("all", _gb(memory.total), f"{verdict} {_gb(plan.budget)}")
@@ -94,6 +103,8 @@ def _times(plan: Plan) -> Table:
         table.add_row(name, *(f"{time:,.2f}" for time in times))
 
     for t in first.floor:
+        if t == "links" and plan.deployment.world_size == 1:
+            continue
         row(t, first.floor[t], first.expected[t], then.floor[t] * 1e3, then.expected[t] * 1e3)
     table.add_section()
     row("all", first.seconds_at_peak, first.seconds, then.seconds_at_peak * 1e3, then.seconds * 1e3)

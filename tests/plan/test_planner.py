@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import tokens
 from razor_dist.config.sources import load_config
+from razor_dist.plan.advice import remedies
 from razor_dist.plan.compute import decode_reads, visible
 from razor_dist.plan.deployment import Deployment
 from razor_dist.plan.devices import load_device
@@ -151,7 +153,7 @@ def test_a_shorter_context_fits() -> None:
     small = load_device("h200").model_copy(update={"memory_gb": 23.0})
     found = plan(settings(decode="tensor"), small, context=N, retrieval=0.3)
     assert not found.fits and 64 * 1024 < found.longest < found.deployment.chunked_prefill_size
-    assert any(f"and {tokens(found.longest)} tokens fit" in said for said in found.warnings)
+    assert f"; {tokens(found.longest)} tokens fit; " in found.verdict[0]
     planner = MemoryPlanner(found.deployment, small)
     assert planner.at(found.longest, found.longest).total <= planner.budget
     more = found.longest + found.longest // 32
@@ -175,7 +177,9 @@ def test_what_never_fits() -> None:
     small = load_device("4090").model_copy(update={"memory_gb": 16.0})
     found = plan(settings(), small, context=N, retrieval=0.3)
     assert not found.fits and found.longest == 0
-    assert any("does not fit" in said and "no context" in said for said in found.warnings)
+    assert "does not fit" in found.verdict[0] and "no context fits" in found.verdict[0]
+    assert "weights, whole on every rank, take 19.0 GB" in found.verdict[0]
+    assert "fewest ranks that fit: more than 16" in found.verdict[1]
 
 
 @pytest.mark.parametrize(
@@ -196,24 +200,56 @@ def test_settings_that_defeat_themselves(
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "wanted", "unwanted"),
+    ("given", "gb", "wanted", "unwanted"),
     [
-        ({"kv_dtype": "bf16"}, {"memory_gb": 26.0}, "chunked_prefill_size, or add ranks", "bf16"),
-        ({}, {"memory_gb": 26.0}, "add ranks", "max_num_seqs"),
-        ({"kv_tokens": 64 * N, "max_num_seqs": 9}, {}, "lower kv_tokens", "bf16"),
-        ({"kv_dtype": "fp32"}, {"memory_gb": 26.0}, "set kv_dtype: bf16", "max_num_seqs"),
-        ({"dtype": "fp32"}, {"memory_gb": 26.0}, "set dtype: bf16", "kv_dtype"),
-        ({}, {"memory_gb": 16.0}, "weights, whole on every rank, take 19.0 GB", "add ranks"),
-        ({}, {"memory_gb": 26.0, "shared": True}, "a device with more memory", "add ranks"),
+        (
+            {"window_max": None, "kv_dtype": "bf16"},
+            30.0,
+            ["kv_dtype: int8", "window_max: 8192"],
+            "bf16",
+        ),
+        ({"kv_tokens": 64 * N, "max_num_seqs": 9}, 160.0, ["kv_tokens: 1048576"], "bf16"),
+        ({"kv_dtype": "fp32"}, 26.0, ["chunked_prefill_size: 65536", "kv_dtype: bf16"], "window"),
+        ({"dtype": "fp32"}, 40.0, ["dtype: bf16", "kv_dtype: int8"], "window_max"),
     ],
 )
-def test_advice_names_only_what_helps(
-    given: dict[str, Any], device: dict[str, Any], wanted: str, unwanted: str
+def test_settings_that_free_memory_come_the_most_first(
+    given: dict[str, Any], gb: float, wanted: list[str], unwanted: str
 ) -> None:
-    small = load_device("h200").model_copy(update=device)
+    """What a setting is said to free is what a plan with that setting takes less."""
+    small = load_device("h200").model_copy(update={"memory_gb": gb})
     found = plan(settings(**given), small, context=N, retrieval=0.3)
-    (said,) = (said for said in found.warnings if "does not fit" in said)
-    assert wanted in said and unwanted not in said
+    assert not found.fits
+    advice = remedies(found.deployment, N, found.budget, found._bytes)
+    freed = [one.frees for one in advice.alone]
+    assert freed == sorted(freed, reverse=True)
+    assert set(wanted) <= {one.name for one in advice.alone}
+    assert unwanted not in str(advice)
+    largest = advice.alone[0]
+    config = settings(**given | largest.changes, max_model_len=N)
+    less = MemoryPlanner(Deployment.of(config, "cuda", 0.3), small).at(N, N)
+    assert found.memory.total - less.total == largest.frees > 0
+
+
+def test_the_fewest_ranks_fit_and_half_of_them_do_not() -> None:
+    device = load_device("l40s")
+    found = plan(settings(world_size=1), device, context=N, retrieval=0.3)
+    said = found.verdict[1]
+    fewest = int(re.findall(r"fewest ranks that fit: (\d+)", said)[0])
+    assert fewest > 1
+    for ranks, fits in ((fewest, True), (fewest // 2, False)):
+        assert plan(settings(world_size=ranks), device, context=N, retrieval=0.3).fits is fits
+
+
+def test_long_windows_are_said_to_take_what_a_plan_without_them_saves() -> None:
+    device = load_device("h200")
+    long = plan(settings(window_max=None), device, context=N, retrieval=0.3)
+    short = plan(settings(window_max=8192), device, context=N, retrieval=0.3)
+    (said,) = (said for said in long.warnings if "the prompt would take" in said)
+    assert (
+        f"take {short.prefill_time.seconds:.1f} s instead of {long.prefill_time.seconds:.1f} s"
+        in said
+    )
 
 
 def test_a_longest_context_beyond_the_models_own_is_said_to_be(million: Plan) -> None:
@@ -247,7 +283,7 @@ def test_a_head_map_that_is_yet_to_be_made_is_assumed(
 def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", GLM, "--device", "4090", "--context", "1M", "--retrieval", "0.3"]) == 1
     shown = capsys.readouterr()
-    assert "does not fit" in shown.out and "does not fit" in shown.err
+    assert shown.out.startswith("does not fit: 82.0 GB per rank of 22.5; ")
 
 
 def test_nothing_is_said_of_good_settings(million: Plan) -> None:
