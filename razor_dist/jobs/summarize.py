@@ -32,15 +32,12 @@ from razor_dist.llm.generation import Encoded
 from razor_dist.llm.llm import LLM
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 4
+_VERSION = 5
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
 # How much less is tried when a part turns out longer than the sum of its units.
 _LESS = 15 / 16
-# An answer ends in a loop if it ends with this many repetitions of a phrase, in at least this many
-# tokens.
-_REPEATS, _LOOP = 4, 24
 _QUOTE = 240  # characters of a passage on a page
 
 
@@ -159,10 +156,8 @@ class Summarizer:
         encoded = Encoded(None, prompt.ids, where=prompt.where)
         [output] = self._llm.generate([encoded], self._style.sampling)
         [answer] = output.outputs
-        ids, text = answer.token_ids, answer.text
-        loops = ends_in_loop(ids) or ends_in_loop(ids[:-1])  # the last may end the sequence
-        reason = "repetition" if loops else answer.finish_reason
-        told = {"summary": text.strip(), "finish_reason": reason}
+        text = answer.text
+        told = {"summary": text.strip(), "finish_reason": answer.finish_reason}
         if answer.sentences is None:
             return told
         lead = len(text) - len(text.lstrip())
@@ -178,15 +173,6 @@ class Summarizer:
         told = answer["sentences"]
         found = traced_back(told, summaries) if summaries else placed(told, document, places)
         return {**answer, "sentences": found}
-
-
-def ends_in_loop(ids: Sequence[int]) -> bool:
-    """Return whether the tokens end with a phrase that is repeated again and again."""
-    for phrase in range(1, len(ids) // _REPEATS + 1):
-        end = ids[-max(_REPEATS * phrase, _LOOP) :]
-        if len(end) >= _LOOP and end[phrase:] == end[:-phrase]:
-            return True
-    return False
 
 
 def loops(result: Mapping[str, Any]) -> bool:
