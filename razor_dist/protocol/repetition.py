@@ -12,7 +12,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.config.validation import nearest
 
 FIELD = "repetition_detection"
-# The cost of a token grows with the longest pattern: 3 µs for 200, 6 µs for this one.
+# The cost of a token grows with the longest pattern: 3 µs for 200, 5 µs for this one.
 LONGEST_PATTERN = 2048
 MOST = 2**31
 
