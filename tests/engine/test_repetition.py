@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.protocol.messages import Token
+from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams, RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 from tests.engine.test_core import make_core, prompt, run
@@ -180,3 +180,13 @@ def test_what_is_decoded_up_to_the_end_is_the_same(tiny: Callable[[str], Path]) 
     assert watched == plain[: len(watched)]
     at = found_at(plain, RepetitionDetectionParams(**SIX))
     assert len(watched) == (at or 60)
+
+
+def test_the_prefix_cache_has_what_an_ended_loop_read(tiny: Callable[[str], Path]) -> None:
+    core = make_core(tiny("llama"), prefix_cache=True)
+    watched = SamplingParams(max_tokens=40, **STUCK, repetition_detection=SIX)
+    core.add("first", prompt(60), watched)
+    assert ends(run(core)["first"]) == (6, "repetition")
+    core.add("next", [*prompt(60), *[9] * 6, 11, 12], SamplingParams(max_tokens=2))
+    progress = [m for m in run(core)["next"] if isinstance(m, Progress)]
+    assert progress[0].cached == 65  # the last token was sampled and not read
