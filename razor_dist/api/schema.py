@@ -7,6 +7,7 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeGuard
 
@@ -295,12 +296,7 @@ class ChatBody(GenerateBody):
     def check(self) -> None:
         super().check()
         self._check_tools()
-        for index, message in enumerate(self.messages):
-            if message.content is None and not message.tool_calls:
-                where = f"messages[{index}].content"
-                given = "content" in message.model_fields_set
-                wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
-                raise RequestError(wrong, param=where)
+        check_contents(self.messages)
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
         self.one_of("n_predict", "max_tokens", "max_completion_tokens")
@@ -353,6 +349,16 @@ def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:
     if continues:
         return {"add_generation_prompt": False, "continue_final_message": True}
     return {"add_generation_prompt": generation is not False}
+
+
+def check_contents(messages: Sequence[ChatMessage]) -> None:
+    """Refuse messages that say nothing and call nothing."""
+    for index, message in enumerate(messages):
+        if message.content is None and not message.tool_calls:
+            where = f"messages[{index}].content"
+            given = "content" in message.model_fields_set
+            wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
+            raise RequestError(wrong, param=where)
 
 
 def check_ending(generation: bool | None, continues: bool | None) -> None:

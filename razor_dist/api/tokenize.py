@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from razor_dist.api.fields import ChatMessage, Strict, TemplateArguments
-from razor_dist.api.schema import Int, check_ending, ending
+from razor_dist.api.schema import Int, check_contents, check_ending, ending
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
@@ -39,6 +39,7 @@ class TokenizeBody(Strict):
         ):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise RequestError(f"{name} is only allowed with {other}", param=name)
+        check_contents(self.messages or [])
         check_ending(self.add_generation_prompt, self.continue_final_message)
 
     def answer(self, encoder: PromptEncoder, max_model_len: int) -> dict[str, Any]:

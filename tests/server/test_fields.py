@@ -117,6 +117,15 @@ def test_a_message_is_continued(url: str) -> None:
     assert refused.json()["error"]["param"] == "continue_final_message"
 
 
+def test_a_message_without_content_is_refused_by_tokenize_as_by_chat(url: str) -> None:
+    for message in ({"role": "user", "content": None}, {"role": "user"}):
+        for path in ("/tokenize", "/v1/chat/completions"):
+            body = {"model": "smollm2", "messages": [*MESSAGES, message]}
+            answer = httpx.post(f"{url}{path}", json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "messages[1].content"
+
+
 def test_hints_reach_the_chat_template() -> None:
     template = "{{ reasoning_effort }}/{{ verbosity }}/{{ messages[0].content }}"
     tokenizer = copy.deepcopy(TOKENIZER)

@@ -37,6 +37,15 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+def test_the_first_question_is_answered_by_the_defaults(server: ServerProcess) -> None:
+    """No temperature and no limit: the answers are right, and end."""
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    for _ in range(5):
+        answer = client.chat.completions.create(model="smollm2", messages=QUESTION)
+        assert answer.choices[0].message.content == "The capital of France is Paris."
+        assert answer.choices[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_ends_on_two_ranks_with_a_grammar_and_two_answers(
     server: ServerProcess, stream: bool
