@@ -38,6 +38,7 @@ from razor_dist.protocol.messages import (
     encode,
     unpack,
 )
+from razor_dist.protocol.repetition import RepetitionDetectionParams, RepetitionDetector
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 49152
@@ -154,11 +155,15 @@ class FakeEngine:
         tokens = self.reply(prompt)
         if prompt[0] == ENDLESS:
             tokens = [prompt[-1]] * limit
+        repetition = RepetitionDetectionParams.of(params["repetition_detection"])
+        detector = repetition and RepetitionDetector(repetition)
         tokens = [*tokens, EOS][:limit]
         for n, token in enumerate(tokens, start=1):
             is_end = token == EOS and not params["ignore_eos"]
             stops = is_end or token in params["stop_token_ids"]
             finish = "stop" if stops else "length" if n == len(tokens) else None
+            if not stops and detector and detector.push(token):
+                finish = "repetition"
             top = (
                 [(token, -0.5), (token ^ 1, -1.5)][: params["logprobs"]]
                 if params["logprobs"]

@@ -28,7 +28,8 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 SERVE_OPTIONS = """
     --allowed-hosts --allowed-origins --api-key --api-key-file --attention --block
     --body-timeout --chunked-prefill-size --collective-timeout --compensation --config
-    --cuda-graphs --decode --device --dtype --generation-config --head-map --header-timeout
+    --cuda-graphs --decode --default-max-tokens --device --dtype --generation-config --head-map
+    --header-timeout --repetition-detection --unknown-fields
     --heartbeat-timeout --host --kv-dtype --kv-tokens --log-format --log-level --max-body-mb
     --max-connections --max-model-len --max-num-seqs --max-queue --max-requests-per-key
     --max-step-ms --max-tokens-per-key --max-total-body-mb --model --no-compensation
@@ -107,6 +108,7 @@ NEEDLE_OPTIONS = """
     --context-lengths-num-intervals --cpus-per-rank --cuda-graphs --decode --device
     --document-depth-percent-interval-type --document-depth-percent-intervals
     --document-depth-percent-max --document-depth-percent-min --document-depth-percents --dtype
+    --default-max-tokens --repetition-detection
     --duo-head-map --engines --generation-config --haystack --head-map --heartbeat-timeout
     --kv-budget --kv-dtype --kv-tokens --max-model-len --max-num-seqs --max-step-ms --methods
     --model --needles --new-folder --out --page-size --placement --prefill --preset --query --ray

@@ -29,6 +29,7 @@ from razor_dist.llm.loop_thread import LoopThread
 from razor_dist.llm.prefix import Prefix
 from razor_dist.llm.progress import ReadingLog
 from razor_dist.protocol.messages import as_tokens
+from razor_dist.protocol.repetition import LOOPS
 from tests import fake_engine
 from tests.hostile_grammars import CRASHES, doubling_terminals
 from tests.server.process import wait_until
@@ -70,8 +71,8 @@ def test_a_text_prompt(llm: LLM, prompt: Any) -> None:
 
 def test_sampling_defaults_are_the_models(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
-    assert (params.temperature, params.top_p) == (0.2, 0.9)
-    with FakeLLM(world_size=1, generation_config="none") as plain:
+    assert (params.temperature, params.repetition_detection) == (0.0, LOOPS)
+    with FakeLLM(world_size=1, generation_config="none", repetition_detection="off") as plain:
         assert plain.get_default_sampling_params() == SamplingParams()
 
 

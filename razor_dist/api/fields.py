@@ -136,7 +136,10 @@ TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_argument
 
 def _not_stored(value: bool) -> bool:
     if value:
-        raise ValueError("must be false: answers are not stored")
+        raise ValueError(
+            "must be false or left out: this server keeps no answers, so keep them yourself and "
+            "send the conversation with each request"
+        )
     return value
 
 
@@ -155,6 +158,7 @@ class Hints(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    include_reasoning: bool | None = None  # vLLM's; reasoning is not told apart from the answer
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"const": False})] | None = (
         None
@@ -207,6 +211,11 @@ class ResponseFormat(Strict):
         if self.json_schema is not None:
             return StructuredOutputsParams(json=self.json_schema.json_schema)
         return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+# OpenAI's; both reach the chat template, which may leave them out.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from typing import Any
 
 from razor_dist.api.fields import RESERVED, Strict
 from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, or_null, some
+from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import Limits
 from razor_dist.api.responses import NEUTRAL as RESPONSES_NEUTRAL
 from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.schema import MAX_MESSAGES, NEUTRAL, ChatBody, CompletionBody
+from razor_dist.api.schema import MAX_MESSAGES, ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
+from razor_dist.api.validate import NEUTRAL
+from razor_dist.protocol.repetition import LONGEST_PATTERN, MOST
 from razor_dist.protocol.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
@@ -32,6 +35,7 @@ _RANGES: dict[str, Json] = {
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "repeat_penalty": {"minimum": 0.01, "maximum": 100},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "return_sources": {"minimum": 0, "maximum": MAX_SOURCES},
     "max_completion_tokens": {"minimum": 1, "maximum": _INT64},
@@ -125,6 +129,9 @@ def _body(
             }
         ),
         "structured_outputs": or_null(_STRUCTURED_OUTPUTS),
+        "repetition_detection": or_null(_REPETITION_DETECTION),
+        "n_predict": or_null(_COUNT_OR_ALL),
+        "truncate_prompt_tokens": or_null(_COUNT_OR_ALL),
         "tokens": {"type": "array", "items": token},
         "priority": {"enum": [None, 0]},
         "min_tokens": or_null({"type": "integer", "minimum": 0, "maximum": _INT64}),
@@ -150,7 +157,7 @@ def _body(
         choices = [None, "none"] + (["auto"] if name == "ResponsesBody" else [])
         own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
     properties |= {field: value for field, value in own.items() if field in properties}
-    rules = _RULES.get(name)
+    rules = RULES.get(name)
     return {**found, name: schema | ({"allOf": rules} if rules else {})}
 
 
@@ -158,64 +165,6 @@ def _stop_string() -> Json:
     return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
-def _only_if(field: str, value: Any, others: Json) -> Json:
-    """A rule: unless ``field`` has the value, ``others`` hold of the other fields."""
-    has = {"properties": {field: {"const": value}}, "required": [field]}
-    return {"if": has, "else": {"properties": others}}
-
-
-_STREAMED = _only_if(
-    "stream", True, {"stream_options": NULL, "return_progress": {"enum": [None, False]}}
-)
-_TEXT_FORMAT: Json = {"properties": {"type": {"const": "text"}}}
-_ONE_FORMAT = {
-    "if": {
-        "properties": {"structured_outputs": {"type": "object"}},
-        "required": ["structured_outputs"],
-    },
-    "then": {"properties": {"response_format": {"anyOf": [NULL, _TEXT_FORMAT]}}},
-}
-_RULES: dict[str, list[Json]] = {
-    "ChatBody": [
-        _STREAMED,
-        _ONE_FORMAT,
-        _only_if("logprobs", True, {"top_logprobs": NULL}),
-        {
-            "anyOf": [
-                {"properties": {"max_tokens": NULL}},
-                {"properties": {"max_completion_tokens": NULL}},
-            ]
-        },
-    ],
-    "CompletionBody": [
-        _STREAMED,
-        _ONE_FORMAT,
-        _only_if("echo", True, {"max_tokens": or_null({"type": "integer", "minimum": 1})}),
-    ],
-    "TokenizeBody": [
-        {
-            "oneOf": [
-                {
-                    "properties": {
-                        "prompt": TEXT,
-                        "messages": NULL,
-                        "add_generation_prompt": NULL,
-                        "chat_template_kwargs": NULL,
-                    },
-                    "required": ["prompt"],
-                },
-                {
-                    "properties": {
-                        "messages": {"type": "array"},
-                        "prompt": NULL,
-                        "add_special_tokens": NULL,
-                    },
-                    "required": ["messages"],
-                },
-            ]
-        }
-    ],
-}
 _CONTENT: Json = {
     "anyOf": [
         TEXT,
@@ -300,6 +249,23 @@ _STRUCTURED_OUTPUTS: Json = {
         _structured("choice", some(TEXT)),
         _structured("grammar", TEXT),
     ],
+}
+
+
+_COUNT_OR_ALL: Json = {
+    "anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": _INT64}]
+}
+_SIZE: Json = {"type": "integer", "minimum": 0, "maximum": LONGEST_PATTERN}
+_REPETITION_DETECTION: Json = {
+    "type": "object",
+    "description": "An answer ends when its last tokens are one pattern min_count times.",
+    "properties": {
+        "max_pattern_size": _SIZE,
+        "min_pattern_size": _SIZE,
+        "min_count": {"type": "integer", "minimum": 2, "maximum": MOST},
+        "min_length": {"type": "integer", "minimum": 0, "maximum": MOST},
+    },
+    "additionalProperties": False,
 }
 
 

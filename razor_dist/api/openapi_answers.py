@@ -23,7 +23,7 @@ def _object(required: Json, **optional: Json) -> Json:
 
 
 _LOGPROBS: Json = {"type": ["object", "null"]}
-_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
+_FINISH: Json = {"enum": ["stop", "length", "repetition", "tool_calls"]}
 _USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
 _HEAD: Json = {"id": TEXT, "created": _COUNT, "model": TEXT}
 _CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": {"type": "object"}})

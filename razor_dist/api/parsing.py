@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import math
 import re
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from razor_dist.api.fields import STRUCTURED
 from razor_dist.api.responses import NAMES, NEUTRAL, ResponsesBody, renamed
-from razor_dist.api.schema import ChatBody, CompletionBody, parse
+from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.tools import ToolUse, tool_use
+from razor_dist.api.validate import parse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
-from razor_dist.protocol.sampling_params import SamplingDefaults
+from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 
 Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -33,6 +36,8 @@ class Limits(NamedTuple):
     vocab_size: int
     defaults: SamplingDefaults
     room: int | None = None  # prompts that the queue takes now; None is any number
+    default_max_tokens: int | None = None  # of requests that name none
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class ParsedRequest:
     answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
+    ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
 
 
@@ -71,30 +77,37 @@ def parse_value(
 def _parse_value(
     endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
 ) -> ParsedRequest:
+    ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
     if endpoint == "chat":
-        return _parsed(parse(ChatBody, value), encoder, limits)
-    if endpoint == "completions":
-        return _parsed(parse(CompletionBody, value), encoder, limits)
-    if endpoint in ("tokenize", "detokenize"):
-        return _tokenized(endpoint, value, encoder, limits)
-    body = parse(ResponsesBody, value, NEUTRAL)
-    with renamed():
-        parsed = _parsed(body.as_chat(), encoder, limits)
-    field = NAMES.get(parsed.constrained_by, parsed.constrained_by)
-    described = body.described(parsed.prompts[0].params)
-    return replace(parsed, described=described, constrained_by=field)
+        parsed = _parsed(parse(ChatBody, value, ignored=ignored), encoder, limits)
+    elif endpoint == "completions":
+        parsed = _parsed(parse(CompletionBody, value, ignored=ignored), encoder, limits)
+    elif endpoint == "responses":
+        body = parse(ResponsesBody, value, NEUTRAL, ignored)
+        with renamed():
+            parsed = _parsed(body.as_chat(), encoder, limits)
+        field = NAMES.get(parsed.constrained_by, parsed.constrained_by)
+        described = body.described(parsed.prompts[0].params)
+        parsed = replace(parsed, described=described, constrained_by=field)
+    else:
+        parsed = _tokenized(endpoint, value, encoder, limits, ignored)
+    return replace(parsed, ignored=ignored or ())
 
 
 def _tokenized(
-    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    value: object,
+    encoder: PromptEncoder,
+    limits: Limits,
+    ignored: list[str] | None,
 ) -> ParsedRequest:
     body: TokenizeBody | DetokenizeBody
     if endpoint == "tokenize":
-        body = parse(TokenizeBody, value, {})
+        body = parse(TokenizeBody, value, {}, ignored)
         answer = body.answer(encoder, limits.max_model_len)
     else:
         DetokenizeBody.check_length(value, limits.max_model_len)
-        body = parse(DetokenizeBody, value, {})
+        body = parse(DetokenizeBody, value, {}, ignored)
         answer = body.answer(encoder, limits.vocab_size)
     if body.model is not None:
         check_model(body.model, limits.model)
@@ -110,13 +123,14 @@ def _parsed(
     tools = _tools(body, encoder)
     checked = [
         check_prompt(
-            prompt,
+            _last(prompt, body.truncate_prompt_tokens, params, limits),
             params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             has_tokenizer=encoder.tokenizer is not None,
             param="messages" if isinstance(body, ChatBody) else "prompt",
             text=text,
+            default_max_tokens=limits.default_max_tokens,
         )
         for prompt, text in _encode(body, encoder, limits, ends=params.return_sources > 0)
     ]
@@ -130,10 +144,19 @@ def _parsed(
         echo,
         prompt_only=echo and body.max_tokens == 0,
         tools=tools,
-        cache_salt=body.cache_salt,
+        cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
         continuous_usage=body.continuous_usage,
         constrained_by=body.constrained_by,
     )
+
+
+def _last(
+    prompt: list[int], tokens: int | None, params: SamplingParams, limits: Limits
+) -> list[int]:
+    """Return a prompt's last tokens: all without a number, and as many as fit for -1."""
+    if tokens == -1:
+        tokens = max(1, limits.max_model_len - (params.max_tokens or 1))
+    return prompt if tokens is None else prompt[-tokens:]
 
 
 def _tools(body: ChatBody | CompletionBody, encoder: PromptEncoder) -> ToolUse | None:
@@ -163,12 +186,10 @@ def _encode(
             code="queue_full",
         )
     if isinstance(body, ChatBody):
-        tools = [tool.model_dump(exclude_none=True) for tool in body.used_tools]
         messages = [message.for_template() for message in body.messages]
-        arguments = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         if ends:
-            return [encoder.chat_with_ends(messages, **arguments)]
-        return [(encoder.chat(messages, **arguments), None)]
+            return [encoder.chat_with_ends(messages, **body.template)]
+        return [(encoder.chat(messages, **body.template), None)]
     return [
         (p, None)
         if not isinstance(p, str)

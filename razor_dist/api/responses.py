@@ -10,8 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from razor_dist.api.errors import shortened
-from razor_dist.api.fields import Hints, Strict, TemplateArguments, ToolFunction
-from razor_dist.api.schema import ChatBody, Int, parse
+from razor_dist.api.fields import (
+    Hints,
+    ReasoningEffort,
+    Strict,
+    TemplateArguments,
+    ToolFunction,
+    Verbosity,
+)
+from razor_dist.api.schema import ChatBody, Int
+from razor_dist.api.validate import parse
 from razor_dist.config.errors import RequestError
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -21,7 +29,7 @@ Json = dict[str, Any]
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([],),
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "reasoning"), ()),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
     **dict.fromkeys(("max_tool_calls", "stream_options", "context_management"), ()),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
@@ -154,7 +162,15 @@ class TextFormat(Strict):
 
 class TextSettings(Strict):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(Strict):
+    """How a model is to reason: the effort reaches the chat template, the others nothing."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesBody(Hints):
@@ -165,6 +181,7 @@ class ResponsesBody(Hints):
     temperature: float | None = None
     top_p: float | None = None
     text: TextSettings | None = None
+    reasoning: Reasoning | None = None
     stream: bool | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
@@ -179,6 +196,11 @@ class ResponsesBody(Hints):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_detection: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    cache_prompt: bool | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -188,6 +210,7 @@ class ResponsesBody(Hints):
     def as_chat(self) -> ChatBody:
         """Return the chat that it stands for, by whose names errors go (`renamed`)."""
         own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice"}
+        own |= {"reasoning"}
         chat = self.model_dump(exclude=own, exclude_none=True)
         messages: list[Json] = []
         if self.instructions is not None:
@@ -207,6 +230,8 @@ class ResponsesBody(Hints):
             chat["max_completion_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = self.text.format.for_chat()
+        chat["verbosity"] = self.text and self.text.verbosity
+        chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
         return parse(ChatBody, chat)
 
     def described(self, params: SamplingParams) -> Json:
@@ -227,10 +252,12 @@ class ResponsesBody(Hints):
         if _is_long(tools):
             tools = []
         choice = self.tool_choice
+        reasoning = self.reasoning or Reasoning()
         return {
             "instructions": self.instructions and shortened(self.instructions, _MOST_REPEATED),
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "temperature": params.temperature,
             "top_p": params.top_p,

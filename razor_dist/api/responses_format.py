@@ -151,11 +151,15 @@ class ResponsesFormat(Format):
 
     @property
     def _status(self) -> str:
-        return {None: "in_progress", "length": "incomplete"}.get(self._finish, "completed")
+        cut = "incomplete"
+        return {None: "in_progress", "length": cut, "repetition": cut}.get(
+            self._finish, "completed"
+        )
 
     def _response(self, items: list[Json]) -> Json:
         head = {k: v for k, v in self._head.items() if k != "created"}
-        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        reason = "max_output_tokens" if self._finish == "length" else self._finish
+        incomplete = {"reason": reason} if self._status == "incomplete" else None
         return {
             **head,
             "object": "response",
@@ -165,7 +169,6 @@ class ResponsesFormat(Format):
             "incomplete_details": incomplete,
             "output": items,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "truncation": "disabled",
             "usage": self.usage() if self._finish else None,

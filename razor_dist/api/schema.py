@@ -7,15 +7,15 @@ Unsupported fields are refused by name; a field of OpenAI's that is set to what 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
-    ValidationError,
     WithJsonSchema,
 )
 
@@ -25,44 +25,30 @@ from razor_dist.api.fields import (
     ChatMessage,
     ChosenTool,
     Hints,
+    ReasoningEffort,
     ResponseFormat,
     Strict,
     TemplateArguments,
     Tool,
+    Verbosity,
     naming,
     structured,
 )
 from razor_dist.api.tools import forced
 from razor_dist.config.errors import RequestError
-from razor_dist.config.validation import nearest
+from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
 
 _INT64 = 2**63
 MAX_MESSAGES = 16384
+_COMPLETION_TOKENS = 16  # OpenAI's default
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of a body that are one of `SamplingParams` by the same name; null is the default.
 _SAMPLING = {
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "return_sources"),
-}
-Body = TypeVar("Body", bound=Strict)
-
-# Unsupported fields, with the values that ask for nothing besides null.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "functions": ([],),
-    "function_call": ("none",),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-}
-
-# Names that vLLM took until 0.12, and what took their place.
-_GUIDED = {
-    f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
-    for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+    "skip_special_tokens",
 }
 
 
@@ -72,10 +58,14 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-# Kinds of items in the input of /v1/responses, which pydantic names like fields.
-_TAGS = ("message", "function_call", "function_call_output")
 # Of a field whose JSON Schema `razor_dist.api.openapi` writes.
 _ELSEWHERE = WithJsonSchema({})
+
+
+def _count_or_all(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"must be -1 (as many as fit) or at least 1, got {value}")
+    return value
 
 
 def _token_keys(value: object) -> object:
@@ -123,6 +113,9 @@ def _is_tokens(value: object) -> TypeGuard[list[int]]:
 class GenerateBody(Hints):
     model: str
     max_tokens: Int | None = None
+    n_predict: Annotated[Int, AfterValidator(_count_or_all), _ELSEWHERE] | None = (
+        None  # llama.cpp's name
+    )
     min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -131,6 +124,10 @@ class GenerateBody(Hints):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # llama.cpp's name
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None, PlainValidator(RepetitionDetectionParams.of), _ELSEWHERE
+    ] = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_token_keys), _ELSEWHERE] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[
@@ -140,8 +137,13 @@ class GenerateBody(Hints):
     stop: Annotated[tuple[str, ...], PlainValidator(_stop), _ELSEWHERE] = ()
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Int, AfterValidator(_count_or_all), _ELSEWHERE] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
     priority: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_prompt: bool | None = None  # llama.cpp's; false: neither from the prefix cache nor for it
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -164,6 +166,24 @@ class GenerateBody(Hints):
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise RequestError(f"{name} is only allowed with stream: true", param=name)
+        if self.truncate_prompt_tokens is not None and self.return_sources:
+            raise RequestError(
+                "truncate_prompt_tokens excludes return_sources, which tells places in the whole "
+                "prompt",
+                param="truncate_prompt_tokens",
+            )
+
+    def one_of(self, *names: str) -> Any:
+        """Return the value of fields that mean the same; `RequestError` if they have two."""
+        given = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in given.items() if value is not None}
+        if len(set(found.values())) > 1:
+            raise RequestError(
+                " and ".join(f"{name} ({value})" for name, value in found.items())
+                + " contradict each other; give one of them",
+                param=next(iter(found)),
+            )
+        return next(iter(found.values()), None)
 
     @property
     def constrained_by(self) -> str:
@@ -186,6 +206,13 @@ class GenerateBody(Hints):
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
         given = self.model_dump(include=_SAMPLING, exclude_none=True)
+        penalty = self.one_of("repeat_penalty", "repetition_penalty")
+        if penalty is not None:
+            given["repetition_penalty"] = penalty
+        if self.repetition_detection is not None:
+            given["repetition_detection"] = self.repetition_detection
+        elif self.ignore_eos:  # as benchmarks ask for answers of a certain length
+            given["repetition_detection"] = None
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
@@ -208,6 +235,19 @@ class ChatBody(GenerateBody):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
+        arguments |= self.chat_template_kwargs or {}
+        arguments |= ending(self.add_generation_prompt, self.continue_final_message)
+        if self.used_tools:
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in self.used_tools]
+        return arguments
 
     @property
     def used_tools(self) -> list[Tool]:
@@ -256,21 +296,11 @@ class ChatBody(GenerateBody):
     def check(self) -> None:
         super().check()
         self._check_tools()
-        for index, message in enumerate(self.messages):
-            if message.content is None and not message.tool_calls:
-                where = f"messages[{index}].content"
-                given = "content" in message.model_fields_set
-                wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
-                raise RequestError(wrong, param=where)
+        check_contents(self.messages)
         if not self.messages:
             raise RequestError("messages must hold at least one message", param="messages")
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
-            raise RequestError(
-                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) contradict each "
-                "other; give one of them",
-                param="max_tokens",
-            )
+        self.one_of("n_predict", "max_tokens", "max_completion_tokens")
+        check_ending(self.add_generation_prompt, self.continue_final_message)
         top, problem = self.top_logprobs, None
         if top is not None and not self.logprobs:
             problem = "is only allowed with logprobs: true"
@@ -287,8 +317,9 @@ class ChatBody(GenerateBody):
                 f"max_completion_tokens must be at least 1, got {limit}",
                 param="max_completion_tokens",
             )
+        limit = self.one_of("n_predict", "max_tokens", "max_completion_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(self.max_tokens if limit is None else limit, logprobs, defaults)
+        return self._sampling(None if self.n_predict == -1 else limit, logprobs, defaults)
 
 
 class CompletionBody(GenerateBody):
@@ -302,53 +333,38 @@ class CompletionBody(GenerateBody):
 
         With ``echo``, 0 tokens are computed as 1, which is not shown.
         """
-        limit = 16 if self.max_tokens is None else self.max_tokens
-        params = self._sampling(limit or int(bool(self.echo)), self.logprobs, defaults)
+        limit = self.one_of("n_predict", "max_tokens")
+        if limit is None:
+            limit = _COMPLETION_TOKENS
+        elif self.n_predict == -1:
+            limit = None
+        elif limit == 0:
+            limit = int(bool(self.echo))
+        params = self._sampling(limit, self.logprobs, defaults)
         return replace(params, prompt_logprobs=self.logprobs) if self.echo else params
 
 
-def parse(cls: type[Body], data: object, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> Body:
-    """Validate a parsed request body; `RequestError` names the first field at fault.
-
-    ``neutral`` are fields that are unsupported, and values of theirs that ask for nothing.
-    """
-    if not isinstance(data, dict):
-        raise RequestError("the body must be a JSON object")
-    fields = {}
-    for name, value in data.items():
-        if name in cls.model_fields:
-            fields[name] = value
-        elif name not in neutral:
-            hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
-            suffix = f"; did you mean {hint!r}?" if hint else ""
-            raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
-        elif value is not None and not _is_neutral(value, neutral[name]):
-            raise RequestError(f"unsupported field {name!r}", param=name)
-    try:
-        body = cls(**fields)
-    except ValidationError as error:
-        raise _request_error(error) from None
-    body.check()
-    return body
+def ending(generation: bool | None, continues: bool | None) -> dict[str, bool]:
+    """Return how a chat template ends a prompt, as transformers calls it."""
+    if continues:
+        return {"add_generation_prompt": False, "continue_final_message": True}
+    return {"add_generation_prompt": generation is not False}
 
 
-def _is_neutral(value: object, neutral: Sequence[Any]) -> bool:
-    # 0 == False in Python, not in JSON.
-    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
+def check_contents(messages: Sequence[ChatMessage]) -> None:
+    """Refuse messages that say nothing and call nothing."""
+    for index, message in enumerate(messages):
+        if message.content is None and not message.tool_calls:
+            where = f"messages[{index}].content"
+            given = "content" in message.model_fields_set
+            wrong = f"{where} {CONTENT}" if given else f"missing required field {where!r}"
+            raise RequestError(wrong, param=where)
 
 
-def _request_error(error: ValidationError) -> RequestError:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    field, *rest = problem["loc"]
-    rest = [part for part in rest if part not in _TAGS]
-    where = f"{field}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
-    match problem["type"]:
-        case "missing":
-            message = f"missing required field {where!r}"
-        case "extra_forbidden":
-            message = f"unsupported field {where!r}"
-        case "value_error":
-            message = f"{where} {problem['ctx']['error']}"
-        case _:
-            message = f"{where} {problem['msg'].replace('Input should be', 'must be')}"
-    return RequestError(message, param=where)
+def check_ending(generation: bool | None, continues: bool | None) -> None:
+    if generation and continues:
+        raise RequestError(
+            "continue_final_message goes on with the last message, and add_generation_prompt "
+            "begins another: one of them must be false or left out",
+            param="continue_final_message",
+        )

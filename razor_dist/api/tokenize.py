@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from razor_dist.api.fields import ChatMessage, Strict, TemplateArguments
-from razor_dist.api.schema import Int
+from razor_dist.api.schema import Int, check_contents, check_ending, ending
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.detokenizer import token_texts
 from razor_dist.frontend.prompts import PromptEncoder
@@ -24,6 +24,7 @@ class TokenizeBody(Strict):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None  # of a prompt; a chat template writes its own
     add_generation_prompt: bool | None = None  # of messages
+    continue_final_message: bool | None = None  # of messages
     chat_template_kwargs: TemplateArguments | None = None  # of messages
     return_token_strs: bool | None = None
 
@@ -33,17 +34,21 @@ class TokenizeBody(Strict):
         for name, other in (
             ("add_special_tokens", "prompt"),
             ("add_generation_prompt", "messages"),
+            ("continue_final_message", "messages"),
             ("chat_template_kwargs", "messages"),
         ):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise RequestError(f"{name} is only allowed with {other}", param=name)
+        check_contents(self.messages or [])
+        check_ending(self.add_generation_prompt, self.continue_final_message)
 
     def answer(self, encoder: PromptEncoder, max_model_len: int) -> dict[str, Any]:
         if self.messages is not None:
-            generation = self.add_generation_prompt is not False
             messages = [message.for_template() for message in self.messages]
-            arguments = self.chat_template_kwargs or {}
-            arguments = {**arguments, "add_generation_prompt": generation}
+            arguments = {
+                **(self.chat_template_kwargs or {}),
+                **ending(self.add_generation_prompt, self.continue_final_message),
+            }
             text = encoder.chat_text(messages, **arguments)
             _check_text(encoder, text, max_model_len, "messages")
             special = False  # the template has written them

@@ -357,7 +357,7 @@ class ToolParser:
         )
         if not calls:
             return rest + (self._form.marker if self._calling else "") + self._held, [], finish
-        cut = unread and finish == "length"
+        cut = unread and finish != "stop"
         reason = finish if cut else self._finish_reason
         messages = [call.message(self._short_ids) for call in calls[: self._most]]
         return rest + unread, messages, reason

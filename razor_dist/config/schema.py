@@ -168,6 +168,16 @@ class EngineConfig(BaseModel):
     generation_config: Literal["auto", "none"] = _model(
         "auto", "Sampling defaults: the model's generation_config.json (auto), or OpenAI's (none)."
     )
+    repetition_detection: Literal["auto", "on", "off"] = _model(
+        "auto",
+        "Answers that repeat themselves end (finish_reason: repetition), unless the request says "
+        "otherwise; auto: those of the embedded model.",
+    )
+    default_max_tokens: Size | None = _model(
+        None,
+        "Tokens of an answer if the request names no limit; none: as many as the context holds.",
+        ge=1,
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -228,6 +238,9 @@ class ServerConfig(EngineConfig):
     )
     served_model_name: str | None = _server(
         None, "Name of the model in the API; none: that of --model.", min_length=1
+    )
+    unknown_fields: Literal["refuse", "warn"] = _server(
+        "refuse", "Fields of requests that are not supported; warn: ignored, and logged once."
     )
     max_queue: int = _server(128, "Requests in flight or waiting before a 429.", ge=1)
     request_timeout: float | None = _server(

@@ -333,6 +333,10 @@ class EngineCore:
             return "stop"
         if token in self.eos_token_ids and not params.ignore_eos:
             return "stop"
+        # With every token, so that a loop that began before `min_tokens` ends there.
+        loops = request.repetition is not None and request.repetition.push(token)
+        if loops and len(request.generated) >= params.min_tokens:
+            return "repetition"
         return "length" if len(request.generated) >= request.max_tokens else None
 
     def seconds_left(self) -> dict[str, float]:

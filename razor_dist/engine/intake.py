@@ -10,6 +10,7 @@ from razor_dist.config.errors import RequestError
 from razor_dist.engine.request import Request
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.protocol.messages import Tokens, as_tokens
+from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import GrammarCompiler
 
@@ -73,6 +74,7 @@ class Intake:
         else:
             namespace = prefix.namespace
         found: list[Request] = []
+        repetition = params.repetition_detection
         for index, name in enumerate(ids):
             request = Request(
                 id=name,
@@ -82,6 +84,7 @@ class Intake:
                 max_tokens=max_tokens,
                 chunked_prefill_size=chunked_prefill_size,
                 generator=torch.Generator(),
+                repetition=None if repetition is None else RepetitionDetector(repetition),
                 prefix=found[0] if found else prefix,
                 short=bool(found),
                 namespace=namespace,

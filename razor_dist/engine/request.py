@@ -12,6 +12,7 @@ import torch
 
 from razor_dist.cache.accounting import Allocation
 from razor_dist.protocol.messages import Tokens
+from razor_dist.protocol.repetition import RepetitionDetector
 from razor_dist.protocol.sampling_params import SamplingParams
 from razor_dist.protocol.structured_outputs import Grammar
 
@@ -33,6 +34,7 @@ class Request:
     generator: torch.Generator  # of its random draws
     # What the answer must match; the siblings' is the same.
     grammar: Future[Grammar] | None = None
+    repetition: RepetitionDetector | None = None  # of its answer, which ends in a loop
     prefix: Request | None = None  # a pinned prefix that this one continues
     sound: bool = True  # False if an error ended it: its caches may hold anything
     namespace: Hashable = None  # prompts of different ones share no caches

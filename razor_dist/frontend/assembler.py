@@ -25,7 +25,7 @@ class TextPiece:
     token: int
     text: str  # often the token's, sometimes empty, sometimes that of several
     logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None  # "stop" or "length" with the last piece
+    finish_reason: str | None = None  # "stop", "length" or "repetition" with the last piece
     stop_reason: str | int | None = None  # as in `CompletionOutput`
     offset: int = 0
     # With ``return_sources``: those that the token made certain to have ended.
@@ -41,7 +41,9 @@ class Assembler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopMatcher(params.stop)
         self._count = 0  # tokens so far
 

@@ -63,7 +63,8 @@ class Detokenizer:
     continue: ``decode(prompt + ids)`` less ``decode(prompt)``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
+        self._skip_special = skip_special
         self._texts = token_texts(tokenizer)
         self._ids: list[int] = []  # the tail of the sequence; what came before is settled
         self._text = ""  # its text, but for a run of byte tokens at its end
@@ -72,14 +73,14 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Append one token and return the text that is now certain."""
-        if token in self._texts.special:
+        if self._skip_special and token in self._texts.special:
             return ""
         self._ids.append(token)
         if token in self._texts.bytes:
             # Nothing of a run of byte tokens is certain until it has ended: it is decoded as a
             # whole, and one byte that does not fit makes replacement characters of all of them.
             return ""
-        self._text = self._texts.decode(self._ids)
+        self._text = self._decode(self._ids)
         certain = len(self._text)
         least = max(0, certain - _MAX_PENDING)
         while certain > least and self._text[certain - 1] == REPLACEMENT:
@@ -92,16 +93,19 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        self._text = self._texts.decode(self._ids)
+        self._text = self._decode(self._ids)
         piece = self._text[self._sent :]
         self._sent = len(self._text)
         self.length += len(piece)
         return piece
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._texts.decode(ids, skip_special=self._skip_special)
+
     def _trim(self) -> None:
         """Forget the oldest tokens, if the rest decodes to the same text without them."""
         ids = self._ids[-_KEEP:]
-        text = self._texts.decode(ids)
+        text = self._decode(ids)
         unsent = len(self._text) - self._sent
         # More characters than a partial one has bytes must stand between the cut and what is
         # unsent, so that later tokens cannot change how the cut falls.
@@ -109,9 +113,11 @@ class Detokenizer:
             self._ids, self._text, self._sent = ids, text, len(text) - unsent
 
 
-def text_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+def text_offsets(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special: bool = True
+) -> list[int]:
     """Return the character offset of each token's text; parts of one character share its offset."""
-    detokenizer, offsets = Detokenizer(tokenizer), []
+    detokenizer, offsets = Detokenizer(tokenizer, skip_special=skip_special), []
     for token in ids:
         offsets.append(detokenizer.length)
         detokenizer.push(token)

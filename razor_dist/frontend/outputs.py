@@ -77,7 +77,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)  # with the one that ended the answer
     cumulative_logprob: float | None = None  # sum over token_ids
     logprobs: list[TokenLogprobs] | None = None  # one entry per token of token_ids
-    finish_reason: str | None = None  # "stop" or "length"; None while it is generated
+    finish_reason: str | None = None  # "stop", "length" or "repetition"; None before the end
     # The stop string or stop token that ended the answer; None at an end-of-sequence token.
     stop_reason: str | int | None = None
     # With ``return_sources``, once the answer has ended: passages, the heaviest first, none if

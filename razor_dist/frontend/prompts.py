@@ -155,8 +155,11 @@ def check_prompt(
     param: str = "prompt",
     before: int = 0,
     text: PromptText | None = None,
+    default_max_tokens: int | None = None,
 ) -> Checked:
-    """Check that a request can be served, and settle ``max_tokens``: None is all that still fits.
+    """Check that a request can be served, and settle ``max_tokens``.
+
+    None is all that still fits, or ``default_max_tokens`` of it; ``min_tokens`` is kept.
 
     The prompt came from the request's field ``param``, and continues a pinned prefix of ``before``
     tokens. Raises `RequestError`, with code ``context_length_exceeded`` if it is too long.
@@ -184,5 +187,8 @@ def check_prompt(
             param=param,
             code=CONTEXT_EXCEEDED,
         )
-    params = replace(params, max_tokens=params.max_tokens or max_model_len - length)
+    if params.max_tokens is None:
+        room = max_model_len - length
+        least = max(default_max_tokens or room, params.min_tokens)
+        params = replace(params, max_tokens=min(room, least))
     return Checked(tokens, params, text)

@@ -151,7 +151,14 @@ def _answer(
 ) -> Generator[Update, None, dict[str, Any]]:
     endpoint, body = ENDPOINTS[request["url"]], request["body"]
     tokenizer, info, defaults = llm.get_tokenizer(), llm.info, llm.sampling_defaults
-    limits = Limits(model, _MAX_PROMPTS, info.max_model_len, info.vocab_size, defaults)
+    limits = Limits(
+        model,
+        _MAX_PROMPTS,
+        info.max_model_len,
+        info.vocab_size,
+        defaults,
+        default_max_tokens=llm.config.default_max_tokens,
+    )
     parsed = parse_value(endpoint, body, PromptEncoder(tokenizer), limits)
     if parsed.stream:
         raise RequestError("stream must be false in a batch", param="stream")
@@ -172,19 +179,27 @@ def _answer(
     with naming(parsed.constrained_by):
         outputs = llm.generate(prompts, params, use_tqdm=ReadingLog(item_id))
     choices = [
-        _served(output, answer, tokenizer) for output in outputs for answer in output.outputs
+        _served(output, answer, tokenizer, skip_special=own.skip_special_tokens)
+        for output, own in zip(outputs, params, strict=True)
+        for answer in output.outputs
     ]
     form = make_format(endpoint, parsed, model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
 def _served(
-    output: RequestOutput, answer: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None
+    output: RequestOutput,
+    answer: CompletionOutput,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    skip_special: bool = True,
 ) -> Choice:
     """Turn an answer into the pieces of the server's formats."""
     ids = answer.token_ids
     logprobs: Sequence[TokenLogprobs | None] = answer.logprobs or [None] * len(ids)
-    offsets = [0] * len(ids) if tokenizer is None else text_offsets(tokenizer, ids)
+    offsets = [0] * len(ids)
+    if tokenizer is not None:
+        offsets = text_offsets(tokenizer, ids, skip_special=skip_special)
     texts = [answer.text[begin:end] for begin, end in zip_longest(offsets, offsets[1:])]
     pieces = [
         TextPiece(token, text, entry, offset=offset)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.validation import check_least
+from razor_dist.protocol.repetition import LOOPS
 from razor_dist.protocol.sampling_params import SamplingParams
 
 # The question comes last, so that every head that keeps recent tokens has it when it is answered.
@@ -19,6 +20,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NAMES = ("document", "kind", "words", "language")
 # Tokens for each word asked for: some languages take three, and a sentence wants to be ended.
 _TOKENS_PER_WORD = 3
+# A summary has no lists of equal lines, so a loop is found earlier than in other answers.
+_LOOPS = replace(LOOPS, min_length=48)
 # Passages reported for a sentence.
 SOURCES = 3
 
@@ -60,6 +63,7 @@ class Style:
             max_tokens=limit,
             temperature=self.temperature,
             seed=self.seed,
+            repetition_detection=_LOOPS,
             return_sources=SOURCES if self.sources else 0,
         )
 

@@ -53,15 +53,12 @@ from razor_dist.protocol.messages import Progress
 log = logging.getLogger(__name__)
 
 # Of readers, splitting and prompts: raised when the same document and style would give others.
-_VERSION = 4
+_VERSION = 5
 # The kinds of texts, as the prompts call them.
 _WHOLE, _PART = "a document", "part {} of {} of a long document"
 _SUMMARIES = "the summaries of the consecutive parts of a long document"
 # How much less is tried when a part turns out longer than the sum of its units.
 _LESS = 15 / 16
-# An answer ends in a loop if it ends with this many repetitions of a phrase, in at least this many
-# tokens.
-_REPEATS, _LOOP = 4, 24
 # Documents that an engine works on at once, so that short ones need not wait for a long one, and
 # parts of a document. More of them share steps, and more are lost or stored in work at a kill.
 _DOCUMENTS_AT_ONCE = 4
@@ -272,12 +269,16 @@ class Summarizer:
                 tell(list(answer.token_ids))
                 due = time.monotonic() + _DRAFT_SECONDS
         tell(tuple(answer.token_ids))
-        ids, text = [*draft, *answer.token_ids], answer.text
+        text, reason = answer.text, answer.finish_reason
         if draft:
+            assert params.repetition_detection is not None
+            ids = [*draft, *answer.token_ids]
+            # The engine has looked for loops in the new tokens alone.
+            end = params.repetition_detection.first_loop(ids)
+            if end is not None:
+                ids, reason = ids[:end], "repetition"
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
             text = str(decode(ids, clean_up_tokenization_spaces=False))
-        loops = ends_in_loop(ids) or ends_in_loop(ids[:-1])  # the last may end the sequence
-        reason = "repetition" if loops else answer.finish_reason
         told = {"summary": text.strip(), "finish_reason": reason}
         if answer.sentences is None:
             return told
@@ -294,15 +295,6 @@ class Summarizer:
         told = answer["sentences"]
         found = traced_back(told, summaries) if summaries else placed(told, document, places)
         return {**answer, "sentences": found}
-
-
-def ends_in_loop(ids: Sequence[int]) -> bool:
-    """Return whether the tokens end with a phrase that is repeated again and again."""
-    for phrase in range(1, len(ids) // _REPEATS + 1):
-        end = ids[-max(_REPEATS * phrase, _LOOP) :]
-        if len(end) >= _LOOP and end[phrase:] == end[:-phrase]:
-            return True
-    return False
 
 
 def loops(result: Mapping[str, Any]) -> bool:

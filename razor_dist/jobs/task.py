@@ -35,6 +35,9 @@ _ONCE = {
     "prefix_store_gb": None,
 }
 
+# Younger than folders of jobs that can still go on, which were begun with these values.
+_YOUNGER = {"weight_dtype": "auto", "repetition_detection": "auto", "default_max_tokens": None}
+
 
 class ExternalEngineConfig(EngineConfig):
     """Settings of a model that another library runs, in an engine's place in a task; frozen.
@@ -207,8 +210,9 @@ def _deciding(config: EngineConfig) -> dict[str, Any]:
     names = set(EngineConfig.model_fields) - {*_INDIFFERENT.split(), "head_map"}
     if isinstance(config, ExternalEngineConfig):
         names |= set(type(config).model_fields) - set(EngineConfig.model_fields)
-    if config.weight_dtype == "auto":  # younger than folders of jobs that can still go on
-        names.remove("weight_dtype")
+    for name, value in _YOUNGER.items():
+        if getattr(config, name) == value:
+            names.remove(name)
     fields = config.model_dump(mode="json", include=names)
     fields |= _ONCE
     if config.attention == "razor":

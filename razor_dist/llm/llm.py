@@ -36,7 +36,7 @@ from razor_dist.llm.progress import OnProgress, UseTqdm
 from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.protocol.messages import EngineInfo, Fields
-from razor_dist.protocol.sampling_params import SamplingParams, sampling_defaults
+from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 
 
 class LLM:
@@ -71,7 +71,7 @@ class LLM:
         trust = self.config.trust_remote_code
         folder = resolve_model(model, trust_remote_code=trust)
         # By name, where the model recommends others than `SamplingParams` has.
-        self.sampling_defaults = sampling_defaults(folder, self.config.generation_config)
+        self.sampling_defaults = request_defaults(folder, self.config)
         self.use_tqdm: UseTqdm = False
         self._ids = itertools.count()
         self.loop = LoopThread()
@@ -377,6 +377,7 @@ class LLM:
                 vocab_size=info.vocab_size,
                 has_tokenizer=self._encoder.tokenizer is not None,
                 before=before,
+                default_max_tokens=self.config.default_max_tokens,
                 text=prompt.where,
             )
             for prompt, p in zip(prompts, params, strict=True)

@@ -133,7 +133,7 @@ class Token(_Message, tag="token"):
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] = []
-    finish: str | None = None  # "stop" or "length" with the last token
+    finish: str | None = None  # "stop", "repetition" or "length" with the last token
     # With ``return_sources``: positions and the strongest heads' mean attention to them while the
     # token was computed, largest first; None for the first token.
     sources: list[tuple[int, float]] | None = None

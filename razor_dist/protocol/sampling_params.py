@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ModelError, RequestError
+from razor_dist.config.schema import EngineConfig
+from razor_dist.models.smollm2 import NAME as EMBEDDED
+from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.structured_outputs import GrammarText, StructuredOutputsParams
 
 # Values for some of `SamplingParams`' fields, by name.
@@ -63,6 +66,7 @@ class SamplingParams:
     ``logit_bias``          numbers in [-100, 100] to add to logits, by token id
     ``structured_outputs``  what the answers must match, a `StructuredOutputsParams` or a mapping
     ``seed``                makes the request's draws repeatable; the i-th answer draws by seed + i
+    ``skip_special_tokens``  leave special tokens out of the text
     ``stop``                strings that end the text; they are not part of it
     ``stop_token_ids``      tokens that end the request, besides the model's end-of-sequence tokens
     ``ignore_eos``          go on after an end-of-sequence token
@@ -70,6 +74,8 @@ class SamplingParams:
                             those of this many likeliest
     ``prompt_logprobs``     the same for every prompt token but the first
     ``return_sources``      most passages of the prompt to report as an answer's sources
+    ``repetition_detection``  when an answer that repeats itself ends, with ``finish_reason``
+                            "repetition": a `RepetitionDetectionParams` or a mapping
     ``priority``            lower numbers go first, under ``scheduling_policy: priority``
 
     Raises `RequestError` for a value of the wrong type or out of range; ``param`` names the field.
@@ -91,9 +97,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_sources: int = 0
+    repetition_detection: RepetitionDetectionParams | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -104,6 +112,8 @@ class SamplingParams:
         if not isinstance(self.structured_outputs, GrammarText | None):
             structured = StructuredOutputsParams.of(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", structured)
+        repetition = RepetitionDetectionParams.of(self.repetition_detection)
+        object.__setattr__(self, "repetition_detection", repetition)
         self._check_types()
         for name, holds, range_ in _RANGES:
             value = getattr(self, name)
@@ -148,6 +158,8 @@ class SamplingParams:
         fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
         if self.structured_outputs is not None:
             fields["structured_outputs"] = self.structured_outputs.to_wire()
+        if self.repetition_detection is not None:
+            fields["repetition_detection"] = self.repetition_detection.to_wire()
         return fields
 
     @classmethod
@@ -165,10 +177,10 @@ class SamplingParams:
             if not _is_number(value):
                 raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
         self._check_bias()
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(
-                f"ignore_eos must be True or False, got {self.ignore_eos!r:.80}", param="ignore_eos"
-            )
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be True or False, got {value!r:.80}", param=name)
         for name in ("n", "min_tokens", "top_k", "return_sources", "priority"):
             _check_int(name, getattr(self, name))
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
@@ -203,6 +215,15 @@ class SamplingParams:
                     f"token {token}",
                     param="logit_bias",
                 )
+
+
+def request_defaults(folder: Path, config: EngineConfig) -> SamplingDefaults:
+    """Return what requests get that say nothing else: the model's values, and the settings'."""
+    found = dict(sampling_defaults(folder, config.generation_config))
+    wanted = config.repetition_detection
+    if wanted == "on" or (wanted == "auto" and config.model == EMBEDDED):
+        found["repetition_detection"] = LOOPS
+    return found
 
 
 def sampling_defaults(folder: Path, generation_config: str) -> SamplingDefaults:

@@ -40,7 +40,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.frontend.ranks import RankGroup, StartRanks
 from razor_dist.models.registry import local_model, resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
-from razor_dist.protocol.sampling_params import sampling_defaults
+from razor_dist.protocol.sampling_params import request_defaults
 from razor_dist.server.access import is_loopback, load_keys, tls_context
 from razor_dist.server.app import build_app
 from razor_dist.server.connections import TlsProtocol, bounded_protocol, quiet_loop
@@ -188,7 +188,7 @@ class Frontend:
         """Start the engine and load the tokenizer meanwhile; returns when both are ready."""
         trust = self.config.trust_remote_code
         folder = await in_daemon_thread(resolve_model, self.config.model, trust_remote_code=trust)
-        defaults = sampling_defaults(folder, self.config.generation_config)
+        defaults = request_defaults(folder, self.config)
         if defaults:
             log.info("sampling defaults of the model: %s", dict(defaults))
         if self.start is not None:

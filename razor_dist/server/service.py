@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -31,6 +32,10 @@ from razor_dist.server.parsing_process import ParsingProcess
 from razor_dist.server.request_log import current_record
 from razor_dist.server.sse import EventStream, stream
 
+log = logging.getLogger(__name__)
+
+# Names of unsupported fields that are logged at most: clients choose them.
+_MOST_IGNORED = 100
 # Bytes of a body from which on another process reads it.
 _LONG = 1 << 18
 # Seconds; what polls the counters often gives up after 10 itself.
@@ -66,6 +71,7 @@ class Service:
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name)
         self._heartbeat = heartbeat
+        self._ignored: set[str] = set()  # fields that the log has told of
         self._started = int(time.time())
 
     @property
@@ -169,8 +175,15 @@ class Service:
             limits = self._limits(info, reader)._replace(room=room)
             if len(raw) >= _LONG:
                 key = current_record().turn
-                return await reader.process.parse_request(endpoint, raw, limits, key)
-            return await asyncio.to_thread(parse_request, endpoint, raw, reader.encoder, limits)
+                parsed = await reader.process.parse_request(endpoint, raw, limits, key)
+            else:
+                encoder = reader.encoder
+                parsed = await asyncio.to_thread(parse_request, endpoint, raw, encoder, limits)
+        for name in map(repr, parsed.ignored):
+            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+                self._ignored.add(name)
+                log.warning("requests have the unsupported field %.80s, which is ignored", name)
+        return parsed
 
     async def _compiled(self, parsed: ParsedRequest) -> list[Checked]:
         """Compile what the answers must match; the request counts for ``max_queue`` meanwhile."""
@@ -183,8 +196,16 @@ class Service:
         return given if key is None else f"{key}:{given or ''}"
 
     def _limits(self, info: EngineInfo, reader: RequestReader) -> Limits:
-        config, defaults = self.config, reader.defaults
-        return Limits(config.name, config.max_queue, info.max_model_len, info.vocab_size, defaults)
+        config = self.config
+        return Limits(
+            config.name,
+            config.max_queue,
+            info.max_model_len,
+            info.vocab_size,
+            reader.defaults,
+            default_max_tokens=config.default_max_tokens,
+            unknown_fields=config.unknown_fields,
+        )
 
     def openapi(self) -> dict[str, Any]:
         """Return the description of the API with the model that is served."""

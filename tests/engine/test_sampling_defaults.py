@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from razor_dist.api.schema import CompletionBody, parse
+from razor_dist.api.schema import CompletionBody
+from razor_dist.api.validate import parse
 from razor_dist.config.errors import ModelError
 from razor_dist.protocol.sampling_params import sampling_defaults
 

@@ -24,6 +24,7 @@ from razor_dist.jobs.batch import BatchTask, _served, read_batch
 from razor_dist.jobs.task import ItemSize
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
+from tests.fake_engine import ENDLESS
 from tests.hostile_grammars import chained_references
 from tests.test_llm import FakeLLM
 from tests.tokenizer import smollm2_tokenizer
@@ -266,3 +267,31 @@ def test_a_refused_request_counts_for_nothing(tmp_path: Path) -> None:
         refused, good = (list(task.run(llm, item)) for item in task.items())
     assert refused == [ItemSize(0)]
     assert good == [ItemSize(2)]
+
+
+def test_answers_end_in_a_batch_as_on_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    short = {"max_pattern_size": 4, "min_count": 3, "min_length": 9}
+    loop = {"prompt": [ENDLESS, 900], "n_predict": 40, "repetition_detection": short}
+    lines = [
+        request("loop", **loop, n=2),
+        request("default", CHAT, messages=HELLO, reasoning_effort="low"),
+        request("special", prompt=[500, 1, 600], skip_special_tokens=False, max_tokens=3),
+        request("last", prompt=[700, 500, 600], truncate_prompt_tokens=2, cache_prompt=False),
+    ]
+    write(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
+    assert cli.main([*command, "--default-max-tokens", "5"]) == 0
+    found = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    looped, chat, special, last = found
+    assert [c["finish_reason"] for c in looped["choices"]] == ["repetition"] * 2
+    assert looped["usage"]["completion_tokens"] == 18
+    assert chat["usage"]["completion_tokens"] == 5
+    assert chat["choices"][0]["finish_reason"] == "length"
+    decode = smollm2_tokenizer().decode
+    assert special["choices"][0]["text"] == f"{decode([600])}<|im_start|>{decode([500])}"
+    assert last["choices"][0]["text"] == decode([600]) + decode([500])
+    assert last["usage"]["prompt_tokens"] == 2

@@ -14,6 +14,7 @@ from razor_dist.jobs.style import Style
 from razor_dist.jobs.summarize import Summarizer
 from razor_dist.jobs.task import ANSWER_TOKEN, ItemSize, PartResult, TokensDone, Update
 from razor_dist.llm.llm import LLM
+from razor_dist.protocol.repetition import RepetitionDetector
 from tests.jobs.quoter import Quoter, plain_tokenizer
 from tests.tokenizer import smollm2_tokenizer
 
@@ -117,23 +118,26 @@ def test_stored_parts_are_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("answer", "loops"),
     [
-        ("it is said again, " * 12, "repetition"),
-        ("A sentence. " + "it is said again, " * 11 + "it is", "repetition"),
-        ("no " * 30, "repetition"),
-        ("no " * 9, "stop"),
-        ("it is said again, " * 2 + "and that is all there is to be said of it here.", "stop"),
+        ("it is said again, " * 12, True),
+        ("A sentence. " + "it is said again, " * 12 + "it is", True),
+        ("no " * 50, True),
+        ("no " * 40, False),
+        ("it is said again, " * 2 + "and that is all there is to be said of it here.", False),
     ],
 )
-def test_loops_are_told(answer: str, reason: str) -> None:
+def test_loops_are_ended_and_told(answer: str, loops: bool) -> None:
     class Parrot(Quoter):
         def generate(self, prompts: Any, params: Any) -> Any:
             [output] = super().generate(prompts, params)
-            output.outputs[0].token_ids = self._tokenizer(answer)["input_ids"]
+            detector = RepetitionDetector(params.repetition_detection)
+            found = map(detector.push, self._tokenizer(answer)["input_ids"])
+            output.outputs[0].finish_reason = "repetition" if any(found) else "stop"
             return [output]
 
-    assert summarize(Parrot(4096), "fact1")["finish_reason"] == reason
+    reason = summarize(Parrot(4096), "fact1")["finish_reason"]
+    assert reason == ("repetition" if loops else "stop")
 
 
 @pytest.mark.parametrize("context", [70, 130])

@@ -19,7 +19,7 @@ import razor_dist
 from razor_dist.api.formats import ChatFormat, CompletionFormat
 from razor_dist.api.parsing import Limits, parse_value
 from razor_dist.api.responses import ResponsesBody
-from razor_dist.api.schema import parse
+from razor_dist.api.validate import parse
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import ServerConfig
 from razor_dist.frontend.answers import Choice
@@ -182,7 +182,7 @@ def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
     )
     assert whole.output_text == text and whole.status == "completed"
     assert whole.metadata == {"a": "b"} and whole.parallel_tool_calls is False
-    assert (whole.temperature, whole.top_p, whole.max_output_tokens) == (0.5, 0.9, 400)
+    assert (whole.temperature, whole.top_p, whole.max_output_tokens) == (0.5, 1.0, 400)
     assert (whole.tool_choice, whole.tools) == ("auto", [])
     assert whole.usage is not None
     assert whole.usage.output_tokens == count
@@ -217,7 +217,7 @@ def test_the_official_client_gets_responses(client: openai.OpenAI) -> None:
         ({"input": []}, "input", "input must hold at least one message"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
         ({"input": "a " * 600}, "input", "maximum context length"),
-        ({"store": True}, "store", "store must be false: answers are not stored"),
+        ({"store": True}, "store", "store must be false or left out: this server keeps no"),
         ({"previous_response_id": "x"}, "previous_response_id", "unsupported field"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a name and a sc"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from razor_dist.api.schema import NEUTRAL
+from razor_dist.api.validate import NEUTRAL
 from tests import fake_engine
 
 JSON = {"Content-Type": "application/json"}

@@ -29,6 +29,9 @@ INEXPRESSIBLE = {
     "text.format",
     "n",
     "logit_bias",
+    # What other fields exclude, or contradict.
+    *("n_predict", "repeat_penalty", "continue_final_message", "truncate_prompt_tokens"),
+    "repetition_detection",  # the shortest pattern is at most the longest
     "min_tokens",  # at most max_tokens, and none beside a grammar
 }
 CHECKS = [

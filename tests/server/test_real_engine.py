@@ -37,6 +37,41 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+def test_the_first_question_is_answered_by_the_defaults(server: ServerProcess) -> None:
+    """No temperature and no limit: the answers are right, and end."""
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    for _ in range(5):
+        answer = client.chat.completions.create(model="smollm2", messages=QUESTION)
+        assert answer.choices[0].message.content == "The capital of France is Paris."
+        assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_ends_on_two_ranks_with_a_grammar_and_two_answers(
+    server: ServerProcess, stream: bool
+) -> None:
+    grammar = {"regex": "(no )+"}
+    short = {"max_pattern_size": 8, "min_count": 3, "min_length": 12}
+    extra: dict[str, Any] = {"structured_outputs": grammar, "repetition_detection": short}
+    client: Any = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        n=2,
+        max_tokens=60,
+        logit_bias={2: -100},
+        stream=stream,
+        extra_body=extra,
+    )
+    chunks = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    reasons = {c.index: c.finish_reason for c in choices if c.finish_reason}
+    assert reasons == {0: "repetition", 1: "repetition"}
+    if not stream:
+        assert 24 <= answer.usage.completion_tokens < 120
+        assert all(re.fullmatch("(no )+", c.message.content.rstrip() + " ") for c in choices)
+
+
 def test_the_openai_client_streams_an_answer(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
     stream = client.chat.completions.create(

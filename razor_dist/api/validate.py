@@ -1,0 +1,118 @@
+"""A body's fields, checked by pydantic: what is not supported, and errors as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from razor_dist.api.fields import Strict
+from razor_dist.config.errors import RequestError
+from razor_dist.config.validation import nearest
+
+Body = TypeVar("Body", bound=Strict)
+
+# Kinds of items in the input of /v1/responses, which pydantic names like fields.
+_TAGS = ("message", "function_call", "function_call_output")
+# Unsupported fields, with the values that ask for nothing besides null.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "functions": ([],),
+    "function_call": ("none",),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    "suffix": ("",),
+    "modalities": (["text"],),
+}
+
+# Names that vLLM took until 0.12, and what took their place.
+_GUIDED = {
+    f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}'
+    for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+}
+
+
+def parse(
+    cls: type[Body],
+    data: object,
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+    ignored: list[str] | None = None,
+) -> Body:
+    """Validate a parsed request body; `RequestError` names the first field at fault.
+
+    ``neutral`` are fields that are unsupported, and values of theirs that ask for nothing. With a
+    list ``ignored``, unsupported fields are left out and their names put there.
+    """
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    fields = {}
+    for name, value in data.items():
+        if name == "store" and value is True and ignored is not None:
+            ignored.append(name)
+        elif name in cls.model_fields:
+            fields[name] = value
+        elif ignored is not None:
+            if value is not None and not _is_neutral(value, neutral.get(name, ())):
+                ignored.append(name)
+        elif name not in neutral:
+            hint = _GUIDED.get(name) or nearest(name, cls.model_fields)
+            suffix = f"; did you mean {hint!r}?" if hint else ""
+            raise RequestError(f"unsupported field {name!r}{suffix}", param=name)
+        elif value is not None and not _is_neutral(value, neutral[name]):
+            raise RequestError(f"unsupported field {name!r}", param=name)
+    try:
+        body = cls(**fields)
+    except ValidationError as error:
+        if ignored is None or not (unknown := _left_out(fields, error)):
+            raise _request_error(error) from None
+        ignored += unknown
+        return parse(cls, fields, neutral, ignored)
+    body.check()
+    return body
+
+
+def _left_out(fields: dict[str, Any], error: ValidationError) -> list[str]:
+    """Take out the nested fields that are at fault for being unknown; return their names."""
+    found = []
+    for problem in error.errors(include_url=False, include_input=False):
+        *path, name = problem["loc"]
+        at: Any = fields
+        for part in path:  # some name a kind of object, not a place
+            if isinstance(at, list) and isinstance(part, int):
+                at = at[part]
+            elif isinstance(at, dict):
+                at = at.get(part, at)
+        unknown = problem["type"] == "extra_forbidden"
+        if unknown and isinstance(at, dict) and name in at:
+            del at[name]
+            found.append(_where(problem["loc"], numbers=False))
+    return found
+
+
+def _where(place: Sequence[int | str], *, numbers: bool = True) -> str:
+    field, *rest = (part for part in place if part not in _TAGS)
+    index = "[{}]" if numbers else "[]"
+    return f"{field}" + "".join(index.format(p) if isinstance(p, int) else f".{p}" for p in rest)
+
+
+def _is_neutral(value: object, neutral: Sequence[Any]) -> bool:
+    # 0 == False in Python, not in JSON.
+    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    reason = problem.get("ctx", {}).get("error")
+    if isinstance(reason, RequestError):
+        return reason
+    where = _where(problem["loc"])
+    match problem["type"]:
+        case "missing":
+            message = f"missing required field {where!r}"
+        case "extra_forbidden":
+            message = f"unsupported field {where!r}"
+        case "value_error":
+            message = f"{where} {problem['ctx']['error']}"
+        case _:
+            message = f"{where} {problem['msg'].replace('Input should be', 'must be')}"
+    return RequestError(message, param=where)

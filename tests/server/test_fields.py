@@ -1,0 +1,289 @@
+"""Fields that clients send: what they mean on every route, and what is said of the others."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from razor_dist.api.parsing import Limits, parse_value
+from razor_dist.api.responses_format import make_format
+from razor_dist.config.errors import RequestError
+from razor_dist.frontend.answers import Choice
+from razor_dist.frontend.assembler import TextPiece
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
+from tests import fake_engine
+from tests.server.process import ServerProcess, fake_server
+from tests.tokenizer import smollm2_tokenizer
+
+BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+BEGUN = [*MESSAGES, {"role": "assistant", "content": "The answer is"}]
+GIVEN = {
+    "chat": {"messages": MESSAGES},
+    "completions": {"prompt": "Hello there"},
+    "responses": {"input": "Hello there"},
+}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS["responses"] = "/v1/responses"
+ROUTES = list(GIVEN)
+TOKENIZER = smollm2_tokenizer()
+ENCODER = PromptEncoder(TOKENIZER)
+LIMITS = Limits("smollm2", 8, 512, 49152, {})
+
+
+def parsed(route: Any, limits: Limits = LIMITS, **fields: Any) -> Any:
+    body = {"model": "smollm2", **GIVEN[route], **fields}
+    return parse_value(route, body, ENCODER, limits)
+
+
+def params(route: str, limits: Limits = LIMITS, **fields: Any) -> Any:
+    return parsed(route, limits, **fields).prompts[0].params
+
+
+def prompt(route: str, **fields: Any) -> list[int]:
+    return parsed(route, **fields).prompts[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("entry", BODIES, ids=[entry["client"] for entry in BODIES])
+def test_what_clients_send_is_answered(url: str, entry: dict[str, Any]) -> None:
+    answer = httpx.post(f"{url}{entry['path']}", json=entry["body"])
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_llama_cpps_names(route: str) -> None:
+    assert params(route, repeat_penalty=1.5).repetition_penalty == 1.5
+    assert params(route, repeat_penalty=1.5, repetition_penalty=1.5).repetition_penalty == 1.5
+    with pytest.raises(
+        RequestError, match=r"repeat_penalty \(1.5\) and repetition_penalty \(1.2\)"
+    ):
+        params(route, repeat_penalty=1.5, repetition_penalty=1.2)
+    if route != "responses":
+        room = 512 - len(prompt(route))
+        assert params(route, n_predict=7).max_tokens == 7
+        assert params(route, n_predict=-1).max_tokens == room
+        with pytest.raises(RequestError, match=r"n_predict \(7\) and max_tokens \(3\) contradict"):
+            params(route, n_predict=7, max_tokens=3)
+        with pytest.raises(RequestError, match=r"n_predict must be -1 .* or at least 1, got 0"):
+            params(route, n_predict=0)
+    assert parsed(route, cache_prompt=True, cache_salt="a").cache_salt == "a"
+    salts = {parsed(route, cache_prompt=False).cache_salt for _ in range(3)}
+    assert len(salts) == 3 and None not in salts
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_truncated_prompts(route: str) -> None:
+    whole = prompt(route)
+    assert prompt(route, truncate_prompt_tokens=2) == whole[-2:]
+    assert prompt(route, truncate_prompt_tokens=1000) == whole
+    words = "word " * 600
+    given = {"chat": {"messages": [{"role": "user", "content": words}]}}
+    given |= {"completions": {"prompt": words}, "responses": {"input": words}}
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    fields = {**given[route], limit: 12, "truncate_prompt_tokens": -1}
+    checked = parsed(route, **fields).prompts[0]
+    assert len(checked.tokens) == 500 and checked.params.max_tokens == 12
+    with pytest.raises(RequestError, match="truncate_prompt_tokens must be -1"):
+        params(route, truncate_prompt_tokens=0)
+    if route != "responses":
+        with pytest.raises(RequestError, match="truncate_prompt_tokens excludes return_sources"):
+            params(route, truncate_prompt_tokens=3, return_sources=2)
+
+
+def test_a_message_is_continued(url: str) -> None:
+    text = ENCODER.chat_text(BEGUN, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("The answer is")
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert prompt("chat", messages=BEGUN, continue_final_message=True) == ids
+    assert prompt("chat", messages=BEGUN, continue_final_message=True, return_sources=1) == ids
+    closed = prompt("chat", messages=BEGUN, add_generation_prompt=False)
+    assert closed[: len(ids)] == ids and len(closed) > len(ids)
+    assert prompt("chat", messages=BEGUN, add_generation_prompt=True) == prompt(
+        "chat", messages=BEGUN
+    )
+    with pytest.raises(RequestError, match="one of them must be false or left out"):
+        prompt("chat", continue_final_message=True, add_generation_prompt=True)
+    for fields, tokens in (({"continue_final_message": True}, ids), ({}, None)):
+        counted = httpx.post(f"{url}/tokenize", json={"messages": BEGUN, **fields}).json()
+        assert (counted["tokens"] == ids) == (tokens is not None)
+    refused = httpx.post(f"{url}/tokenize", json={"prompt": "a", "continue_final_message": True})
+    assert refused.json()["error"]["param"] == "continue_final_message"
+
+
+def test_a_message_without_content_is_refused_by_tokenize_as_by_chat(url: str) -> None:
+    for message in ({"role": "user", "content": None}, {"role": "user"}):
+        for path in ("/tokenize", "/v1/chat/completions"):
+            body = {"model": "smollm2", "messages": [*MESSAGES, message]}
+            answer = httpx.post(f"{url}{path}", json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "messages[1].content"
+
+
+def test_hints_reach_the_chat_template() -> None:
+    template = "{{ reasoning_effort }}/{{ verbosity }}/{{ messages[0].content }}"
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    encoder = PromptEncoder(tokenizer)
+
+    def text(route: Any, **fields: Any) -> str:
+        body = {"model": "smollm2", **GIVEN[route], **fields}
+        found = parse_value(route, body, encoder, LIMITS)
+        return tokenizer.decode(found.prompts[0].tokens)
+
+    both = {"reasoning_effort": "low", "verbosity": "high"}
+    assert text("chat") == "//Hello there"
+    assert text("chat", **both) == "low/high/Hello there"
+    own = {"chat_template_kwargs": {"reasoning_effort": "max"}}
+    assert text("chat", **both, **own) == "max/high/Hello there"
+    shaped = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "high"}}
+    assert text("responses", **shaped) == "low/high/Hello there"
+    described = parsed("responses", **shaped).described
+    assert described["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert prompt("completions", **both) == prompt("completions")
+    with pytest.raises(RequestError, match="reasoning_effort must be 'none', 'minimal'"):
+        text("chat", reasoning_effort="enormous")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_are_shown_if_asked_for(url: str, stream: bool) -> None:
+    """The fake engine answers with the prompt backwards."""
+    body = {"model": "smollm2", "prompt": [500, 1, 600], "stream": stream, "n": 2, "max_tokens": 3}
+    texts = {}
+    for skip in (True, False):
+        answer = httpx.post(f"{url}/v1/completions", json=body | {"skip_special_tokens": skip})
+        if stream:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line)["choices"][0] for line in lines]
+            found = ["".join(c["text"] for c in chunks if c["index"] == i) for i in (0, 1)]
+        else:
+            found = [choice["text"] for choice in answer.json()["choices"]]
+        assert found[0] == found[1]
+        texts[skip] = found[0]
+    first, last = TOKENIZER.decode([600]), TOKENIZER.decode([500])
+    assert texts == {True: first + last, False: f"{first}<|im_start|>{last}"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_limits_of_those_who_name_none(route: str) -> None:
+    room = 512 - len(prompt(route))
+    limits = LIMITS._replace(default_max_tokens=20)
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    if route == "completions":  # OpenAI's own default
+        assert params(route).max_tokens == params(route, limits).max_tokens == 16
+    else:
+        assert params(route).max_tokens == room
+        assert params(route, limits).max_tokens == 20
+        assert params(route, limits, min_tokens=30).max_tokens == 30
+        many = LIMITS._replace(default_max_tokens=10_000)
+        assert params(route, many).max_tokens == room
+    assert params(route, limits, **{limit: 40}).max_tokens == 40
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_repetition_detection_of_requests_and_of_the_server(route: str) -> None:
+    limits = LIMITS._replace(defaults={"repetition_detection": LOOPS})
+    own = {"max_pattern_size": 8, "min_count": 3}
+    assert params(route).repetition_detection is None
+    assert params(route, limits).repetition_detection == LOOPS
+    assert params(route, limits, ignore_eos=True).repetition_detection is None
+    for fields in ({}, {"ignore_eos": True}):
+        found = params(route, limits, repetition_detection=own, **fields)
+        assert found.repetition_detection == RepetitionDetectionParams(8, 0, 3, 0)
+    off = params(route, limits, repetition_detection={"max_pattern_size": 0})
+    assert off.repetition_detection.max_pattern_size == 0
+    with pytest.raises(RequestError, match=r"^repetition_detection.min_count must be") as error:
+        params(route, repetition_detection={"max_pattern_size": 8, "min_count": 1})
+    assert error.value.param == "repetition_detection"
+
+
+# An answer that says one token again and again.
+ENDLESS = [fake_engine.ENDLESS, 900]
+SHORT = {"max_pattern_size": 4, "min_count": 3, "min_length": 9}
+LOOP = {"model": "smollm2", "prompt": ENDLESS, "max_tokens": 60, "repetition_detection": SHORT}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_ends_every_answer(url: str, stream: bool) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json=LOOP | {"stream": stream, "n": 2})
+    if stream:
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        chunks = [json.loads(line)["choices"][0] for line in lines]
+        for index in (0, 1):
+            own = [chunk for chunk in chunks if chunk["index"] == index]
+            assert [c["finish_reason"] for c in own[-2:]] == [None, "repetition"]
+            assert "".join(c["text"] for c in own) == TOKENIZER.decode([900]) * 9
+    else:
+        choices = answer.json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["repetition"] * 2
+        assert answer.json()["usage"]["completion_tokens"] == 18
+
+
+def test_a_stop_string_comes_first(url: str) -> None:
+    text = TOKENIZER.decode([900])
+    for times, reason in ((5, "stop"), (9, "stop"), (10, "repetition")):
+        fields = {"stop": [text * times]}
+        [choice] = httpx.post(f"{url}/v1/completions", json=LOOP | fields).json()["choices"]
+        assert choice["finish_reason"] == reason, times
+
+
+def test_responses_that_loop_are_incomplete() -> None:
+    found = parsed("responses")
+    pieces = [TextPiece(5, "no"), TextPiece(5, "no", finish_reason="repetition")]
+    choice = Choice(found.prompts[0].tokens, 0, pieces)
+    whole = make_format("responses", found, "m", [choice], TOKENIZER).whole()
+    assert (whole["status"], whole["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "repetition"},
+    )
+
+
+@pytest.fixture(scope="module")
+def warning() -> Iterator[ServerProcess]:
+    with fake_server("--unknown-fields", "warn") as server:
+        server.url()
+        yield server
+
+
+def test_unknown_fields_may_be_ignored(warning: ServerProcess) -> None:
+    url = warning.url()
+    odd = {"keep_alive": 5, "think": False, "store": True, "best_of": 3, "audio": None}
+    nested = [{"role": "assistant", "content": "a", "reasoning_content": "hm"}, *MESSAGES]
+    for _ in range(2):
+        for route in ROUTES:
+            body = {"model": "smollm2", **GIVEN[route], **odd}
+            answer = httpx.post(f"{url}{PATHS[route]}", json=body)
+            assert answer.status_code == 200, answer.text
+        body = {"model": "smollm2", "messages": nested, "stream_options": None, "keep_alive": 1}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{url}/tokenize", json={"prompt": "a", "odd": 1}).status_code == 200
+    long = {"model": "smollm2", "prompt": "a", "filler": "x" * 300_000}  # another process reads it
+    assert httpx.post(f"{url}/v1/completions", json=long, timeout=60).status_code == 200
+    for name in ("keep_alive", "think", "store", "best_of", "messages[].reasoning_content", "odd"):
+        assert warning.log.count(f"unsupported field {name!r}, which is ignored") == 1
+    assert "unsupported field 'filler'" in warning.log
+    assert "'audio'" not in warning.log
+    wrong = httpx.post(f"{url}/v1/completions", json={"model": "smollm2", "prompt": 7, "odd": 1})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
+def test_unknown_fields_are_refused_by_default(url: str) -> None:
+    for fields, param in (
+        ({"keep_alive": 5}, "keep_alive"),
+        ({"store": True}, "store"),
+        ({"messages": [MESSAGES[0] | {"thoughts": "hm"}]}, "messages[0].thoughts"),
+    ):
+        body = {"model": "smollm2", "messages": MESSAGES, **fields}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    answer = httpx.post(
+        f"{url}/v1/chat/completions",
+        json={"model": "smollm2", "messages": MESSAGES, "store": True},
+    )
+    assert "this server keeps no answers" in answer.json()["error"]["message"]
