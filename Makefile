@@ -36,7 +36,7 @@ install: .venv/installed
 	@touch $@
 
 demo: install
-	$(BIN)/python -m razor_dist.evals.demo
+	$(BIN)/razor-dist demo
 
 serve: install
 	$(BIN)/razor-dist serve

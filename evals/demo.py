@@ -1,4 +1,4 @@
-"""``make demo``: ranks on this machine find one sentence in a document of 7,000 tokens.
+"""``razor-dist demo``: ranks on this machine find one sentence in a document of 7,000 tokens.
 
 Starts ``razor-dist serve`` as a user would, asks over HTTP, streams the answer and prints what
 splitting the heads saved. It needs nothing but the embedded model and a CPU.
@@ -6,14 +6,12 @@ splitting the heads saved. It needs nothing but the embedded model and a CPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,6 @@ MAX_ANSWER_TOKENS = 48
 # constant length, which is whole on every rank: with the embedded model's own window of a fifth of
 # the context, five ranks or more would keep more than full attention's shards.
 SETTINGS = {"device": "cpu", "chunked-prefill-size": "1024", "window-ratio": "none"}
-_MOST_RANKS = 8
 # Between two lines of progress where there is no terminal to draw a bar on.
 _LINE_SECONDS = 3.0
 # Until its ranks are ready, and for its orderly end.
@@ -71,20 +68,12 @@ class DemoAnswer:
         return (self.completion_tokens - 1) / seconds if seconds > 0 else 0.0
 
 
-def main() -> int:
-    """Entry point; returns 0 only if the answer holds the hidden number."""
-    ranks = min(max(2, usable_cores()), _MOST_RANKS)
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Other flags go to razor-dist serve, such as --window-ratio 5.",
-    )
-    text = f"ranks (default: one for each core, from 2 to {_MOST_RANKS}; here {ranks})"
-    parser.add_argument("--world-size", type=int, default=ranks, help=text)
-    options, serve_flags = parser.parse_known_args()
+def main(world_size: int, serve_flags: Sequence[str]) -> int:
+    """`run`, with errors as a line on standard error; 0 only if the answer is right."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` must end the server too
     console = Console(highlight=False)
     try:
-        return run(options.world_size, serve_flags, console)
+        return run(world_size, serve_flags, console)
     except KeyboardInterrupt:
         console.print("\ninterrupted; the server has been ended")
         return 130
@@ -349,7 +338,3 @@ def _table(name: str, *numbers: str) -> Table:
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,10 +18,12 @@ import typer.core
 import razor_dist
 from razor_dist.config.cores import bound_spinning
 from razor_dist.config.errors import ConfigError, RazorError
+from razor_dist.config.foreign import FOREIGN_SETTINGS
 
 # `name` of `razor_dist.commands.name` (a hyphen is an underscore there), a function or, for a group
 # of commands, a typer app; and its line in the list of commands.
 COMMANDS = {
+    "demo": "Answer a question about a long document, on this machine.",
     "serve": "Serve a model with OpenAI's API.",
     "identify": "Find a model's retrieval heads.",
     "heads": "Import, export, compare and show head maps.",
@@ -35,23 +37,16 @@ COMMANDS = {
     "bench": "Measure speed, memory and cost side by side.",
 }
 
+
+def _flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
 # Flags that users of vLLM, SGLang and llama-server may try, and ours for the same end.
 FOREIGN_FLAGS = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "--world-size"),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--pp-size"), "--world-size"),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp-size"), "--world-size"),
-    **dict.fromkeys(("--context-parallel-size", "--nproc-per-node"), "--world-size"),
-    "--max-num-batched-tokens": "--chunked-prefill-size",
-    **dict.fromkeys(("--max-running-requests", "--parallel"), "--max-num-seqs"),
-    **dict.fromkeys(("--context-length", "--ctx-size", "--max-seq-len"), "--max-model-len"),
-    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "--kv-tokens"),
-    **dict.fromkeys(("--max-total-tokens", "--num-gpu-blocks-override"), "--kv-tokens"),
-    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k"), "--kv-dtype"),
-    "--block-size": "--page-size",
+    **{_flag(name): _flag(ours) for name, ours in FOREIGN_SETTINGS.items()},
+    **dict.fromkeys(("-tp", "-pp", "-dp"), "--world-size"),
     **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "--no-cuda-graphs"),
-    "--model-path": "--model",
-    "--random-seed": "--seed",
-    "--attention-backend": "--attention",
 }
 
 
@@ -110,7 +105,14 @@ def command_line(arguments: Sequence[str]) -> typer.Typer:
                 registered.cls = GroupedCommand
             app.add_typer(command, name=name, short_help=summary)
         else:
-            app.command(name, cls=GroupedCommand, short_help=summary)(command)
+            # The flags that the demo does not know are serve's.
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+            app.command(
+                name,
+                cls=GroupedCommand,
+                short_help=summary,
+                context_settings=settings if name == "demo" else None,
+            )(command)
     return app
 
 

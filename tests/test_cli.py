@@ -23,7 +23,10 @@ from razor_dist.commands.prefill import prefill
 from razor_dist.commands.serve import serve
 from razor_dist.commands.store import store
 from razor_dist.commands.summarize import summarize
+from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.config.sources import load_config
+from razor_dist.models.registry import config_folder
 
 SERVE_OPTIONS = """
     --allowed-hosts --allowed-origins --api-key --api-key-file --attention --block
@@ -271,6 +274,39 @@ def test_a_mistake_is_one_line_and_code_2(capfd: pytest.CaptureFixture[str]) -> 
     assert cli.main(["serve", "--world-size", "0"]) == 2
     error = capfd.readouterr().err
     assert error == "razor-dist: world_size must be at least 1, got 0 (from --world-size)\n"
+
+
+def test_a_mistyped_method_is_no_model(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["identify", "razr", "smollm2", "--out", "x.json"]) == 2
+    assert capfd.readouterr().err == "razor-dist: unknown method 'razr'; did you mean 'razor'?\n"
+
+
+def test_benchmarks_are_listed_and_none_is_run(capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["bench"])
+    shown = capfd.readouterr()
+    assert "Usage: razor-dist bench" in shown.out + shown.err
+
+
+@pytest.mark.parametrize("name", ["glm-4-9b-chat-1m", "configs/glm-4-9b-chat-1m.yaml"])
+def test_shipped_settings_are_named_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(EngineConfig, yaml_path=name).window_max == 8192
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/glm-4-9b-chat-1m.yaml").write_text("window_max: 9000")
+    own = 9000 if name.endswith(".yaml") else 8192
+    assert load_config(EngineConfig, yaml_path=name).window_max == own
+
+
+@pytest.mark.parametrize("name", ["glm-quarter", "configs/shapes/glm-quarter"])
+def test_shipped_shapes_are_named_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_folder(name).joinpath("config.json").is_file()
+    with pytest.raises(ModelError, match="glm-4-9b-chat-1m, glm-quarter"):
+        config_folder("glm-half")
 
 
 def test_an_unknown_flag_suggests_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ OF_OTHERS = """
     FONTCONFIG_FILE RAY_AUTH_TOKEN argparse.py attention_factor capitals capitals_written
     common_words_extraction.py constants.py evaluate.py freq_words_extraction.py niah.py qa.py
     sched_autogroup_enabled scrape_config simple_evaluate variable_tracking.py weights_only
-    ask.py curl
+    ask.py bad_words curl
 """
 WORD = re.compile(r"\w+")
 
@@ -119,7 +119,7 @@ def test_the_documents_name_flags_that_exist() -> None:
 # Of torchrun, Ray, Docker, systemctl, curl, pip, lm-eval; and of our scripts that are no commands.
 FLAGS_OF_OTHERS = """
     --add-host --address --build-arg --cacert --follow --generate --head --help --include_path
-    --local-addr --now
+    --local-addr --n-predict --now --override-generation-config
     --max-restarts --model_args --needle --nnodes --no-deps --no-python --restart --zipf
     --num-cpus --num-gpus --rdzv-backend --rdzv-conf --rdzv-endpoint --rounds --runtime-env-json
     --shm-size --standalone --working-dir

@@ -193,7 +193,7 @@ def test_chat(llm: LLM) -> None:
     with pytest.raises(RequestError, match="at least one message"):
         llm.chat([])
     with pytest.raises(RequestError, match="chat template refuses"):
-        llm.chat([{"content": 3}])
+        llm.chat([{"role": "user", "content": 3}])
 
 
 def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
@@ -225,12 +225,25 @@ def test_a_chat_cut_behind_its_document_has_the_tokens_of_the_whole() -> None:
         ({"prompt_token_ids": "a"}, "prompt_token_ids cannot hold 'a'"),
         ({}, "has one key"),
         (["a", 3], "a text or a list of token ids, not 3"),
+        (123, "prompts must be a text, a list of token ids, a mapping, .*, not 123"),
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts)
     assert llm.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("messages", ["hi", 3, ["hi"], [{"content": "hi"}], [["hi"]]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages must be a list such as .*; got"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], 3])
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+        llm.generate("a", params)
 
 
 class Bar:
@@ -422,6 +435,8 @@ def _runs(pid: int) -> bool:
 def test_wrong_settings_and_models() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'atention'; did you mean 'attention'"):
         LLM(atention="full")
+    with pytest.raises(ConfigError, match="'tensor_parallel_size'; did you mean 'world_size'"):
+        LLM(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="world_size must be at least 1, got 0"):
         LLM(world_size=0)
     with pytest.raises(ModelError, match="no such folder"):

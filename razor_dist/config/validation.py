@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.config.foreign import FOREIGN_SETTINGS
 from razor_dist.config.sizes import Size, takes_sizes
 
 # By pydantic's name of a problem: words that follow "must be".
@@ -69,7 +70,9 @@ def check_seed(seed: int) -> None:
 
 def unknown(name: str, known: Collection[str], what: str = "setting") -> str:
     """Return a sentence about an unknown ``what``, with the nearest known one if there is one."""
-    near = nearest(name, known)
+    near = FOREIGN_SETTINGS.get(name)
+    if near not in known:
+        near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"known are: {', '.join(sorted(known))}"
     return f"unknown {what} {name!r}; {hint}"
 

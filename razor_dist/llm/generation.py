@@ -36,18 +36,42 @@ Prompt = str | Sequence[int] | Mapping[str, str | Sequence[int]] | Encoded
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list; a list of integers is one prompt."""
+    """Return one prompt or several as a list; a list of integers is one prompt.
+
+    Raises `RequestError` for what is neither a prompt nor a sequence.
+    """
     if isinstance(prompts, str | Mapping | Encoded):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            "prompts must be a text, a list of token ids, a mapping, or a list of these, not "
+            f"{prompts!r:.80}",
+            param="prompts",
+        )
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation or several as a list; `RequestError` if it is neither."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise _no_conversation(messages)
     if not messages or isinstance(messages[0], Mapping):
-        return [cast("Conversation", messages)]
+        messages = [cast("Conversation", messages)]
+    for conversation in messages:
+        for message in conversation:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise _no_conversation(message)
     return list(cast("Sequence[Conversation]", messages))
+
+
+def _no_conversation(value: object) -> RequestError:
+    return RequestError(
+        'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such '
+        f"lists; got {value!r:.80}. For a text use generate",
+        param="messages",
+    )
 
 
 def params_for(
@@ -59,6 +83,11 @@ def params_for(
     """Return the parameters of each of ``count`` prompts; `RequestError` unless one or as many."""
     if params is None or isinstance(params, SamplingParams):
         params = [params or default] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            f"sampling_params must be SamplingParams or a list of them, not {params!r:.80}",
+            param="sampling_params",
+        )
     if prefix is not None and any(own.return_sources for own in params):
         raise RequestError(
             "return_sources needs the whole prompt, not one that continues a pinned prefix: the "

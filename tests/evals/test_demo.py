@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from razor_dist import cli
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals import demo
 from razor_dist.evals.demo import Savings
@@ -117,6 +117,5 @@ def test_other_flags_go_to_the_server_and_prevail(monkeypatch: pytest.MonkeyPatc
         raise demo.ServingError("none here")
 
     monkeypatch.setattr(demo, "server", no_server)
-    monkeypatch.setattr(sys, "argv", ["demo", "--world-size", "3", "--window-ratio", "7"])
-    assert demo.main() == 1
+    assert cli.main(["demo", "--world-size", "3", "--window-ratio", "7"]) == 1
     assert "--world-size=3" in given and given[-2:] == ["--window-ratio", "7"]

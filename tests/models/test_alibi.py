@@ -320,7 +320,7 @@ def test_an_engine_has_the_maps_windows_at_any_length(
         Communicator(None),
         torch.device("cpu"),
     )
-    assert "was trained with 4096 positions" in caplog.text
+    assert "was trained with 4,096 (4K) positions" in caplog.text
     lengths = sorted({w for row in own for w in row if w is not None})
     policies = [cache.policy for cache in engine.runner.caches.streaming]
     assert [p.window(4999) for p in policies] == [p.window(0) for p in policies] == lengths

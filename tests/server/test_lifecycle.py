@@ -18,7 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import LlamaConfig
 
+from razor_dist.heads.head_map import FOLDER_HEAD_MAP, HeadMap
+from razor_dist.models.shape import ModelShape
 from tests import fake_engine
 from tests.preloaded import executed
 from tests.server.process import ROOT, ServerProcess, alive, fake_server, health, wait_until
@@ -30,7 +33,9 @@ def folder(parent: Path, name: str) -> str:
     """A model folder whose name tells `tests.fake_engine` how to fail; it has no tokenizer."""
     path = parent / name
     path.mkdir()
-    (path / "config.json").write_text("{}")
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    config.to_json_file(path / "config.json", use_diff=False)
+    HeadMap.uniform("full", ModelShape.from_config(config)).save(path / FOLDER_HEAD_MAP)
     (path / "model.safetensors").touch()
     return str(path)
 
@@ -337,9 +342,14 @@ def test_starts_that_fail_are_given_up(tmp_path: Path) -> None:
         (["--port", "70000"], "port must be at most 65535, got 70000 (from --port)"),
         (["--config", "/no/such.yaml"], "cannot read the file /no/such.yaml"),
         (["--host", "no.such.host.invalid"], "host 'no.such.host.invalid' is not an address"),
+        (["--head-map", "/no/map.json"], "cannot read the head map /no/map.json: No such file"),
+        (["--max-model-len", "9000"], "max_model_len is 9000, but smollm2 was made for 8192"),
+        (["--weights", "zero3"], "weights: zero3 shards the weights over the ranks"),
+        (["--config", "needle_smolm2"], "did you mean 'needle_smollm2'?"),
     ],
 )
 def test_wrong_settings_are_one_line(arguments: list[str], message: str) -> None:
+    """And refused before anything listens: that would be another line."""
     code, output = run(*arguments)
     assert code == 2
     assert output.count("\n") == 1
