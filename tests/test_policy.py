@@ -60,3 +60,15 @@ def test_runs_partition_the_queries(policy: StreamingPolicy, begin: int, count: 
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, int], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         StreamingPolicy(**settings)
+
+
+@pytest.mark.parametrize("copies", (1, 2, 4, 5, 8))
+@pytest.mark.parametrize("ratio", (None, 4, 5))
+@pytest.mark.parametrize("most", (None, 24))
+def test_from_where_windows_are_together_shorter_than_the_context(
+    copies: int, ratio: int | None, most: int | None
+) -> None:
+    policy = StreamingPolicy(window_min=16, window_ratio=ratio, window_max=most, block=1)
+    shorter = [n for n in range(1, 1000) if copies * policy.window(n - 1) < n]
+    begin = policy.saves_from(copies)
+    assert shorter == ([] if begin is None else list(range(begin + 1, 1000)))

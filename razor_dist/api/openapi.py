@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from razor_dist.api.fields import RESERVED, Strict
-from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, or_null, some
+from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, examples, or_null, some
 from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import Limits
 from razor_dist.api.responses import NEUTRAL as RESPONSES_NEUTRAL
@@ -62,6 +62,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/stats": _get("Counters of the engine.", "Stats", 503),
         "/metrics": _metrics(),
     }
+    for path, example in examples(limits.model).items():
+        paths[path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
     bodies: dict[str, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
         "ChatBody": (ChatBody, NEUTRAL),
         "CompletionBody": (CompletionBody, NEUTRAL),
@@ -79,7 +81,7 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
             "title": "razor_dist",
             "version": version("razor-dist"),
             "description": "OpenAI's API, with fields of vLLM and llama.cpp. Unknown fields are "
-            "refused by name. See docs/serving.md.",
+            "refused by name.",
         },
         "paths": paths,
         "components": {

@@ -156,3 +156,20 @@ ANSWERS: Json = {
     "Version": _object({"version": TEXT}),
     "Stats": {"type": "object"},
 }
+
+
+def examples(model: str) -> dict[str, Json]:
+    """Return a body for each path that takes JSON, which is answered as it stands."""
+    question = "What is a lighthouse for? Answer in one sentence."
+    return {
+        "/v1/chat/completions": {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 64,
+            "temperature": 0,
+        },
+        "/v1/completions": {"model": model, "prompt": "A lighthouse is", "max_tokens": 32},
+        "/v1/responses": {"model": model, "input": question, "max_output_tokens": 64},
+        "/tokenize": {"model": model, "prompt": "A lighthouse is"},
+        "/detokenize": {"model": model, "tokens": [1, 2, 3]},
+    }

@@ -77,6 +77,12 @@ class StreamingPolicy:
             self, window_min=tokens, window_ratio=None, window_max=None, sinks=0, compensation=False
         )
 
+    def saves_from(self, copies: int) -> int | None:
+        """Tokens from which on ``copies`` windows are together shorter than the context, if any."""
+        if self.window_ratio is None or copies < self.window_ratio:
+            return copies * self.window_min
+        return None if self.window_max is None else copies * self.window_max
+
     def window(self, position: int) -> int:
         """L(i): the length in tokens that the window of query ``position`` must cover."""
         length = max(self.window_min, -(-(position + 1) // (self.window_ratio or _NO_RATIO)))

@@ -248,6 +248,7 @@ def make_engine(
         kept / (shape.layers * shape.kv_heads),
         len(source_heads),
         runner.caches.reserved_bytes,
+        StreamingPolicy.of(config).saves_from(1 if runner.decode == "tensor" else comm.size),
     )
     return RankEngine(runner, core, info)
 

@@ -19,7 +19,7 @@ from razor_dist.api.parsing import Endpoint, check_model
 from razor_dist.config.errors import RazorError
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
-from razor_dist.server.docs_page import docs_page
+from razor_dist.server.docs_page import POLICY, docs_page
 from razor_dist.server.documents import DocumentReader
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
@@ -61,9 +61,9 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         return service.openapi()
 
     @app.get("/docs")
-    async def docs() -> HTMLResponse:
-        policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(docs_page(service.openapi()), headers=policy)
+    async def docs(request: Request) -> HTMLResponse:
+        text = docs_page(service.openapi(), str(request.base_url))
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -73,6 +73,17 @@ export async function stats() {
   return (await request("stats")).json();
 }
 
+/** How many tokens a text has. */
+export async function tokens(text, signal) {
+  const response = await request("tokenize", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ prompt: text, add_special_tokens: false }),
+    signal,
+  });
+  return (await response.json()).count;
+}
+
 /** The text of a file, as the server reads it. */
 export async function textOf(file, signal) {
   const name = encodeURIComponent(file.name);

@@ -9,6 +9,39 @@ export class Conversation {
     Object.assign(this, { turns, pending });
   }
 
+  /** A copy that later changes leave as it is, to go back to. */
+  snapshot() {
+    const turns = this.turns.map((turn) => ({ ...turn, documents: [...turn.documents] }));
+    return new Conversation({ turns, pending: [...this.pending] });
+  }
+
+  get documents() {
+    return [...this.turns.flatMap((turn) => turn.documents), ...this.pending];
+  }
+
+  /** Takes a document out, wherever it is. */
+  remove(document) {
+    for (const part of [...this.turns.map((turn) => turn.documents), this.pending]) {
+      const at = part.indexOf(document);
+      if (at >= 0) part.splice(at, 1);
+    }
+  }
+
+  /** Takes a question and its answer out; its documents go to the next question. */
+  removeTurn(turn) {
+    const at = this.turns.indexOf(turn);
+    this.turns.splice(at, 1);
+    const next = this.turns[at];
+    if (next) next.documents = [...turn.documents, ...next.documents];
+    else this.pending = [...turn.documents, ...this.pending];
+  }
+
+  /** Takes back a question and all after it; their documents wait again. */
+  cut(turn) {
+    while (this.turns.includes(turn)) this.takeBack();
+    return turn.question;
+  }
+
   /** Begins a turn with a question and all documents that wait for one. */
   ask(question) {
     const turn = { question, documents: this.pending, answer: "", sentences: [], usage: null, note: "" };
@@ -29,7 +62,7 @@ export class Conversation {
     return this.turns.flatMap((turn, i) => {
       const user = { role: "user", content: documentsText(turn.documents) + turn.question };
       const isLast = i === this.turns.length - 1;
-      return isLast ? [user] : [user, { role: "assistant", content: turn.answer }];
+      return isLast ? [user] : [user, { role: "assistant", content: turn.together ?? turn.answer }];
     });
   }
 
@@ -39,22 +72,21 @@ export class Conversation {
     return before.messages();
   }
 
-  /** The document of a message, and where in it, at an index of the message's content. */
+  /** The id of a message's document, and where in it, at an index of the message's content. */
   documentAt(message, index) {
     const documents = message % 2 ? [] : (this.turns[message / 2]?.documents ?? []);
     let end = 0;
-    for (const [document, { name, text }] of documents.entries()) {
+    for (const { id, name, text } of documents) {
       const begin = end + documentHead(name).length;
       end = begin + text.length;
-      if (index >= begin && index < end) return { document, begin: index - begin };
+      if (index >= begin && index < end) return { document: id, begin: index - begin };
       end += BETWEEN.length;
     }
-    return { document: -1, begin: index };
+    return { document: null, begin: index };
   }
 
   get characters() {
-    const documents = [...this.turns.flatMap((turn) => turn.documents), ...this.pending];
-    return documents.reduce((sum, document) => sum + document.text.length, 0);
+    return this.messagesAhead().reduce((sum, { content }) => sum + content.length, 0);
   }
 
   toMarkdown(model) {

@@ -14,34 +14,47 @@ export function kept(stats) {
   return { now: sum(stats.kv_bytes_per_rank), full: retrieval / stats.retrieval_fraction };
 }
 
+const MOST = "razor_dist most";
+
 export class Gauge {
-  constructor(place) {
-    this.place = place;
-    this.most = null; // what was kept when it was most, since the page was opened
+  /** The figures of `place` are unfolded once, when the split saves; `from` says from where it does. */
+  constructor(place, from) {
+    Object.assign(this, { place, from, unfolded: false });
+    // What was kept when it was most, since the tab was opened.
+    this.most = JSON.parse(sessionStorage.getItem(MOST) ?? "null");
+    if (this.most) this.show({});
   }
 
   show(stats) {
     const found = kept(stats);
-    if (found && (!this.most || found.now >= this.most.now)) this.most = found;
-    const parts = [];
-    if (this.most) parts.push(this.memory(this.most, stats));
+    if (found && (!this.most || found.now >= this.most.now)) {
+      this.most = found;
+      sessionStorage.setItem(MOST, JSON.stringify(this.most));
+    }
+    const saves = this.most && this.most.full > this.most.now;
+    if (saves && !this.unfolded) this.place.closest("details").open = this.unfolded = true;
+    if ("world_size" in stats) this.from.textContent = fromWords(stats);
+    const parts = saves ? [memory(this.most)] : [];
     const sent = sum(Object.values(stats.bytes_sent ?? {}));
     if (sent) parts.push(sentBetween(stats, sent));
     if (parts.length) this.place.replaceChildren(...parts);
   }
+}
 
-  memory({ now, full }, stats) {
-    const list = document.createElement("dl");
-    row(list, "Keys and values kept", bytes(now), now / Math.max(now, full));
-    row(list, "Full attention would keep", `about ${bytes(full)}`, full / Math.max(now, full));
-    const words = document.createElement("p");
-    const heads = `${Math.round(100 * stats.retrieval_fraction)} % of the heads keep everything`;
-    words.textContent =
-      full > now
-        ? `${(full / now).toFixed(1)} times less memory: ${heads}.`
-        : `No less memory yet: ${heads}, and the windows of the others, one on each rank, are together no shorter than the context.`;
-    return group(words, list);
-  }
+/** From how long a context on there is something to save. */
+export function fromWords({ saves_from_tokens: from, retrieval_fraction }) {
+  const heads = `${Math.round(100 * (retrieval_fraction ?? 0))} % of the heads keep everything`;
+  if (!from) return `${heads}; nothing is saved with these windows on these ranks.`;
+  return `${heads}; memory is saved from contexts of about ${count(from)} tokens on.`;
+}
+
+function memory({ now, full }) {
+  const list = document.createElement("dl");
+  row(list, "Keys and values kept", bytes(now), now / full);
+  row(list, "Full attention would keep", `about ${bytes(full)}`, 1);
+  const words = document.createElement("p");
+  words.textContent = `${(full / now).toFixed(1)} times less memory.`;
+  return group(words, list);
 }
 
 function sentBetween(stats, total) {

@@ -1,6 +1,6 @@
 // How far a prompt has been read: a bar, the rate, the time left.
 
-import { count, duration } from "./format.js";
+import { count, duration, plural } from "./format.js";
 
 // Chunks over which the rate is measured: later chunks attend to more, and take longer.
 const CHUNKS = 4;
@@ -12,6 +12,7 @@ export class Reading {
     this.announce = announce;
     this.events = [];
     this.told = 0;
+    this.began = performance.now();
     this.bar = document.createElement("progress");
     this.bar.setAttribute("aria-label", "Reading");
     this.words = document.createElement("p");
@@ -43,18 +44,27 @@ export class Reading {
   show() {
     const last = this.events.at(-1);
     if (!last) return;
+    const known = this.rate > 0 && Number.isFinite(this.rate);
+    if (!known) return this.wait(last);
     this.bar.max = last.total;
     this.bar.value = last.processed;
     const parts = [`${count(last.processed)} of ${count(last.total)} tokens`];
     if (last.cache > 0) parts.push(`${count(last.cache)} were known`);
     if (last.processed >= last.total) {
       parts.push("read");
-    } else if (this.rate > 0 && Number.isFinite(this.rate)) {
+    } else {
       const since = (performance.now() - last.at) / 1000;
       parts.push(`${count(this.rate)} a second`);
       parts.push(`about ${duration((last.total - last.processed) / this.rate - since)} left`);
     }
     this.say(parts.join(" · "));
+  }
+
+  /** A prompt of one chunk has no rate: how many tokens, and for how many seconds. */
+  wait({ total, cache }) {
+    this.bar.removeAttribute("value");
+    const known = cache > 0 ? ` · ${count(cache)} were known` : "";
+    this.say(`Reading ${plural(total - cache, "token")}${known} · ${duration((performance.now() - this.began) / 1000)}`);
   }
 
   end() {

@@ -25,18 +25,17 @@ export function locate(sources, conversation) {
     const { content } = messages[message];
     const from = indexOf(content, start);
     const to = from + indexOf(content.slice(from), end - start);
-    const place = conversation.documentAt(message, from);
-    return { text, weight, turn: message >> 1, ...place, length: to - from };
+    return { text, weight, ...conversation.documentAt(message, from), length: to - from };
   });
 }
 
-/** The list of an answer's sources; `documentsOf` gives a turn's documents. */
-export function sourceItems(sources, documentsOf) {
+/** The list of an answer's sources; `documentOf` gives a document by its id. */
+export function sourceItems(sources, documentOf) {
   const shown = sources.filter(({ weight }, number) => number === 0 || weight >= LEAST);
   return shown.map((source, number) => {
     const item = document.createElement("li");
     const quote = source.text.length > QUOTE ? `${source.text.slice(0, QUOTE)}…` : source.text;
-    const found = documentsOf(source.turn)[source.document];
+    const found = documentOf(source.document);
     const words = document.createElement(found ? "button" : "span");
     words.className = "source";
     const quoted = document.createElement("bdi");
@@ -55,31 +54,47 @@ export function sourceItems(sources, documentsOf) {
   });
 }
 
-/** An answer's text as nodes: a sentence that came from a document is a button that shows where. */
-export function answerNodes(answer, sentences, documentsOf) {
-  const nodes = [];
-  let done = 0;
-  for (const { start, end, sources } of sentences) {
-    const source = sources.find(({ turn, document }) => documentsOf(turn)[document]);
-    if (!source) continue;
+/** The parts of an answer that came from a document, as marks for `markdown.js`. */
+export function sentenceMarks(answer, sentences, documentOf) {
+  return sentences.flatMap(({ start, end, sources }) => {
+    const source = sources.find(({ document }) => documentOf(document));
+    if (!source) return [];
     const [from, to] = [indexOf(answer, start), indexOf(answer, end)];
-    const words = document.createElement("span"); // a button element would not break into lines
-    words.className = "sentence";
-    words.role = "button";
-    words.tabIndex = 0;
-    words.setAttribute("aria-haspopup", "dialog");
-    words.textContent = answer.slice(from, to);
-    const open = () => show(documentsOf(source.turn)[source.document], source, "Source of a sentence");
-    words.addEventListener("click", open);
-    words.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      open();
-    });
-    nodes.push(answer.slice(done, from), words);
-    done = to;
+    const open = () => show(documentOf(source.document), source, "Source of a sentence");
+    return [{ from, to, make: (isFirst) => sentencePiece(answer.slice(from, to), open, isFirst) }];
+  });
+}
+
+/** A piece of a sentence; the first is a button for the whole, others answer to the pointer. */
+function sentencePiece(sentence, open, isFirst) {
+  const words = document.createElement("span"); // a button element would not break into lines
+  words.className = "sentence";
+  words.addEventListener("click", open);
+  if (!isFirst) return words;
+  Object.assign(words, { role: "button", tabIndex: 0, ariaHasPopup: "dialog", ariaLabel: sentence.trim() });
+  words.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    open();
+  });
+  return words;
+}
+
+const NUMBER = /\d[\d.,]*/g;
+
+/** Numbers of an answer that no source has as they are: "41.3" where the text has 41 and 41,300. */
+export function strangeNumbers(answer, sentences, documentOf) {
+  const numbersIn = (text) => (text.match(NUMBER) ?? []).map((one) => one.replace(/[.,]+$/, "").replaceAll(",", ""));
+  const found = new Set();
+  for (const { start, end, sources } of sentences) {
+    const known = sources.filter(({ document }) => documentOf(document)).map(({ text }) => text);
+    if (!known.length) continue;
+    const said = answer.slice(indexOf(answer, start), indexOf(answer, end));
+    const written = new Set(numbersIn(known.join(" ")));
+    // The number of a list's item is the answer's own.
+    for (const number of numbersIn(said.replace(/^\s*\d+[.)]\s/gm, ""))) if (!written.has(number)) found.add(number);
   }
-  return [...nodes, answer.slice(done)];
+  return [...found];
 }
 
 function show({ name, text }, { begin, length }, title) {

@@ -1,0 +1,215 @@
+// Requests to the model: a question, the same again, reading ahead, a summary in parts.
+
+import * as api from "./api.js";
+import { count, plural } from "./format.js";
+import { partsOf, roomFor } from "./parts.js";
+import { Reading } from "./reading.js";
+import { ask } from "./session.js";
+import { locate } from "./sources.js";
+import { app, changed } from "./state.js";
+import * as store from "./store.js";
+import { $, TurnView, usageWords } from "./views.js";
+import { announce, notice, tell } from "./words.js";
+
+// Milliseconds between savings of an answer that grows.
+const SAVE = 2000;
+// Passages shown for an answer.
+const SOURCES = 3;
+const ENDS = {
+  length: () => `Cut off after ${count(app.settings.maxTokens)} tokens (Settings).`,
+  repetition: () => "Ended by the server: the answer had begun to repeat itself.",
+};
+
+export async function knowModel() {
+  // Until it is loaded the server does not tell how much it holds.
+  if (!app.model?.max_model_len) app.model = await api.model();
+}
+
+async function body(messages, maxTokens, more = {}) {
+  await knowModel();
+  const temperature = app.settings.temperature === "" ? {} : { temperature: Number(app.settings.temperature) };
+  return { model: app.model.id, messages, max_tokens: maxTokens, ...temperature, ...more };
+}
+
+/** Does something that Stop ends; returns the error it ended with, if any. */
+async function work(action) {
+  app.working = new AbortController();
+  notice("");
+  changed();
+  try {
+    await action(app.working.signal);
+    return null;
+  } catch (error) {
+    return error;
+  } finally {
+    app.working = null;
+    changed();
+  }
+}
+
+/** Runs a request; `use` gets its chunks. */
+async function stream(request, place, signal, use) {
+  const reading = new Reading(place, announce);
+  let told = "";
+  const say = (words) => {
+    reading.say(words);
+    const sentence = words.replace(/\d+/g, "");
+    if (sentence !== told) announce(words); // not each second of a countdown
+    told = sentence;
+  };
+  try {
+    for await (const chunk of ask(request, signal, say)) {
+      if (chunk.prompt_progress) reading.update(chunk.prompt_progress);
+      if (chunk.choices?.[0]?.delta?.content) reading.end();
+      use(chunk);
+    }
+  } finally {
+    reading.end();
+  }
+}
+
+/** A turn as an element; its sources may be documents of earlier ones. */
+export function viewOf(turn) {
+  const documentOf = (id) => id && app.conversation.documents.find((document) => document.id === id);
+  return new TurnView(turn, documentOf, { regenerate, edit: app.edit, remove: app.removeTurn });
+}
+
+export async function send(question, more = {}) {
+  const before = app.conversation.snapshot();
+  const turn = app.conversation.ask(question);
+  turn.hadDocuments = app.conversation.documents.length > 0;
+  const view = begin(turn);
+  const sources = app.tellsSources ? { return_sources: SOURCES } : {};
+  let finish = null;
+  const error = await work((signal) =>
+    stream(() => body(app.conversation.messages(), app.settings.maxTokens, { ...sources, ...more }), view.reading, signal, (chunk) => {
+      if (chunk.usage) turn.usage = chunk.usage;
+      const choice = chunk.choices?.[0];
+      finish = choice?.finish_reason ?? finish;
+      if (choice?.sources) {
+        turn.sources = locate(choice.sources, app.conversation);
+        turn.grounded = choice.grounded;
+      }
+      for (const { start, end, sources } of choice?.sentences ?? []) {
+        turn.sentences.push({ start, end, sources: locate(sources, app.conversation) });
+      }
+      grow(view, choice?.delta?.content);
+    }),
+  );
+  return finished(view, error, before, ENDS[finish]?.() ?? "");
+}
+
+function begin(turn) {
+  const view = viewOf(turn);
+  $("turns").append(view.element);
+  changed();
+  store.save(app.conversation);
+  toEnd();
+  return view;
+}
+
+let saved = 0;
+
+function grow(view, text) {
+  if (!text) return;
+  view.append(text, follow);
+  if (performance.now() - saved < SAVE) return;
+  saved = performance.now();
+  view.turn.note = "Interrupted.";
+  store.save(app.conversation);
+}
+
+/** Shows how a turn ended; without an answer all is as `before`. Returns whether there is one. */
+function finished(view, error, before, note) {
+  const { turn } = view;
+  const stopped = error?.name === "AbortError";
+  turn.note = stopped ? "Stopped." : error ? tell(error) : note;
+  const isAnswered = Boolean(turn.answer) || !error;
+  if (!isAnswered) {
+    view.element.remove();
+    $("question").value ||= turn.summary ? "" : turn.question;
+    app.conversation = before;
+    notice(stopped ? "Stopped before an answer came." : turn.note);
+  } else {
+    follow(() => view.show());
+    announce(stopped ? "Stopped." : error ? turn.note : "The answer is complete.");
+  }
+  store.save(app.conversation);
+  changed();
+  return isAnswered;
+}
+
+/** Asks the last question again, with other random numbers; the old answer stays if none comes. */
+async function regenerate(turn) {
+  const before = app.conversation.snapshot();
+  app.conversation.cut(turn);
+  $("turns").lastElementChild.remove();
+  if (await send(turn.question, { seed: Math.floor(Math.random() * 2 ** 31) })) return;
+  $("question").value = "";
+  app.restore(before);
+}
+
+/** Reads what waits before there is a question, so that its answer comes sooner. */
+export async function readAhead() {
+  let usage = null;
+  const error = await work((signal) =>
+    stream(() => body(app.conversation.messagesAhead(), 1), document.querySelector("#ahead .reading"), signal, (chunk) => {
+      usage = chunk.usage ?? usage;
+    }),
+  );
+  if (error && error.name !== "AbortError") notice(tell(error));
+  if (error || !usage) return;
+  const { prompt_tokens, prompt_tokens_details } = usage;
+  announce("The documents are read.");
+  $("ahead-note").textContent = `Read. ${usageWords({ prompt_tokens, prompt_tokens_details })}`;
+}
+
+/** Summarises a document that is longer than the context: each part by a request, then all. */
+export async function summarise(long) {
+  const before = app.conversation.snapshot();
+  app.conversation.remove(long);
+  const waiting = app.conversation.pending;
+  const turn = app.conversation.ask(`Summarise ${long.name} in parts`);
+  Object.assign(turn, { documents: [], summary: { name: long.name } });
+  app.conversation.pending = waiting;
+  const view = begin(turn);
+  const room = roomFor(app.model.max_model_len, app.settings.maxTokens);
+  const about = Math.ceil(long.tokens / room);
+  const summaries = [];
+  const one = async (title, content, signal) => {
+    grow(view, `${turn.answer ? "\n\n" : ""}**${title}**\n\n`);
+    const begun = turn.answer.length;
+    const messages = [{ role: "user", content }];
+    await stream(() => body(messages, app.settings.maxTokens), view.reading, signal, (chunk) => {
+      grow(view, chunk.choices?.[0]?.delta?.content);
+    });
+    return turn.answer.slice(begun);
+  };
+  let note = "";
+  const error = await work(async (signal) => {
+    for await (const { begin, end } of partsOf(long, room, signal)) {
+      const title = `Part ${summaries.length + 1} of about ${about}, characters ${count(begin)} to ${count(end)}`;
+      const text = `Part of the document ${JSON.stringify(long.name)}:\n\n${long.text.slice(begin, end)}`;
+      summaries.push(await one(title, `${text}\n\nSummarise this part in a few sentences.`, signal));
+    }
+    const all = summaries.join("\n\n");
+    if ((await api.tokens(all, signal)) > room) {
+      note = "The summaries together are longer than the context; there is none of them all.";
+      return;
+    }
+    const wanted = `Summaries of the parts of ${JSON.stringify(long.name)}:\n\n${all}\n\nSummarise the document from them.`;
+    turn.together = await one("All together", wanted, signal);
+  });
+  finished(view, error, before, note || `Read in ${plural(summaries.length, "part")}, each by itself. The text itself is not in this conversation.`);
+}
+
+/** Keeps the end in view while it grows, unless the reader has scrolled away from it. */
+function follow(change) {
+  const atEnd = $("turns").getBoundingClientRect().bottom < innerHeight;
+  change();
+  if (atEnd) toEnd();
+}
+
+function toEnd() {
+  $("turns").scrollIntoView({ block: "end" });
+}

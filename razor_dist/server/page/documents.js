@@ -1,0 +1,158 @@
+// The list of documents: adding, removing, and what to do with one that is too long.
+
+import * as api from "./api.js";
+import { count, plural, roughTokens } from "./format.js";
+import { beginning, countTokens, roomFor } from "./parts.js";
+import { app, changed } from "./state.js";
+import * as store from "./store.js";
+import { $, button, documentItem, documentSize } from "./views.js";
+import { announce, tell } from "./words.js";
+
+// Encodings that a text may be read in if it is not UTF-8, by the browser's names.
+const ENCODINGS = { "windows-1252": "Western (Latin-1)", "iso-8859-2": "Central European (Latin-2)", "windows-1251": "Cyrillic", "shift_jis": "Japanese", gb18030: "Chinese" };
+
+export const uploads = { running: 0, askLater: false }; // askLater: a question waits for them
+
+export async function addFiles(files) {
+  for (const file of files) await addFile(file);
+}
+
+export function addDocument(name, text, tokens = 0) {
+  app.conversation.pending.push({ id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, name, text, tokens });
+  store.save(app.conversation);
+  changed();
+}
+
+async function addFile(file) {
+  const abort = new AbortController();
+  const mine = app.conversation;
+  const item = documentItem(file.name, "being read…", () => {
+    abort.abort();
+    uploads.askLater = false;
+    item.remove();
+  });
+  $("pending").append(item);
+  uploads.running++;
+  changed();
+  try {
+    const text = await api.textOf(file, abort.signal);
+    const limit = app.model?.max_model_len;
+    const tokens = limit ? await countTokens(text, limit, abort.signal) : 0;
+    item.remove();
+    if (abort.signal.aborted || mine !== app.conversation) return;
+    announce(`${file.name} is added`);
+    addDocument(file.name, text, tokens);
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    const words = tell(error);
+    const failed = documentItem(file.name, words, () => failed.remove(), true);
+    if (/UTF-8|encoding/.test(words)) failed.append(encodingChoice(file, failed));
+    item.replaceWith(failed);
+    announce(`${file.name}: ${words}`);
+    uploads.askLater = false; // without it the question may not be meant
+  } finally {
+    uploads.running--;
+    changed();
+    if (uploads.askLater && uploads.running === 0) $("ask").requestSubmit();
+  }
+}
+
+/** Lets a text be read again in another encoding, by the browser. */
+function encodingChoice(file, item) {
+  const choice = document.createElement("select");
+  choice.ariaLabel = `Encoding of ${file.name}`;
+  choice.append(...Object.entries(ENCODINGS).map(([name, words]) => new Option(words, name)));
+  const again = button("Read in this encoding", async () => {
+    const text = new TextDecoder(choice.value).decode(await file.arrayBuffer());
+    item.remove();
+    await addFile(new File([text], file.name));
+  });
+  const place = document.createElement("div");
+  place.className = "row";
+  place.append(choice, again);
+  return place;
+}
+
+/** Shows all documents; `offer` has what can be done with one that is too long. */
+export function showDocuments(offer) {
+  const { conversation, working } = app;
+  const items = [];
+  for (const turn of conversation.turns) {
+    const state = turn.usage || turn.note ? "read" : working ? "being read" : "sent";
+    for (const document of turn.documents) items.push(itemOf(document, state));
+  }
+  for (const document of conversation.pending) {
+    const item = itemOf(document, "waits for a question");
+    if (isTooLong(document)) item.append(offers(document, offer));
+    items.push(item);
+  }
+  const place = $("pending");
+  place.querySelectorAll("[data-ready]").forEach((item) => item.remove());
+  place.prepend(...items);
+  for (const remove of place.querySelectorAll("[data-ready] :is(button, select)")) remove.disabled = working !== null;
+  showRoom();
+}
+
+function itemOf(document, state) {
+  const item = documentItem(document.name, `${documentSize(document)} · ${state}`, () => {
+    app.removing(() => app.conversation.remove(document), `${document.name} is removed.`);
+    $("files").focus();
+  });
+  item.dataset.ready = state;
+  return item;
+}
+
+const tokensOf = (document) => document.tokens || roughTokens(document.text);
+
+/** A document that the model cannot hold beside what it holds already and an answer. */
+function isTooLong(document) {
+  return Boolean(document.tokens) && needed() > app.model?.max_model_len;
+}
+
+/** About how many tokens the conversation has. */
+function needed() {
+  const { conversation } = app;
+  const texts = conversation.documents.reduce((sum, { text }) => sum + text.length, 0);
+  const counted = conversation.documents.reduce((sum, document) => sum + tokensOf(document), 0);
+  return counted + Math.ceil(Math.max(0, conversation.characters - texts) / 4);
+}
+
+function offers(document, { summarise }) {
+  const room = roomFor(app.model.max_model_len, app.settings.maxTokens);
+  const left = Math.max(0, room - (needed() - document.tokens));
+  const place = window.document.createElement("div");
+  place.className = "row";
+  const parts = Math.ceil(document.tokens / room);
+  if (parts > 1) place.append(button(`Summarise in about ${plural(parts, "part")}`, () => summarise(document)));
+  if (left > 1) place.append(button(`Use the first ${count(left)} tokens`, () => useBeginning(document, left)));
+  return place;
+}
+
+async function useBeginning(document, most) {
+  try {
+    const { end, tokens } = await beginning(document.text, 0, most, document.text.length / document.tokens);
+    const name = `${document.name} (first ${count(tokens)} of ${count(document.tokens)} tokens)`;
+    app.conversation.remove(document);
+    addDocument(name, document.text.slice(0, end), tokens);
+  } catch (error) {
+    announce(tell(error));
+  }
+}
+
+/** Why a question cannot be asked now, or nothing. */
+export function whyNot() {
+  const limit = app.model?.max_model_len;
+  const tokens = needed();
+  if (!limit || tokens <= limit) return "";
+  return `About ${count(tokens)} tokens: more than the ${count(limit)} that the model holds. Shorten or remove a document.`;
+}
+
+function showRoom() {
+  const limit = app.model?.max_model_len;
+  const tokens = needed();
+  const fits = tokens && limit ? `About ${count(tokens)} of ${count(limit)} tokens.` : "";
+  $("room").textContent = whyNot() || fits;
+  $("room").classList.toggle("problem", Boolean(whyNot()));
+  $("send").disabled = Boolean(whyNot());
+  $("send").title = whyNot();
+}
