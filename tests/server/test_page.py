@@ -529,12 +529,13 @@ def test_a_text_in_another_encoding(reader: Reader) -> None:
 
 
 def test_a_document_beyond_the_context(browser: Browser, small: ServerProcess) -> None:
-    reader = Reader(browser.new_context(), small.url(), max_tokens=40)
+    reader = Reader(browser.new_context(bypass_csp=True), small.url(), max_tokens=40)
     page = reader.page
     book = "".join(f"Chapter {n}. {STORY[:280]}\n\n" for n in range(40))
     reader.add(("book.txt", book.encode()))
     expect(reader.room).to_contain_text("more than the 1,024 that the model holds")
     expect(reader.send).to_be_disabled()
+    assert _faults(page) == []
     reader.question.fill("Who?")
     reader.question.press("Enter")
     expect(reader.notice).to_contain_text("more than the 1,024")
@@ -581,6 +582,7 @@ def test_everybody_can_use_it(browser: Browser, server: ServerProcess) -> None:
     context = browser.new_context(bypass_csp=True)
     reader = Reader(context, server.url())
     page = reader.page
+    assert _faults(page) == []  # empty, with the sample's questions
     reader.add(("fox-3.txt", f"{STORY} A castle.".encode()), ("cat.png", b"\0"))
     expect(reader.pending).to_contain_text("neither text")
     turn = reader.ask("Who?")

@@ -99,6 +99,8 @@ export class TurnView {
     this.part(".note").hidden = !note;
     this.part(".usage").textContent = usage ? usageWords(usage) : "";
     this.part(".actions").hidden = !answer;
+    // The document of a summary in parts is not there to be read again.
+    this.part(".regenerate").hidden = this.part(".edit").hidden = Boolean(this.turn.summary);
     const asksDocuments = sources.some(({ document }) => this.documentOf(document)) || this.turn.hadDocuments;
     this.part(".sources").hidden = grounded === null || !asksDocuments;
     this.part(".sources ol").replaceChildren(...sourceItems(sources, this.documentOf));
