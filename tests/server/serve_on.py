@@ -17,5 +17,7 @@ if __name__ == "__main__":
     serve = partial(server.serve, start_ranks=partial(RankGroup.start, module=sys.argv[1]))
     if most := os.environ.get("MAX_FAILED_RESTARTS"):
         managed_engine._MAX_FAILED_RESTARTS = int(most)
+    # What a worker pretends to serve, no model on this machine could.
+    server.check_settings = mock.Mock()
     with mock.patch.object(server, "serve", serve):
         sys.exit(main(["serve", *sys.argv[2:]]))
