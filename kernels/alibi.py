@@ -125,12 +125,10 @@ def attend_at_distance(
     *,
     scale: float,
     causal: bool = False,
-    bias: Tensor | None = None,
 ) -> Partial:
     """Attention over one segment whose keys are at the same distance from all queries.
 
-    The parameters are those of `razor_dist.kernels.attend`, but ``bias`` is float32 ``[S]``; the
-    lse holds both biases.
+    The parameters are those of `razor_dist.kernels.attend`; the lse holds the bias.
     """
     number, digits = distance
     if digits is not None:
@@ -138,8 +136,7 @@ def attend_at_distance(
         def wider(span: slice) -> Partial:
             keys = k[:, span].to(q.dtype), v[:, span].to(q.dtype)
             wide = widened(q, *keys, scale, slopes, digits[span])
-            part = None if bias is None else bias[span]
-            out, lse = attend(*wide, scale=scale, causal=causal, bias=part)
+            out, lse = attend(*wide, scale=scale, causal=causal)
             return Partial(out[..., : q.shape[3]], lse)
 
         # Causal attention is over one block of queries at most.
@@ -147,8 +144,7 @@ def attend_at_distance(
     if q.device.type == "cuda" and q.dtype == torch.float16:
         # It does not reach as far as the digits do.
         q = q.float()
-    far = distance_bias(slopes, number)
-    return attend(q, k, v, scale=scale, causal=causal, bias=far if bias is None else far + bias)
+    return attend(q, k, v, scale=scale, causal=causal, bias=distance_bias(slopes, number))
 
 
 def digits_of(distance: Tensor) -> Tensor:

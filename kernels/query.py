@@ -70,7 +70,6 @@ class Query(NamedTuple):
         v: KeysOrValues,
         *,
         causal: bool = False,
-        bias: Tensor | None = None,
         where: Places | Distance | None = None,
     ) -> Partial:
         """Attention to one segment of keys ``[K, S, D]``: see `razor_dist.kernels.attend`.
@@ -82,14 +81,13 @@ class Query(NamedTuple):
         """
         k, v = unpacked(k), unpacked(v)
         if self.slopes is None:
-            return attend(self.q, k, v, scale=self.scale, causal=causal, bias=bias)
+            return attend(self.q, k, v, scale=self.scale, causal=causal)
         assert where is not None
         if not self.q.shape[2] or not k.shape[1]:
             return empty_partial(self.q)
         both = self.q, k, v, self.slopes
         if isinstance(where, Distance):
-            return attend_at_distance(*both, where, scale=self.scale, causal=causal, bias=bias)
-        assert bias is None, "a bias goes with a distance only"
+            return attend_at_distance(*both, where, scale=self.scale, causal=causal)
         return attend_at_places(*both, where, scale=self.scale, causal=causal)
 
     def _attend_keys(self, keys: Keys) -> Partial:

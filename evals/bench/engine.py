@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, build_engine
+from razor_dist.engine.build import RankEngine
 from razor_dist.engine.device import torch_device
 from razor_dist.evals.baselines.model import load_stock
 from razor_dist.evals.bench.floor import Floor, Rates, floor, measure_rates
@@ -37,9 +37,9 @@ from razor_dist.evals.bench.measure import (
 )
 from razor_dist.evals.bench.peers import open_peers
 from razor_dist.evals.bench.settings import Decode, EngineBenchSettings
+from razor_dist.evals.one_rank import messages, one_rank_engine
 from razor_dist.llm.llm import LLM
 from razor_dist.models.shape import ModelShape
-from razor_dist.parallel.comm import Communicator
 from razor_dist.plan.deployment import Deployment
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
@@ -178,13 +178,12 @@ class OwnEngine:
     def stream(self, prompt: list[int], new_tokens: int) -> Iterator[int]:
         """Yield each token once the device has computed it: one step of the engine for each."""
         self._core.add("bench", prompt, greedy(new_tokens))
-        while self._core.has_work:
-            for message in self._core.step():
-                if isinstance(message, Failed):
-                    raise message.exception
-                if isinstance(message, Token):
-                    synchronize(self.runner.device)
-                    yield message.token
+        for message in messages(self._core):
+            if isinstance(message, Failed):
+                raise message.exception
+            if isinstance(message, Token):
+                synchronize(self.runner.device)
+                yield message.token
 
 
 def greedy(new_tokens: int) -> SamplingParams:
@@ -202,7 +201,7 @@ def one_process(
     engines: dict[str, Generate] = {STOCK: stock_engine(settings)}
     owns: dict[str, OwnEngine] = {}
     for label, config in own_configs(settings).items():
-        built = build_engine(config, Communicator(None), torch_device(config, 0))
+        built = one_rank_engine(config)
         owns[OWN[label]] = own = OwnEngine(built)
     peers, missing = open_peers(settings)
     model = built.runner.model

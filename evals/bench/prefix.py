@@ -25,13 +25,11 @@ from typing import Any, cast
 import httpx
 import openai
 import psutil
-import torch
 
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import build_engine
 from razor_dist.evals.needle.documents import hide_words
 from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
-from razor_dist.parallel.comm import Communicator
+from razor_dist.evals.one_rank import messages, one_rank_engine
 from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -216,9 +214,10 @@ def under_load(requests: int = 200, documents: int = 10, length: int = 240) -> N
         kv_tokens=3 * (length + 3 * block),  # two documents, and a request
         max_num_seqs=1,
         threads=2,
+        device="cpu",
         seed=0,
     )
-    core = build_engine(config, Communicator(None), torch.device("cpu")).core
+    core = one_rank_engine(config).core
     draw = random.Random(0)
     weights = [1 / (rank + 1) for rank in range(documents)]
     trace = draw.choices(range(documents), weights, k=requests)
@@ -229,10 +228,9 @@ def under_load(requests: int = 200, documents: int = 10, length: int = 240) -> N
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         core.add(str(number), texts[document] + question, params)
         cached = answered = 0
-        while core.has_work:
-            for message in core.step():
-                cached = message.cached if isinstance(message, Progress) else cached
-                answered += isinstance(message, Token)
+        for message in messages(core):
+            cached = message.cached if isinstance(message, Progress) else cached
+            answered += isinstance(message, Token)
         assert answered == 4
         found.append(cached >= length)
     stats = core.stats()

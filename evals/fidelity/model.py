@@ -20,6 +20,7 @@ from torch.nn.functional import kl_div
 from razor_dist.config.errors import EngineError, ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.evals.needle.replay import FULL_METHOD, Method, Observer, ReplayModel
+from razor_dist.evals.one_rank import messages
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -191,12 +192,11 @@ class FidelityModel(ReplayModel):
         core.add("rest", rest, params, prefix_id="document")
         self.replay.observer, kv_bytes = observer, 0
         try:
-            while core.has_work:
-                for message in core.step():
-                    if isinstance(message, Failed):
-                        raise message.exception
-                    if isinstance(message, Token) and message.finish is None:
-                        kv_bytes = runner.kv_bytes - before
+            for message in messages(core):
+                if isinstance(message, Failed):
+                    raise message.exception
+                if isinstance(message, Token) and message.finish is None:
+                    kv_bytes = runner.kv_bytes - before
         except BaseException:
             self._read = None  # it may be full attention's engine, with its work half done
             raise

@@ -28,6 +28,7 @@ from razor_dist.engine.device import torch_device
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.evals.needle.documents import Prompter
 from razor_dist.evals.needle.results import FULL
+from razor_dist.evals.one_rank import messages
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.decision import Flags, Windows
 from razor_dist.heads.head_map import head_map_of
@@ -232,10 +233,7 @@ class MethodEngine:
 
 def run_core(core: EngineCore) -> list[int]:
     """Step until nothing is left to do; return the generated tokens."""
-    tokens: list[int] = []
-    while core.has_work:
-        tokens += [message.token for message in core.step() if isinstance(message, Token)]
-    return tokens
+    return [message.token for message in messages(core) if isinstance(message, Token)]
 
 
 def prefill(core: EngineCore, document: list[int]) -> None:

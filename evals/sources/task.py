@@ -23,12 +23,11 @@ from razor_dist.attention.sources import TOP
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
-from razor_dist.engine.build import build_engine
-from razor_dist.engine.device import torch_device
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.documents import Haystack, Prompter
 from razor_dist.evals.needle.task import run_here, same_haystack
+from razor_dist.evals.one_rank import messages, one_rank_engine
 from razor_dist.evals.ruler.job import data_fingerprints, material_of
 from razor_dist.evals.ruler.synthetic import Sample, Span
 from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, make_sample, score
@@ -36,7 +35,6 @@ from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
 from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import ExternalEngineConfig, Item
 from razor_dist.models.registry import display_name, resolve_model
-from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
 from razor_dist.protocol.sampling_params import SamplingParams
 
@@ -89,7 +87,7 @@ class TracedModel:
         path = resolve_model(config.model, trust_remote_code=trust)
         self.prompter = Prompter.of_model(path, trust_remote_code=trust)
         torch.set_num_threads(config.threads_per_rank(1))
-        self._engine = build_engine(config, Communicator(None), torch_device(config, 0))
+        self._engine = one_rank_engine(config)
 
     def close(self) -> None:
         pass
@@ -102,11 +100,10 @@ class TracedModel:
         core.add("question", ids, params)
         tokens: list[int] = []
         traced_now: list[Any] = []
-        while core.has_work:
-            for message in core.step():
-                if isinstance(message, Token):
-                    tokens.append(message.token)
-                    traced_now += runner.sources.values()
+        for message in messages(core):
+            if isinstance(message, Token):
+                tokens.append(message.token)
+                traced_now += runner.sources.values()
         return tokens, traced_now
 
 
