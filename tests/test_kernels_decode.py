@@ -20,6 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -239,6 +240,13 @@ BATCHES = {
         lengths=(1, 64, 65, 0, 80, 17, 3, 0), positions=(0, 4, 52, 53, 57, 120, 1000, -1), group=1
     ),
     "pages of three": Batch(page=3, lengths=(70, 2), positions=(71, 3), sinks=0, group=3),
+    "pages of a tile": Batch(page=32, lengths=(130, 32, 1), positions=(131, 40, 9), group=3),
+    "pages of two tiles": Batch(
+        page=64, lengths=(161, 64, 0), positions=(300, 64, 2), dtype=torch.bfloat16
+    ),
+    "pages of two tiles, int8": Batch(
+        page=64, int8=True, slopes=True, lengths=(97, 150), positions=(99, 160), group=3
+    ),
     "no compensation": Batch(compensation=False, streaming=2, retrieval=0, group=3),
     "retrieval only": Batch(streaming=0, retrieval=2, lengths=(130,), positions=(140,)),
     "slopes": Batch(slopes=True, group=3, lengths=(9, 77), positions=(150, 260)),
@@ -360,10 +368,39 @@ def unaligned(function: Any, argument: str) -> bool:
     return bool(param.do_not_specialize_on_alignment)
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes
+    shared: int  # bytes of a program
+    loops: tuple[tuple[str, ...], ...]  # instructions of each loop with matrix products, in order
+
+
+def loops_of(sass: str) -> Iterator[tuple[str, ...]]:
+    """Yield the instructions of each loop that has matrix products: one tile of keys."""
+    labels: dict[str, int] = {}
+    made: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(made)
+        found = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);", line)
+        if found is None:
+            continue
+        made.append(found[1])
+        target = re.search(r"\.L_\w+", found[2]) if found[1] == "BRA" else None
+        # Only a loop goes back to a label that has been seen.
+        body = made[labels[target[0]] :] if target and target[0] in labels else []
+        # What ends the kernel, a jump to itself, has none.
+        if "HMMA" in body:
+            yield tuple(body)
+
+
 def resources(
     kernel: str, capability: int, types: dict[str, str], constants: dict[str, int]
-) -> Any:
-    """Compile a kernel; registers of a thread, bytes that it spills, shared bytes of a program."""
+) -> Resources:
+    """Compile a kernel, and say what it takes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -391,14 +428,19 @@ def resources(
     made = compile(
         ASTSource(function, signature, constants, aligned), target=target, options=options
     )
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
-        command = [tool, "-res-usage", cubin.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        shown, sass = (
+            subprocess.run(
+                [*command, cubin.name], capture_output=True, text=True, check=True
+            ).stdout
+            for command in ([f"{tools}/cuobjdump", "-res-usage"], [f"{tools}/nvdisasm", "-c"])
+        )
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
-    return usage["REG"], usage["STACK"] + usage["LOCAL"], made.metadata.shared
+    spilled = usage["STACK"] + usage["LOCAL"]
+    return Resources(usage["REG"], spilled, made.metadata.shared, tuple(loops_of(sass)))
 
 
 def rotated(heads: int, dim: int, width: int, dtype: torch.dtype, interleaved: bool) -> float:
@@ -453,12 +495,12 @@ def pointers(queries: str, keys: str, out: str) -> dict[str, str]:
 
 def attending(
     capability: int, queries: str, keys: str, group: int, dim: int, slopes: bool
-) -> tuple[int, int, int]:
+) -> Resources:
     from razor_dist.kernels import decode_triton
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8}
     constants = {
-        **decode_triton.tile(group, dim, dtypes[queries], dtypes[keys]),
+        **decode_triton.tile(group, dim, dtypes[queries], dtypes[keys], slopes=slopes),
         **{"SINKS": 4, "COMPENSATION": True, "PAGE": 64, "UPCAST": False},
         **dict.fromkeys(["PAGES_SCALED", "RING_SCALED"], keys == "i8"),
         "SLOPES": slopes,
@@ -473,7 +515,13 @@ def attending(
         (80, "bf16", "bf16", 8, 128, False),
         (90, "bf16", "bf16", 8, 128, False),
         (90, "bf16", "bf16", 1, 128, True),
+        (90, "bf16", "i8", 8, 128, True),
         (80, "bf16", "i8", 8, 128, False),
+        (86, "bf16", "bf16", 8, 128, False),
+        (86, "bf16", "i8", 8, 128, False),
+        (89, "bf16", "bf16", 8, 128, False),
+        (89, "bf16", "i8", 8, 128, False),
+        (89, "bf16", "bf16", 4, 256, False),
         (90, "bf16", "i8", 8, 128, False),
         (80, "fp32", "fp32", 3, 64, False),
         (80, "bf16", "fp32", 8, 128, False),
@@ -485,12 +533,52 @@ def test_attending_compiles_without_spills(
     compiler: ProcessPoolExecutor,
 ) -> None:  # fmt: skip
     call = compiler.submit(attending, capability, queries, keys, group, dim, slopes)
-    registers, spilled, shared = call.result(120)
-    # Two programs of 128 threads or more fit a multiprocessor: of 64K registers, and of 164 KB of
-    # shared memory on an A100, 228 on an H100.
-    assert spilled == 0
-    assert registers <= 255
-    assert shared <= 80 << 10
+    made = call.result(120)
+    assert made.spilled == 0
+    assert made.registers <= 255
+    # Two programs fit a multiprocessor of an A100 (164 KB), three of an H100 (228 KB), and one of
+    # GPUs with 100 KB.
+    assert made.shared <= 75 << 10
+
+
+# What a multiprocessor has one pipe for, half as wide as the one that issues.
+INTEGER = ("IMAD", "IADD3", "VIADD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "PRMT", "IMNMX")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("keys", "most", "most_integer", "most_of_windows"),
+    [("bf16", 300, 75, 510), ("i8", 820, 425, 1250)],
+)
+def test_a_tile_of_keys_is_few_instructions(
+    keys: str, most: int, most_integer: int, most_of_windows: int, capability: int,
+    compiler: ProcessPoolExecutor,
+) -> None:  # fmt: skip
+    """A multiprocessor of an H200 reads 64 keys of bfloat16 in 1 us, of 8 bits in 0.5 us."""
+    call = compiler.submit(attending, capability, "bf16", keys, 8, 128, False)
+    pages, windows = call.result(120).loops
+    for loop in (pages, windows):
+        assert loop.count("HMMA") == 32  # 64 keys of 128 numbers: 2 products, by 4 warps
+    assert len(pages) <= most
+    assert sum(name in INTEGER for name in pages) <= most_integer
+    # While a tile is computed, the next comes into shared memory by itself.
+    assert "LDGSTS" in pages and "LDG" not in pages
+    assert len(windows) <= most_of_windows
+
+
+def programs_of_one(sequences: int) -> int:
+    """Count the programs of a head's 131,072 keys, the longest of a batch, on an H200."""
+    module = import_module("razor_dist.kernels.decode_triton")
+    keys = 1 << 17
+    with mock.patch.object(module, "_multiprocessors", lambda device: 132):
+        return -(-keys // module.split_length(sequences * keys, torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_a_long_sequence_keeps_the_device_busy_beside_short_ones(
+    sequences: int, compiler: ProcessPoolExecutor
+) -> None:
+    assert compiler.submit(programs_of_one, sequences).result(120) >= 128
 
 
 STORE = {"SINKS": 4, "D": 128, "WIDTH": 128, "num_warps": 1}
@@ -511,7 +599,7 @@ def test_small_kernels_compile_without_spills(kernel: str, compiler: ProcessPool
     name, _, keys = kernel.partition(", ")
     types = pointers("bf16", "i8" if keys else "bf16", "bf16")
     call = compiler.submit(resources, name, 90, types, SMALL[kernel])
-    registers, spilled, shared = call.result(120)
-    assert spilled == 0
-    assert registers <= 64
-    assert shared <= 4 << 10
+    made = call.result(120)
+    assert made.spilled == 0
+    assert made.registers <= 64
+    assert made.shared <= 4 << 10
