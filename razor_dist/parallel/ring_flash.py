@@ -36,7 +36,7 @@ def load_zigzag() -> ModuleType:
     if spec is None or importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "ring is ring_flash_attn, which needs the packages ring-flash-attn and flash-attn: "
-            "pip install 'razor-dist[cuda]', or use ring: own"
+            "pip install 'razor-dist[ring-flash-attn]', or use ring: own"
         )
     # A package of that folder under another name: its modules import each other relatively.
     package = ModuleType(_NAME)
