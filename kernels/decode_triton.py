@@ -23,8 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
+
 if TYPE_CHECKING:
     from razor_dist.kernels.decode import Pages, Windows
+
+__all__ = ["attend", "merge_ranks", "store"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -47,8 +51,6 @@ WARPS, STAGES = 4, 3
 # short: a long sequence beside seven short ones has few others to share the device with.
 _PROGRAMS = 4
 _SPLITS = (256, 1024)
-# Dimensions, and splits, that a program of the merge reads at a time.
-MERGED, MERGED_WIDTH = 64, 32
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
 # Rows of one tensor (`razor_dist.attention.step`): of an odd number of sequences every
@@ -279,72 +281,6 @@ def attend_kernel(
     tl.store(out_at, sums, mask=(rows[:, None] < G) & wide)
 
 
-@triton.jit
-def _add(top, total, sums, lse, parts):
-    """Take partial results ``parts`` [n, WIDTH] with ``lse`` [n] into a running merge."""
-    higher = tl.maximum(top, tl.max(lse, 0))
-    shrink, weights = tl.exp(top - higher), tl.exp(lse - higher)
-    sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
-    return higher, total * shrink + tl.sum(weights, 0), sums
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def merge_splits_kernel(
-    parts, lse, order, tokens, retrieval, page_splits, ring_splits,
-    out, out_token, out_head, out_group, packed,
-    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one query: some dimensions of it."""
-    head, token = tl.program_id(0), tl.program_id(1)
-    g, d = tl.program_id(2) % G, tl.program_id(2) // G * WIDTH + tl.arange(0, WIDTH)
-    if head < retrieval:
-        first, splits = (head * tokens + token) * page_splits, page_splits
-    else:
-        first = retrieval * tokens * page_splits
-        first, splits = first + ((head - retrieval) * tokens + token) * ring_splits, ring_splits
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
-    sums = tl.zeros([WIDTH], tl.float32)
-    for low in range(0, splits, SPLITS):
-        s = low + tl.arange(0, SPLITS)
-        row = (first + s).to(tl.int64) * G + g
-        of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
-        # A split without keys has written no more than its lse.
-        read = (of > float("-inf"))[:, None] & (d < D)[None, :]
-        values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
-        top, total, sums = _add(top, total, sums, of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
-    if PACKED and head < retrieval:
-        row = (((head * G + g) * tokens + token) * (D + 1)).to(tl.int64)
-        tl.store(packed + row + d, sums, mask=d < D)
-        if tl.program_id(2) < G:
-            natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
-            tl.store(packed + row + D, natural)
-    else:
-        to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-        tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit(do_not_specialize=["tokens", "rows"])
-def merge_ranks_kernel(
-    gathered, rows, order, tokens, out, out_token, out_head, out_group,
-    RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
-    head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d, rank = tl.arange(0, WIDTH), tl.arange(0, PARTS)
-    row = (head * G + g) * tokens + token
-    at = (rank.to(tl.int64) * rows + row) * (D + 1)
-    of = tl.load(gathered + at + D, mask=rank < RANKS, other=float("-inf"))
-    read = (rank < RANKS)[:, None] & (d < D)[None, :]
-    values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
-    top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
-    to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-    tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
-
-
 def store(
     k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
 ) -> None:
@@ -419,25 +355,8 @@ def attend(
         **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
     packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
-    to = out.stride()[:3]
-    chunks = -(-dim // MERGED_WIDTH)
-    merge_splits_kernel[(retrieval + streaming, tokens, group * chunks)](
-        parts, lse, order, tokens, retrieval, page_splits, ring_splits,
-        out, *to, parts if packed is None else packed,
-        G=group, D=dim, WIDTH=MERGED_WIDTH, SPLITS=MERGED, PACKED=pack, num_warps=WARPS,
-    )  # fmt: skip
+    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed)
     return packed
-
-
-def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
-    """See `razor_dist.kernels.decode`."""
-    ranks, heads, group, tokens, width = gathered.shape
-    assert gathered.is_contiguous()
-    merge_ranks_kernel[(heads, tokens, group)](
-        gathered, heads * group * tokens, order, tokens, out, *out.stride()[:3],
-        RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
-        WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
-    )  # fmt: skip
 
 
 def tile(

@@ -425,10 +425,9 @@ def resources(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from razor_dist.kernels import decode_triton, rotary_triton
-
-    module = rotary_triton if kernel == "rotate_kernel" else decode_triton
-    function = getattr(module, kernel)
+    modules = {"rotate": "rotary_triton", "merge": "merge_triton"}
+    name = modules.get(kernel.partition("_")[0], "decode_triton")
+    function = getattr(import_module(f"razor_dist.kernels.{name}"), kernel)
     constants = dict(constants)
     options = {
         name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
