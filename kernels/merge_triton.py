@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 # A finite reference for rows that see no key: exp(-inf - LEAST) is 0, and never NaN.
 _LEAST = tl.constexpr(-1e30)
 WARPS = 4
+_PAIR_ROWS = 16  # queries of a program
 # Dimensions, and splits, that a program of the merge reads at a time.
 MERGED, MERGED_WIDTH = 64, 32
 
@@ -113,3 +115,48 @@ def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
         RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
         WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group", "tokens"])
+def merge_pair_kernel(
+    a, a_head, a_group, a_token, a_lse, a_lse_head, a_lse_group, a_lse_token,
+    b, b_head, b_group, b_token, b_lse, b_lse_head, b_lse_group, b_lse_token,
+    out, lse, group, tokens,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge two partial results of some queries of one head."""
+    head, g = (tl.program_id(1) // group).to(tl.int64), (tl.program_id(1) % group).to(tl.int64)
+    t, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDTH)
+    there = t < tokens
+    read = there[:, None] & (d < D)[None, :]
+    of_a = tl.load(
+        a_lse + head * a_lse_head + g * a_lse_group + t * a_lse_token, mask=there, other=0.0
+    )
+    of_b = tl.load(
+        b_lse + head * b_lse_head + g * b_lse_group + t * b_lse_token, mask=there, other=0.0
+    )
+    top = tl.maximum(tl.maximum(of_a, of_b), _LEAST)
+    w_a, w_b = tl.exp(of_a - top), tl.exp(of_b - top)
+    total = w_a + w_b
+    divisor = tl.where(total > 0, total, 1.0)
+    of_a = tl.load(a + head * a_head + g * a_group + (t * a_token)[:, None] + d, mask=read, other=0)
+    of_b = tl.load(b + head * b_head + g * b_group + (t * b_token)[:, None] + d, mask=read, other=0)
+    sums = of_a.to(tl.float32) * (w_a / divisor)[:, None]
+    sums += of_b.to(tl.float32) * (w_b / divisor)[:, None]
+    row = (head * group + g) * tokens + t
+    tl.store(out + row[:, None] * D + d, sums, mask=read)
+    tl.store(lse + row, tl.where(total > 0, top + tl.log(divisor), float("-inf")), mask=there)
+
+
+def merge_pair(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two results ``[K, G, T, D]`` with ``[K, G, T]`` in one launch; see `partial.merge`."""
+    (a, a_lse), (b, b_lse) = one, other
+    heads, group, tokens, dim = a.shape
+    assert a.stride(3) == b.stride(3) == 1
+    out, lse = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, a_lse))
+    merge_pair_kernel[(-(-tokens // _PAIR_ROWS), heads * group)](
+        a, *a.stride()[:3], a_lse, *a_lse.stride(), b, *b.stride()[:3], b_lse, *b_lse.stride(),
+        out, lse, group, tokens,
+        D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=_PAIR_ROWS, num_warps=WARPS,
+    )  # fmt: skip
+    return out, lse

@@ -31,6 +31,7 @@ from torch import Tensor
 from razor_dist.kernels import decode_torch
 from razor_dist.kernels.compiled import operations
 from razor_dist.kernels.decode import Pages, Windows
+from razor_dist.kernels.partial import Partial, merge
 from tests.test_kernels import threads
 
 # A fork would have imported what its parent has.
@@ -494,6 +495,36 @@ def test_rotating_is_its_definition(
     assert call.result(120) < (1e-6 if dtype == torch.float32 else 0.02)
 
 
+def merged(dtype: torch.dtype, tokens: int, dim: int) -> float:
+    """Largest error of the kernel that merges two partial results, against its definition."""
+    from razor_dist.kernels.merge_triton import merge_pair
+
+    generator = torch.Generator().manual_seed(0)
+    # Views, as a ring has them; some rows see no key in one segment, or in either.
+    one, other = (
+        Partial(
+            torch.randn(3, 2, tokens + 2, dim, generator=generator).to(kind)[:, :, 2:],
+            torch.randn(3, 2, tokens + 2, generator=generator)[:, :, 2:] * 9,
+        )
+        for kind in (torch.float32, dtype)
+    )
+    one.lse[:, :, :5], other.lse[:, :, 3:7] = -math.inf, -math.inf
+    want, got = merge([one, other]), Partial(*merge_pair(one, other))
+    assert torch.equal(got.lse.isfinite(), want.lse.isfinite())
+    assert got.out[:, :, 3:5].abs().max() == 0
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=1e-6)
+    return (got.out - want.out).abs().max().item()
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "dim"), [
+    (torch.float32, 37, 64), (torch.bfloat16, 16, 96), (torch.bfloat16, 9, 128),
+])  # fmt: skip
+def test_merging_two_is_its_definition(
+    dtype: torch.dtype, tokens: int, dim: int, interpreter: ProcessPoolExecutor
+) -> None:
+    assert interpreter.submit(merged, dtype, tokens, dim).result(120) < 1e-5
+
+
 POINTERS = {
     **dict.fromkeys(
         ["order", "stored", "places", "position", "start", "offset", "capacity"], "*i64"
@@ -502,6 +533,8 @@ POINTERS = {
     "table": "*i32",
     "scale": "fp32",
     **dict.fromkeys(["slopes", "lse", "parts", "packed", "gathered"], "*fp32"),
+    **dict.fromkeys(["a", "a_lse", "b_lse"], "*fp32"),
+    "b": "*bf16",
     **{f"{store}_{part}_scale": "*fp32" for store in ("page", "ring") for part in "kv"},
 }
 
@@ -605,6 +638,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "store_kernel": STORE | {"PAGES_SCALED": False},
     "store_kernel, int8": STORE | {"PAGES_SCALED": True},
     "merge_splits_kernel": {"G": 8, "D": 128, "WIDTH": 32, "SPLITS": 64, "PACKED": True},
+    "merge_pair_kernel": {"D": 128, "WIDTH": 128, "ROWS": 16},
     "merge_ranks_kernel": {"RANKS": 8, "PARTS": 8, "G": 8, "D": 128, "WIDTH": 128},
     "rotate_kernel": {
         "H": 32, "K": 4, "R": 64, "D": 128, "INTERLEAVED": True, "HALF": 32, "REST": 64,
