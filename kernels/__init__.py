@@ -38,9 +38,10 @@ __all__ = [
     "takes_windows",
 ]
 
-# Keys of another dtype than the queries are converted in blocks of this many: otherwise
-# a shard of a long context would be in memory twice.
-_CONVERTED_KEYS = 4096
+# Keys of another dtype than the queries are converted in blocks of this many, by device: otherwise
+# a shard of a long context would be in memory twice. On CUDA they are as many as cuDNN is given.
+_CONVERTED_KEYS = {"cuda": 32768}
+_CONVERTED_ON_OTHERS = 4096
 
 # In order of preference; each module is imported when it is first asked.
 BACKENDS = ("flash_attn", "torch_cuda", "many_cpu", "torch_cpu", "meta", "reference")
@@ -77,6 +78,7 @@ def attend(
     if q.shape[2] == 0 or k.shape[1] == 0:
         # The fused ops report lse = 0, not -inf, for rows without keys.
         return empty_partial(q)
+    most = _CONVERTED_KEYS.get(q.device.type, _CONVERTED_ON_OTHERS)
     many = many_cpu.supports(q, causal, bias) and many_cpu.reads(k) and many_cpu.reads(v)
     if backend is None and many:
         return many_cpu.attend(q, k, v, scale, causal)
@@ -87,10 +89,10 @@ def attend(
             part = None if bias is None else bias[..., span]
             return attend_codes(q, few_k[:, span], few_v[:, span], scale, part)
 
-        return over_keys(of_codes, k.shape[1], _CONVERTED_KEYS)
+        return over_keys(of_codes, k.shape[1], most)
     if isinstance(k, Codes) or isinstance(v, Codes) or k.dtype != q.dtype:
         # Causal attention is over as many keys as queries: a shard of a chunk, and short.
-        block = k.shape[1] if causal else _CONVERTED_KEYS
+        block = k.shape[1] if causal else most
 
         def converted(span: slice) -> Partial:
             part = None if bias is None else bias[..., span]

@@ -23,8 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
+
 if TYPE_CHECKING:
     from razor_dist.kernels.decode import Pages, Windows
+
+__all__ = ["attend", "merge_ranks", "store"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -40,12 +44,13 @@ TILES = {2: 64, 4: 16}
 # Rows that a tile has at least: tensor cores take no fewer.
 ROWS = 16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WARPS, STAGES = 4, 5
-# Programs for every multiprocessor, as nearly as splits of a power of 2 keys allow.
+# Three programs of bfloat16 keys fit a multiprocessor of an H100, two of an A100, and one of 100 KB
+# of shared memory: with more stages fewer would.
+WARPS, STAGES = 4, 3
+# Programs for every multiprocessor, as nearly as splits of a power of 2 keys allow. Splits stay
+# short: a long sequence beside seven short ones has few others to share the device with.
 _PROGRAMS = 4
-_SPLITS = (256, 4096)
-# Dimensions, and splits, that a program of the merge reads at a time.
-MERGED, MERGED_WIDTH = 64, 32
+_SPLITS = (256, 1024)
 # Tensors' sizes, which differ from layer to layer and step to step: one compiled kernel takes all.
 _VARYING = ["tokens", "retrieval", "page_splits", "ring_splits", "split", "table_row"]
 # Rows of one tensor (`razor_dist.attention.step`): of an odd number of sequences every
@@ -95,6 +100,74 @@ def store_kernel(
         tl.store(ring_v + place, new_v.to(ring_v.dtype.element_ty), mask=kept)
 
 
+@triton.jit
+def _tile(
+    top, total, sums, queries, factor, bias, seen, k_at, v_at, read, k_scale, v_scale, scale_read,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, LOADS_MASKED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of keys into a running softmax; masks and biases only where there are any."""
+    if LOADS_MASKED:
+        keys, values = tl.load(k_at, mask=read, other=0.0), tl.load(v_at, mask=read, other=0.0)
+    else:
+        keys, values = tl.load(k_at), tl.load(v_at)
+    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+    if SCALED:
+        if MASKED:
+            k_factor = tl.load(k_scale, mask=scale_read, other=1.0) * factor
+            v_factor = tl.load(v_scale, mask=scale_read, other=1.0)
+        else:
+            k_factor, v_factor = tl.load(k_scale) * factor, tl.load(v_scale)
+        scores *= k_factor[None, :]
+    else:
+        scores *= factor
+    if BIASED:
+        scores += bias
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if SCALED:
+        weights *= v_factor[None, :]
+    sums = tl.dot(
+        weights.to(queries.dtype), values.to(queries.dtype), sums * shrink[:, None],
+        input_precision="ieee",
+    )  # fmt: skip
+    return higher, total, sums
+
+
+@triton.jit
+def _page_tile(
+    top, total, sums, queries, factor, at, high, d, table, k, v, step, k_scale, v_scale,
+    places, place, slope,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, SLOPES: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of a retrieval head's keys, ``at`` and following of its shard."""
+    i = tl.arange(0, TILE)
+    seen = at + i < high
+    if PAGE % TILE == 0:
+        # One look-up for all keys: what differs between them are offsets of 32 bits.
+        first = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        slot = i
+    else:
+        first = tl.zeros([], tl.int64)
+        page = tl.load(table + (at + i) // PAGE, mask=seen, other=0)
+        slot = page.to(tl.int64) * PAGE + (at + i) % PAGE
+    numbers = slot[:, None] * step + d[None, :]
+    bias = 0.0
+    if SLOPES:
+        stands = tl.load(places + first + slot, mask=seen, other=0)
+        bias = slope[:, None] * (stands - place).to(tl.float32)[None, :]
+    return _tile(
+        top, total, sums, queries, factor, bias, seen,
+        k + first * step + numbers, v + first * step + numbers,
+        seen[:, None] & (d[None, :] < D), k_scale + first + slot, v_scale + first + slot, seen,
+        SLOPES, MASKED, MASKED or D < WIDTH, SCALED,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def attend_kernel(
     q, q_head, q_group, q_token, order, slopes, scale, tokens, retrieval,
@@ -116,9 +189,11 @@ def attend_kernel(
         index, splits = program - retrieval * tokens * page_splits, ring_splits
     part, token, head = index % splits, index // splits % tokens, index // splits // tokens
     rows, d = tl.arange(0, M), tl.arange(0, WIDTH)
-    place, room = tl.load(position + token), tl.load(capacity + token)
+    # Counts of tokens have 32 bits here; the numbers of a cache are more.
+    place = tl.load(position + token).to(tl.int32)
+    room = tl.load(capacity + token).to(tl.int32)
     if of_pages:
-        length = tl.load(stored + token)
+        length = tl.load(stored + token).to(tl.int32)
     else:
         # A row that fills the batch up has no slot.
         length = tl.where(room > 0, 1 + SINKS + tl.minimum(room, place + 1), 0)
@@ -129,156 +204,81 @@ def attend_kernel(
         tl.store(lse_at, tl.full([M], float("-inf"), tl.float32), mask=rows < G)
         return
 
-    if of_pages:
-        own = tl.load(order + head)
-        k_head, v_head = (
-            page_k + head.to(tl.int64) * page_row,
-            page_v + head.to(tl.int64) * page_row,
-        )
-        slot_step = page_slot
-    else:
-        own = tl.load(order + retrieval + head)
-        k_head, v_head = (
-            ring_k + head.to(tl.int64) * ring_row,
-            ring_v + head.to(tl.int64) * ring_row,
-        )
-        slot_step = ring_slot
-    if D % 16 == 0:
-        # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
-        k_head, v_head = tl.multiple_of(k_head, 16), tl.multiple_of(v_head, 16)
-        slot_step = tl.multiple_of(slot_step, 16)
+    own = tl.load(order + tl.where(of_pages, head, retrieval + head))
     q_at = q + own * q_head + token.to(tl.int64) * q_token + rows[:, None] * q_group + d[None, :]
     wide = d[None, :] < D
     queries = tl.load(q_at, mask=(rows[:, None] < G) & wide, other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
+    slope = tl.zeros([M], tl.float32)
     if SLOPES:
         slope = tl.load(slopes + own * G + rows, mask=rows < G, other=0.0) * _LOG2E
-
-    # What the streaming heads' query sees, by its position and `s`.
-    first = tl.maximum(tl.load(start + token), SINKS)
-    newest = place % tl.maximum(room, 1)
-    begins = tl.load(offset + token)
-    weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
+    factor = scale * _LOG2E
     top = tl.full([M], _LEAST, tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, WIDTH], tl.float32)
-    for at in range(low, high, TILE):
-        i = at + tl.arange(0, TILE)
-        within = i < high
-        page = tl.load(table + token * table_row + i // PAGE, mask=within & of_pages, other=0)
-        in_ring = i - 1 - SINKS
-        held = place - newest + in_ring - tl.where(in_ring > newest, room, 0)
-        means = i == 0
-        seen = tl.where(in_ring < 0, i - 1 <= place, held >= first)
-        seen = tl.where(means, COMPENSATION & (first > SINKS), seen)
-        seen = within & (of_pages | seen)
-        slot = tl.where(of_pages, page.to(tl.int64) * PAGE + i % PAGE, begins + i)
-        read = seen[:, None] & wide
-        keys = tl.load(k_head + slot[:, None] * slot_step + d[None, :], mask=read, other=0.0)
-        values = tl.load(v_head + slot[:, None] * slot_step + d[None, :], mask=read, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
-        scores *= scale * _LOG2E
-        if PAGES_SCALED:
-            scaled = page_k_scale + head.to(tl.int64) * page_scale_row + slot
-            scores *= tl.load(scaled, mask=seen & of_pages, other=1.0)[None, :]
-        if RING_SCALED:
-            scaled = ring_k_scale + head.to(tl.int64) * ring_scale_row + slot
-            scores *= tl.load(scaled, mask=seen & (of_pages == 0), other=1.0)[None, :]
-        scores += tl.where((of_pages == 0) & means, weight, 0.0)[None, :]
-        if SLOPES:
-            # The dropped tokens stand in their middle.
-            stands = tl.where(means, (first + SINKS - 1) * 0.5, held.to(tl.float32))
-            stands = tl.where((in_ring < 0) & (i > 0), i - 1, stands)
-            kept = tl.load(places + slot, mask=seen & of_pages, other=0)
-            away = tl.where(of_pages, (kept - place).to(tl.float32), stands - place)
-            scores += slope[:, None] * away[None, :]
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        if PAGES_SCALED:
-            scaled = page_v_scale + head.to(tl.int64) * page_scale_row + slot
-            weights *= tl.load(scaled, mask=seen & of_pages, other=1.0)[None, :]
-        if RING_SCALED:
-            scaled = ring_v_scale + head.to(tl.int64) * ring_scale_row + slot
-            weights *= tl.load(scaled, mask=seen & (of_pages == 0), other=1.0)[None, :]
-        sums = sums * shrink[:, None] + tl.dot(
-            weights.to(queries.dtype), values.to(queries.dtype), input_precision="ieee"
-        )
-        top = higher
+    if of_pages:
+        k, v = page_k + head.to(tl.int64) * page_row, page_v + head.to(tl.int64) * page_row
+        step = page_slot
+        if D % 16 == 0:
+            # What the compiler loses sight of: rows are aligned, and can be read 16 bytes at once.
+            k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+            step = tl.multiple_of(step, 16)
+        k_scale = page_k_scale + head.to(tl.int64) * page_scale_row
+        v_scale = page_v_scale + head.to(tl.int64) * page_scale_row
+        pages = table + token.to(tl.int64) * table_row
+        # Splits begin with a tile: all but the last tile of a sequence are whole.
+        whole = low + (high - low) // TILE * TILE
+        for at in range(low, whole, TILE):
+            top, total, sums = _page_tile(
+                top, total, sums, queries, factor, at, high, d, pages, k, v, step,
+                k_scale, v_scale, places, place, slope,
+                False, PAGE, D, TILE, WIDTH, SLOPES, PAGES_SCALED,
+            )  # fmt: skip
+        if whole < high:
+            top, total, sums = _page_tile(
+                top, total, sums, queries, factor, whole, high, d, pages, k, v, step,
+                k_scale, v_scale, places, place, slope,
+                True, PAGE, D, TILE, WIDTH, SLOPES, PAGES_SCALED,
+            )  # fmt: skip
+    else:
+        begins = tl.load(offset + token)
+        k = ring_k + head.to(tl.int64) * ring_row + begins * ring_slot
+        v = ring_v + head.to(tl.int64) * ring_row + begins * ring_slot
+        step = ring_slot
+        if D % 16 == 0:
+            k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+            step = tl.multiple_of(step, 16)
+        k_scale = ring_k_scale + head.to(tl.int64) * ring_scale_row + begins
+        v_scale = ring_v_scale + head.to(tl.int64) * ring_scale_row + begins
+        # What the query sees, by its position and `s`.
+        first = tl.maximum(tl.load(start + token).to(tl.int32), SINKS)
+        newest = place % tl.maximum(room, 1)
+        weight = tl.log2(tl.maximum(first - SINKS, 1).to(tl.float32))
+        for at in range(low, high, TILE):
+            i = at + tl.arange(0, TILE)
+            in_ring = i - 1 - SINKS
+            held = place - newest + in_ring - tl.where(in_ring > newest, room, 0)
+            means = i == 0
+            seen = tl.where(in_ring < 0, i - 1 <= place, held >= first)
+            seen = (i < high) & tl.where(means, COMPENSATION & (first > SINKS), seen)
+            bias = tl.where(means, weight, 0.0)[None, :]
+            if SLOPES:
+                # The dropped tokens stand in their middle.
+                stands = tl.where(means, (first + SINKS - 1) * 0.5, held.to(tl.float32))
+                stands = tl.where((in_ring < 0) & (i > 0), i - 1, stands)
+                bias += slope[:, None] * (stands - place)[None, :]
+            numbers = i[:, None] * step + d[None, :]
+            top, total, sums = _tile(
+                top, total, sums, queries, factor, bias, seen, k + numbers, v + numbers,
+                seen[:, None] & wide, k_scale + i, v_scale + i, seen,
+                True, True, True, RING_SCALED,
+            )  # fmt: skip
     found = tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf"))
     tl.store(lse_at, found, mask=rows < G)
     out_at = out + (program.to(tl.int64) * G + rows[:, None]) * D + d[None, :]
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_at, sums, mask=(rows[:, None] < G) & wide)
-
-
-@triton.jit
-def _add(top, total, sums, lse, parts):
-    """Take partial results ``parts`` [n, WIDTH] with ``lse`` [n] into a running merge."""
-    higher = tl.maximum(top, tl.max(lse, 0))
-    shrink, weights = tl.exp(top - higher), tl.exp(lse - higher)
-    sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
-    return higher, total * shrink + tl.sum(weights, 0), sums
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def merge_splits_kernel(
-    parts, lse, order, tokens, retrieval, page_splits, ring_splits,
-    out, out_token, out_head, out_group, packed,
-    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one query: some dimensions of it."""
-    head, token = tl.program_id(0), tl.program_id(1)
-    g, d = tl.program_id(2) % G, tl.program_id(2) // G * WIDTH + tl.arange(0, WIDTH)
-    if head < retrieval:
-        first, splits = (head * tokens + token) * page_splits, page_splits
-    else:
-        first = retrieval * tokens * page_splits
-        first, splits = first + ((head - retrieval) * tokens + token) * ring_splits, ring_splits
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
-    sums = tl.zeros([WIDTH], tl.float32)
-    for low in range(0, splits, SPLITS):
-        s = low + tl.arange(0, SPLITS)
-        row = (first + s).to(tl.int64) * G + g
-        of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
-        # A split without keys has written no more than its lse.
-        read = (of > float("-inf"))[:, None] & (d < D)[None, :]
-        values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
-        top, total, sums = _add(top, total, sums, of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
-    if PACKED and head < retrieval:
-        row = (((head * G + g) * tokens + token) * (D + 1)).to(tl.int64)
-        tl.store(packed + row + d, sums, mask=d < D)
-        if tl.program_id(2) < G:
-            natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
-            tl.store(packed + row + D, natural)
-    else:
-        to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-        tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit(do_not_specialize=["tokens", "rows"])
-def merge_ranks_kernel(
-    gathered, rows, order, tokens, out, out_token, out_head, out_group,
-    RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
-    head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d, rank = tl.arange(0, WIDTH), tl.arange(0, PARTS)
-    row = (head * G + g) * tokens + token
-    at = (rank.to(tl.int64) * rows + row) * (D + 1)
-    of = tl.load(gathered + at + D, mask=rank < RANKS, other=float("-inf"))
-    read = (rank < RANKS)[:, None] & (d < D)[None, :]
-    values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
-    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
-    top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
-    sums = sums / tl.where(total > 0, total, 1.0)
-    to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
-    tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
 
 
 def store(
@@ -352,38 +352,24 @@ def attend(
         PAGES_SCALED=pages is not None and pages.k_scale is not None,
         RING_SCALED=windows is not None and windows.k_scale is not None,
         UPCAST=INTERPRETED,
-        **tile(group, dim, q.dtype, page.k.dtype),
+        **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
     packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
-    to = out.stride()[:3]
-    chunks = -(-dim // MERGED_WIDTH)
-    merge_splits_kernel[(retrieval + streaming, tokens, group * chunks)](
-        parts, lse, order, tokens, retrieval, page_splits, ring_splits,
-        out, *to, parts if packed is None else packed,
-        G=group, D=dim, WIDTH=MERGED_WIDTH, SPLITS=MERGED, PACKED=pack, num_warps=WARPS,
-    )  # fmt: skip
+    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed)
     return packed
 
 
-def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
-    """See `razor_dist.kernels.decode`."""
-    ranks, heads, group, tokens, width = gathered.shape
-    assert gathered.is_contiguous()
-    merge_ranks_kernel[(heads, tokens, group)](
-        gathered, heads * group * tokens, order, tokens, out, *out.stride()[:3],
-        RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
-        WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
-    )  # fmt: skip
-
-
-def tile(group: int, dim: int, queries: torch.dtype, keys: torch.dtype) -> dict[str, int]:
+def tile(
+    group: int, dim: int, queries: torch.dtype, keys: torch.dtype, *, slopes: bool
+) -> dict[str, int]:
     """Return the attending kernel's constants for a shape."""
     width = max(ROWS, triton.next_power_of_2(dim))
-    itemsize = max(queries.itemsize, keys.itemsize)
+    # Distances take registers: with a whole tile some would be spilled.
+    most = TILES[max(queries.itemsize, keys.itemsize)] // (2 if slopes else 1)
     return {
         "G": group, "D": dim, "WIDTH": width,
         "M": max(ROWS, triton.next_power_of_2(group)),
-        "TILE": max(16, TILES[itemsize] * 128 // max(128, width)),
+        "TILE": max(16, most * 128 // max(128, width)),
         "num_warps": WARPS, "num_stages": STAGES,
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ their lse (flash-decoding): `attend_folded`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from razor_dist.kernels.compiled import operations
+from razor_dist.kernels.decode import available
 
 # A bias that hides a key. Finite, for the fused ops report lse = 0 for a row whose keys are all at
 # -inf: so a segment that is hidden altogether has an lse that counts for nothing in a merge.
@@ -73,6 +75,9 @@ def merge(partials: Iterable[Partial]) -> Partial:
 def _merge(one: Partial, other: Partial) -> Partial:
     if _merged_at_once(*one, *other):
         return Partial(*operations().merge(*one, *other))
+    if _merged_by_triton(*one, *other):
+        kernels = importlib.import_module("razor_dist.kernels.merge_triton")
+        return Partial(*kernels.merge_pair(one, other))
     top = torch.maximum(one.lse, other.lse)
     # Where both are -inf the differences would be NaN; any finite reference gives weight 0.
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -90,6 +95,17 @@ def _merged_at_once(*tensors: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype == torch.float32
         and (x.dim() == 3 or x.stride(-1) == 1)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        for x in tensors
+    )
+
+
+def _merged_by_triton(*tensors: Tensor) -> bool:
+    """Tell if one launch merges these, on CUDA; `_merge`'s own operations are ten."""
+    return all(
+        x.device.type == "cuda"
+        and available(x.device)
+        and (x.dim() == 3 or (x.dim() == 4 and x.stride(-1) == 1))
         and not (torch.is_grad_enabled() and x.requires_grad)
         for x in tensors
     )

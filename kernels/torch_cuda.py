@@ -23,10 +23,12 @@ _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _ALIGN = 8
 # Numbers of a head dimension that the ops want a multiple of.
 _DIM = 8
-# cuDNN makes a plan for every shape, which takes as long as attention to tens of thousands of keys.
-# So it gets queries padded to a multiple of the first number, if there are at least four times as
-# many, and keys in blocks of the second; the rest and a chunk's own keys are flash attention's.
-_QUERIES, _KEYS = 512, 32768
+# cuDNN makes a plan for every shape and every stride, which takes about 20 ms, and torch keeps all
+# of them: a ring's block has other strides in every chunk. So it gets one KV head at a time, keys
+# in blocks of `_KEYS`, and of its query heads together `_QUERIES` queries, as few as keep a GPU
+# busy: one plan. Other keys and queries, and a chunk's own keys, are flash attention's, which is
+# slower.
+_QUERIES, _KEYS = 32768, 32768
 # By others' measurements it is half as fast again on Hopper; newer ones have given wrong results
 # (pytorch/pytorch#193893).
 _CUDNN_ON = (9, 0)
@@ -46,9 +48,9 @@ def attend(
         out, lse = attend(q, k, v, scale, causal, bias)
         return Partial(out[..., :dim], lse)
     flash = bias is None and q.dtype in (torch.float16, torch.bfloat16) and dim <= 256
-    long = queries >= 4 * _QUERIES and k.shape[1] >= _KEYS
+    long = 2 * queries * group >= _QUERIES and k.shape[1] >= _KEYS
     if flash and long and not causal and _takes_cudnn(q, k):
-        return _by_cudnn(q, k, v, scale)
+        return _mostly_by_cudnn(q, k, v, scale)
 
     def op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if flash:
@@ -76,22 +78,47 @@ def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Attention of many queries to all of `_KEYS` keys and more, in shapes that come again."""
+def _mostly_by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+    """Attention of many queries to at least `_KEYS` keys; few queries of a last block are flash's.
+
+    It is filled up if it is half full: flash attention takes about twice as long for a query.
+    """
     heads, group, queries, dim = q.shape
-    rows = -(-queries // _QUERIES) * _QUERIES
-    padded = functional.pad(q, (0, 0, 0, rows - queries)).reshape(1, heads * group, rows, dim)
+    rows = max(1, _QUERIES // group)
+    count = max(1, (queries + rows // 2) // rows)
+    blocks = q.new_zeros(heads, count, 1, group, rows, dim)
+    for index in range(count):
+        part = q[:, :, index * rows : (index + 1) * rows]
+        blocks[:, index, 0, :, : part.shape[2]] = part
+    few = min(queries, count * rows)
 
     def attend_block(keys: slice) -> Partial:
         if keys.stop > k.shape[1]:
-            return attend(q, k[:, keys], v[:, keys], scale, False, None)
-        # Fewer key heads than of queries: nothing is expanded.
-        block = k[:, keys].unsqueeze(0), v[:, keys].unsqueeze(0)
-        out, lse, *_ = _cudnn(padded, *block, None, True, 0.0, False, False, scale=scale)
-        out, lse = (x.view(heads, group, rows, -1)[:, :, :queries] for x in (out, lse))
-        return Partial(out, lse.squeeze(-1))  # lse [1, H, T, 1]
+            return attend(q[:, :, :few], k[:, keys], v[:, keys], scale, False, None)
+        out, lse = q.new_empty(heads, group, few, dim), q.new_empty(heads, group, few).float()
+        for head in range(heads):
+            segment = _of_fixed_strides(k[head, keys]), _of_fixed_strides(v[head, keys])
+            for index in range(count):
+                at = slice(index * rows, min(few, (index + 1) * rows))
+                found = _cudnn(
+                    blocks[head, index], *segment, None, True, 0.0, False, False, scale=scale
+                )
+                out[head, :, at] = found[0][0, :, : at.stop - at.start]
+                lse[head, :, at] = found[1].view(group, rows)[:, : at.stop - at.start]
+        return Partial(out, lse)
 
-    return over_keys(attend_block, k.shape[1], _KEYS)
+    found = over_keys(attend_block, k.shape[1], _KEYS)
+    if few == queries:
+        return found
+    rest = attend(q[:, :, few:], k, v, scale, False, None)
+    return Partial(*(torch.cat([a, b.to(a.dtype)], 2) for a, b in zip(found, rest, strict=True)))
+
+
+def _of_fixed_strides(x: Tensor) -> Tensor:
+    """A view ``[1, 1, S, D]`` of ``[S, D]`` whose first strides depend on S and D alone."""
+    assert x.stride(1) == 1
+    whole = x.shape[0] * x.stride(0)
+    return x.as_strided((1, 1, *x.shape), (whole, whole, *x.stride()))
 
 
 def _multiprocessors(device: torch.device) -> int:

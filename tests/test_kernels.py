@@ -276,7 +276,7 @@ def test_long_queries_are_cudnns_in_few_shapes(
 
     def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
         calls.append("cuDNN")
-        assert q.shape == (1, 6, 320, 16) and k.shape == v.shape == (1, 2, 256, 16)
+        assert q.shape == (1, 3, 64, 16) and k.shape == v.shape == (1, 1, 256, 16)
         assert mask is None and with_lse and not dropout and not causal and not debug
         out, lse = op(q, k, v, False, scale)
         return out, lse.unsqueeze(-1), None, None
@@ -288,7 +288,7 @@ def test_long_queries_are_cudnns_in_few_shapes(
     monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
     monkeypatch.setattr(torch_cuda, "_flash", flash)
     monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: there)
-    monkeypatch.setattr(torch_cuda, "_QUERIES", 64)
+    monkeypatch.setattr(torch_cuda, "_QUERIES", 3 * 64)
     monkeypatch.setattr(torch_cuda, "_KEYS", 256)
     q, k, v = (x.bfloat16() for x in draw(2, 3, queries, keys))
     causal = keys == queries
@@ -296,8 +296,69 @@ def test_long_queries_are_cudnns_in_few_shapes(
     want = attend(q, k, v, scale=0.3, causal=causal, backend="reference")
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
-    blocks = ["cuDNN"] * (keys // 256) + ["flash"] * (keys % 256 > 0)
-    assert calls == (blocks if there and queries >= 256 and not causal else ["flash"])
+    # 64 queries a block, of each head; a last block of fewer than 32 is flash attention's.
+    blocks = ["cuDNN"] * (2 * ((queries + 32) // 64) * (keys // 256)) + ["flash"] * (keys % 256 > 0)
+    blocks += ["flash"] * (0 < queries % 64 < 32)
+    assert calls == (blocks if there and not causal else ["flash"])
+
+
+def test_a_million_tokens_in_chunks_by_time_are_one_plan_of_cudnn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On eight ranks, two KV heads in groups of eight; chunks shorten as the context grows."""
+    from razor_dist.kernels import torch_cuda
+
+    plans, products = set(), {"cuDNN": 0, "flash": 0}
+
+    def attended(name, q, k):
+        products[name] += q.shape[1] * q.shape[2] * k.shape[2]
+        return torch.empty_like(q)
+
+    def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
+        plans.add(tuple((x.shape, x.stride()) for x in (q, k, v)))
+        out = attended("cuDNN", q, k)
+        return out, out.new_empty(1, q.shape[1], q.shape[2], 1, dtype=torch.float32), None, None
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        out = attended("flash", q, k)
+        return out, out.new_empty(out.shape[:3], dtype=torch.float32), None
+
+    monkeypatch.setattr(torch_cuda, "_cudnn", cudnn)
+    monkeypatch.setattr(torch_cuda, "_flash", flash)
+    monkeypatch.setattr(torch_cuda, "_takes_cudnn", lambda *given: True)
+    done, chunks = 0, 0
+    while done < 1 << 20:
+        tokens = int(min((1 << 20) - done, 60_000 + 300_000 * 65_536 / (65_536 + done)) / 8)
+        q = torch.empty(2, 8, max(1, tokens), 128, dtype=torch.bfloat16, device="meta")
+        block = torch.empty(2, 2, done // 8 + tokens, 128, dtype=torch.bfloat16, device="meta")
+        early = done // 8 + tokens // 2
+        for queries, keys in ((q, block[:, :, :early]), (q[:, :, tokens // 2 :], block)):
+            torch_cuda.attend(queries, *keys, 0.1, False, None)
+        done, chunks = done + 8 * max(1, tokens), chunks + 1
+    assert chunks > 8
+    assert len(plans) == 1
+    assert products["cuDNN"] > 0.8 * (products["cuDNN"] + products["flash"])
+
+
+def test_keys_of_eight_bits_are_read_in_cudnns_blocks_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from razor_dist import kernels
+    from razor_dist.kernels import torch_cuda
+
+    assert kernels._CONVERTED_KEYS["cuda"] == torch_cuda._KEYS
+    blocks = []
+
+    def op(q, k, v, scale, causal, bias):
+        blocks.append(k.shape[1])
+        return empty_partial(q)
+
+    monkeypatch.setitem(kernels._CONVERTED_KEYS, "meta", torch_cuda._KEYS)
+    monkeypatch.setattr(kernels._backend("meta"), "attend", op)
+    q = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(1, 70_000, 128, dtype=torch.float32, device="meta")
+    attend(q, keys, keys, scale=0.1)
+    assert blocks == [32768, 32768, 70_000 - 2 * 32768]
 
 
 @pytest.mark.parametrize("causal", [True, False])

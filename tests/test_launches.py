@@ -31,6 +31,7 @@ from razor_dist.attention import decode
 from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.kernels import decode_torch, fused
 from razor_dist.kernels.compiled import operations
+from razor_dist.models.bridge import run_body
 from razor_dist.models.loader import load_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
@@ -137,6 +138,17 @@ def test_a_layer_is_thirty_kernels_at_most(family: str, ranks: Ranks, tiny: Tiny
         assert [after[name] for name in KERNELS] == [1, 1, 1, 1, 1, 1]
         # bfloat16 rounds to 1/256; fused layers round less often.
         assert (got - want).norm() <= 0.05 * want.norm()
+
+
+def test_no_mask_is_made_nor_looked_for(tiny: Tiny) -> None:
+    """transformers would compare positions, to find packed sequences: six kernels and a wait."""
+    for family in ("glm", "llama", "qwen3", "phi3"):
+        model = load_model(str(tiny(family)), device=torch.device("cpu"), dtype=torch.float32)
+        counted, context = Launches(), mock.Mock()
+        context.attend = lambda layer, query, k, v: query.q.flatten(0, 1).transpose(0, 1)
+        with torch.inference_mode(), counted:
+            run_body(model, torch.tensor([5, 6]), context)
+        assert not {"diff", "ne", "cumsum", "eq", "all", "_local_scalar_dense"} & set(counted.found)
 
 
 KERNELS = ("store", "attend", "merge splits", "all-gather", "merge ranks", "rotary")

@@ -32,6 +32,7 @@ from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Token
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, logits_of, make_runner, model_and_shape, prefill
 from tests.engine.test_sources import traced
@@ -163,6 +164,33 @@ def test_steps_that_are_recorded(family: str, ranks: Ranks, tiny: Tiny) -> None:
     for world in (2, 8):
         shared = dataclasses.replace(case, tensor=True)
         assert_same(ranks(world).run(replayed, shared)[0], want)
+
+
+def replayed_beside_a_chunk(comm: Communicator, case: Case) -> tuple[list[int], Tensor | None]:
+    """Replays in each of some steps that decode beside a chunk; and the decoded tokens' logits."""
+    tape = CountingTape(comm)
+    runner = make_runner(comm, case, 2, recorder=tape)
+    prefill(runner, 0, case)
+    n, counts, rows = len(case.prompt), [], []
+    runner.execute(StepPlan(Op.OPEN, 1, end=n, total=n, max_read=n))
+    for index, token in enumerate(case.forced):
+        before, begin = tape.replayed, 8 * index
+        chunk = BatchEntry(1, case.prompt[begin : begin + 8], sharded=True, last=False)
+        logits = runner.execute(StepPlan.step([BatchEntry(0, [token]), chunk]))
+        counts.append(tape.replayed - before)
+        rows += [] if logits is None else [logits[:1]]
+    return counts, torch.cat(rows) if rows else None
+
+
+def test_what_decodes_beside_a_chunk_is_replayed(ranks: Ranks, tiny: Tiny) -> None:
+    path, tokens = tiny("llama"), tokens_of(98)
+    case = Case(str(path), split_of(path), POLICY, tokens[:90], tokens[90:])
+    want = ranks(1).run(logits_of, case)[0][1:]
+    shared = dataclasses.replace(case, tensor=True)
+    counts, got = ranks(2).run(replayed_beside_a_chunk, shared)[0]
+    # Steps are eager where a longer recording is needed.
+    assert len(counts) == 8 and sum(counts) >= 5
+    assert_same(got, want)
 
 
 def sent_and_kept(comm: Communicator, case: Case) -> tuple[dict[str, int], int, int]:

@@ -1,4 +1,4 @@
-"""The first ten minutes on a GPU: every path that only CUDA runs, measured by one command.
+"""The first nine minutes on a GPU: every path that only CUDA runs, measured by one command.
 
 Each part runs in a process of its own and for a limited time: a kernel that hangs, or an illegal
 access that ends a CUDA context, costs its part and no other. Figures and page are written anew
@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,24 @@ def replay(device: torch.device) -> PartResult:
 
 def gpu_tests(device: torch.device) -> PartResult:
     """Run the tests that need a GPU; their output is the part's log."""
+    return _run_tests(device, _TESTS)
+
+
+def correct(device: torch.device) -> PartResult:
+    """Compare the compiled decode kernels with float64: if they are wrong, no figure counts."""
+    return _run_tests(device, _KERNEL_TESTS)
+
+
+def _run_tests(device: torch.device, files: Sequence[str]) -> PartResult:
     folder = _PACKAGE.parent / "tests"
     if device.type != "cuda":
         return {"skipped": "needs a CUDA device"}, []
     if not folder.is_dir():
         return {"skipped": f"there is no folder {folder}; run from a checkout"}, []
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--timeout=180"]
+    if find_spec("pytest") is None or find_spec("hypothesis") is None:
+        return {"skipped": "needs pytest and hypothesis: make gpu-wheels"}, []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
+    command += files
     tests = subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, text=True)
     assert tests.stdout is not None
     lines = [""]
@@ -165,9 +178,15 @@ def gpu_tests(device: torch.device) -> PartResult:
     return figures, [Table("Tests:", [[lines[-1]], *failed], "left")]
 
 
+# The only files that have tests for a GPU: collecting others would need more packages.
+_TESTS = ["tests/test_cuda.py", "tests/heads/test_razor.py", "tests/engine/test_graph.py"]
+_TESTS += ["tests/test_kernels.py"]
+_KERNEL_TESTS = ["tests/test_kernels_decode.py"]
+
 # The parts, and the largest share of the whole time that each may take.
 PARTS: dict[str, tuple[Callable[[torch.device], PartResult], float]] = {
     "versions": (versions, 0.15),
+    "correct": (correct, 0.2),
     "launch": (launch, 0.15),
     "decode": (decode, 0.25),
     "prefill": (prefill, 0.25),
@@ -178,11 +197,13 @@ PARTS: dict[str, tuple[Callable[[torch.device], PartResult], float]] = {
 
 
 def run(settings: GpuBenchSettings) -> BenchRecord:
-    """Run every part; ``gpu.json``, ``gpu.md`` and a log of each part are written on the way."""
+    """Run every part; ``gpu.json``, ``gpu.md`` and ``gpu.log`` are written on the way."""
     out, device = settings.out, settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     out.mkdir(parents=True, exist_ok=True)
+    said = out / "gpu.log"
+    said.write_text("")
     began = time.monotonic()
     parts: dict[str, dict[str, Any]] = {}
     rows, tables = [["part", "s", "status"]], []
@@ -191,7 +212,7 @@ def run(settings: GpuBenchSettings) -> BenchRecord:
         limit = min(began + whole - start, share * whole)
         found: dict[str, Any] = {"failed": "no time was left"}
         if limit > 0:
-            found = call(__name__, "run_part", name, device, seconds=limit, log=out / f"{name}.log")
+            found = call(__name__, "run_part", name, device, seconds=limit, log=said)
         bad = next((word for word in ("failed", "skipped") if word in found), None)
         status = f"{bad}: {found[bad]}" if bad else "done"
         tables += [Table(**table) for table in found.pop("tables", ())]
@@ -205,6 +226,7 @@ def run(settings: GpuBenchSettings) -> BenchRecord:
 
 def run_part(name: str, device: str) -> dict[str, Any]:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print(f"--- {name}", flush=True)
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     measure, _ = PARTS[name]
     figures, tables = measure(where)

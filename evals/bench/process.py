@@ -27,10 +27,11 @@ def call(
 ) -> dict[str, Any]:
     """Call a function in a new process, which ends after ``seconds`` with its children.
 
-    Arguments and result pass as JSON. ``env`` is the process's environment, by default this one's.
+    Arguments and result pass as JSON. What it says is added to ``log``. ``env`` is the process's
+    environment, by default this one's.
     Returns the result, or ``{"failed": reason}``.
     """
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
+    with tempfile.TemporaryDirectory() as folder, log.open("a") as output:
         result = Path(folder) / "result.json"
         process = subprocess.Popen(
             guarded(__name__, module, function, json.dumps(arguments), str(result)),

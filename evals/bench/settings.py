@@ -259,7 +259,7 @@ class ProbeBenchSettings(FileBenchSettings):
 class GpuBenchSettings(BenchSettings):
     out: Annotated[Path, Option(metavar="FOLDER", help="For figures, page and logs.")]
     device: Device = "auto"
-    minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 10.0
+    minutes: Annotated[float, Option(min=0.1, help="Time for all parts together.")] = 9.0
 
     @property
     def files(self) -> tuple[Path | None, ...]:

@@ -197,6 +197,11 @@ class Pass:
     sources: tuple[SourceToken, ...] = ()
     tensor_parallel: bool = False  # heads and weights are dealt to the ranks
 
+    @property
+    def recordable(self) -> bool:
+        """True for a decode batch alone, of which nothing else is asked."""
+        return self.decode is not None and not (self.replicated or self.chunks or self.sources)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -205,10 +210,3 @@ class Step:
     passes: tuple[Pass, ...]
     decoded: list[int]  # the sequences of `Pass.decode`, in order
     growth: list[tuple[int, list[int]]]  # of each entry: its sequence, and new tokens by rank
-
-    @property
-    def recordable(self) -> bool:
-        """True for a decode batch alone, of which nothing else is asked."""
-        return len(self.passes) == 1 and not (
-            self.passes[0].replicated or self.passes[0].chunks or self.passes[0].sources
-        )

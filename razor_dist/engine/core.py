@@ -72,7 +72,11 @@ class EngineCore:
         self._clock = clock
         shared = runner.decode == "tensor"
         prefill_policy = PrefillPolicy(
-            max_step, runner.comm.size, by_priority=by_priority, shared=shared
+            max_step,
+            runner.comm.size,
+            by_priority=by_priority,
+            shared=shared,
+            replayed=runner.device.type == "cuda" and runner.graphs is not None,
         )
         # What continues an exactly read prompt is not read exactly: its logits would be others.
         share = prefix_cache and not runner.config.scratch_pages

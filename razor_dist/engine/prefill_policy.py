@@ -23,7 +23,7 @@ from razor_dist.engine.step_cost import StepCost
 _JOINING = 512
 # Least speed, relative to chunks, at which a long prompt is prefilled without chunks beside other
 # requests. Below 1, since steps become shorter; switching between the two costs something.
-_WITHOUT_CHUNKS = 0.7
+_WITHOUT_CHUNKS = 0.85
 # Length of a chunk while no request waits, in multiples of `max_step`. It stays bounded because a
 # request may arrive.
 _LONGER = 4
@@ -49,6 +49,7 @@ class PrefillPolicy:
 
     ``max_step`` is in seconds. With ``by_priority``, requests of a lower ``priority`` number go
     before all others. The ranks have ``shared`` out what is not a chunk, or each computes all.
+    Steps that only decode are ``replayed`` from CUDA graphs (`StepCost`).
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class PrefillPolicy:
         *,
         by_priority: bool = False,
         shared: bool = False,
+        replayed: bool = False,
     ) -> None:
-        self.cost, self._ranks = StepCost(world_size), world_size
+        self.cost, self._ranks = StepCost(world_size, replayed=replayed), world_size
         self._shared = shared and world_size > 1
         # How often the work of a short prompt is done, among all ranks.
         self.repeats = 1 if shared else world_size

@@ -163,13 +163,10 @@ class ModelRunner:
         step = self.prepare(entries)
         self.prompt_logprobs, self.sources = {}, {}
         kept: list[Kept] = []
-        if step.recordable and self.graphs is not None:
-            assert step.passes[0].decode is not None
-            logits = self.graphs.run(step.passes[0].decode)
-        else:
-            logits = torch.cat([self._run(part, kept) for part in step.passes])
-            if any(entry.prompt_logprobs >= 0 for entry in entries):
-                logits = self._split_logprobs(entries, step, logits)
+        found = [self._run(part, kept) for part in step.passes]
+        logits = found[0] if len(found) == 1 else torch.cat(found)
+        if any(entry.prompt_logprobs >= 0 for entry in entries):
+            logits = self._split_logprobs(entries, step, logits)
         commit(self.comm.rank, self.caches, step, self.sequences, kept)
         self.sequences.note_peak()
         return logits if self.comm.rank == 0 else None
@@ -190,6 +187,9 @@ class ModelRunner:
 
     def _run(self, part: Pass, kept: list[Kept]) -> Tensor:
         """float32 logits ``[n, V]`` of one pass; take what it leaves of its chunks to ``kept``."""
+        if part.recordable and self.graphs is not None:
+            assert part.decode is not None
+            return self.graphs.run(part.decode)
         contexts: list[DecodeContext | ReplicatedContext | PrefillContext] = []
         ids, positions = [], []
         if part.decode is not None:

@@ -55,10 +55,15 @@ class StepCost:
     recent steps: parts of about one length tell little of it. Steps of answers alone, of which
     there are many more, do not make those that read prompts forgotten.
 
+    If steps that only decode are ``replayed`` from CUDA graphs, they bound nothing: a step with a
+    part of a prompt launches its kernels one by one, which takes ten times as long. Bounded by
+    them, a step's launches would count as the cost of its tokens, and parts stay short for ever.
+
     Any thread may ask.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, *, replayed: bool = False) -> None:
+        self._replayed = replayed
         self._ranks, self._lock = ranks, threading.RLock()
         none = np.zeros((len(_BELIEVED), len(_BELIEVED)))
         self._squares = [none, none]  # of steps of answers alone, and of the others
@@ -82,7 +87,7 @@ class StepCost:
                     self._products[kind] = kept * self._products[kind]
             self._squares[reading] = _FORGET * self._squares[reading] + np.outer(x, x)
             self._products[reading] = _FORGET * self._products[reading] + x
-            if work.chunk or not reading:
+            if work.chunk or not (reading or self._replayed):
                 self._bounds[_CHUNK if work.chunk else _WHOLE].append(seconds)
             # Fitted when next asked for: not while all sequences decode.
             self._changed = True

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from razor_dist.kernels.query import Query
 from razor_dist.models.longrope import position_mark
@@ -106,4 +106,5 @@ def run_body(model: PreTrainedModel, input_ids: Tensor, context: AttentionContex
 
 
 AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+# No mask function is registered: transformers then makes none, and does not compare positions to
+# find packed sequences, six kernels a step and a wait for the device.

@@ -52,7 +52,7 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     if device.type == "cpu":
         return links
     if backend == "nccl":
-        return Communicator(dist.new_group(backend="nccl", timeout=timeout), links)
+        return Communicator(_nccl_group(timeout), links)
     if config.ring == "ring_flash_attn":
         raise ConfigError(
             "ring is ring_flash_attn, which needs a GPU for each rank; here ranks share one: "
@@ -66,6 +66,12 @@ def init_distributed(config: EngineConfig, device: torch.device) -> Communicator
     if rank == 0:
         log.warning("ranks share a GPU, so what they send goes through the host's memory, slowly")
     return HostLinks(links)
+
+
+def _nccl_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of all ranks whose transfers do not wait behind queued attention blocks."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
 
 
 def store_of_this_start(

@@ -37,7 +37,7 @@ def load_zigzag() -> ModuleType:
     if spec is None or importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "ring is ring_flash_attn, which needs the packages ring-flash-attn and flash-attn: "
-            f"{install_command('cuda')}, or use ring: own"
+            f"{install_command('ring-flash-attn')}, or use ring: own"
         )
     # A package of that folder under another name: its modules import each other relatively.
     package = ModuleType(_NAME)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.parallel import process_group
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.process_group import backend_of, store_of_this_start
 from tests.ranks import RankPool
@@ -60,3 +63,14 @@ def test_ranks_of_a_restart_do_not_see_what_the_dead_ones_wrote() -> None:
             assert not any(store.check(["address"]) for store in stores)
             stores[0].set("address", str(start))
             assert [store.get("address") for store in stores] == [str(start).encode()] * 3
+
+
+def test_transfers_of_nccl_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a ring's transfers wait behind the attention blocks that are queued."""
+    made: dict[str, Any] = {}
+    options = mock.Mock(Options=lambda **given: given)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda **given: made.update(given))
+    process_group._nccl_group(timedelta(seconds=7))
+    assert made["backend"] == "nccl" and made["timeout"] == timedelta(seconds=7)
+    assert made["pg_options"] == {"is_high_priority_stream": True}

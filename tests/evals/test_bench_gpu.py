@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from razor_dist import cli
 from razor_dist.evals.bench import attention, gpu, measure, process
 from razor_dist.evals.bench.measure import CeilingSizes
 from razor_dist.evals.bench.settings import ShapeBenchSettings
+from razor_dist.evals.bench.wheels import unpack_missing
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -85,6 +88,7 @@ def test_every_part_has_a_status_and_a_failure_costs_its_part_only(
     parts = found["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
         "versions": "done",
+        "correct": "skipped: needs a CUDA device",
         "launch": "done",
         "decode": "done",
         "prefill": "failed: not done within 5 s",
@@ -92,6 +96,7 @@ def test_every_part_has_a_status_and_a_failure_costs_its_part_only(
         "replay": "done",
         "tests": "skipped: needs a CUDA device",
     }
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
     assert "seqused_k" in parts["versions"]["versions"]["_flash_attention_forward"]
     assert 0 < parts["launch"]["seconds_per_kernel"]["eager"] < 1e-3
     assert parts["replay"]["launches"] == sum(parts["replay"]["count"].values()) > 10
@@ -116,3 +121,28 @@ def test_a_process_gives_its_result_or_the_reason(tmp_path: Path) -> None:
     assert "Traceback" in log.read_text()
     assert process.call("os", "_exit", 3, log=log) == {"failed": "exit code 3"}
     assert process.call("os", "abort", log=log) == {"failed": "ended by signal 6"}
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/__init__.py", "there = True\n")
+
+
+def test_missing_packages_come_from_wheels_and_installed_ones_stay(tmp_path: Path) -> None:
+    for name in ("pytest", "nobody_has_this"):
+        make_wheel(tmp_path, name)
+    target = tmp_path / "unpacked"
+    assert unpack_missing(tmp_path, target) == ["nobody_has_this"]
+    assert [path.name for path in target.iterdir()] == ["nobody_has_this"]
+    assert unpack_missing(tmp_path / "nothing", target) == []
+
+
+def test_every_test_for_a_gpu_is_in_the_files_that_are_run() -> None:
+    root = Path(__file__).parents[2]
+    marked = {
+        str(path.relative_to(root))
+        for path in (root / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu\b|\bDEVICES\b", path.read_text())
+        and path != Path(__file__)
+    }
+    assert marked == {*gpu._TESTS, *gpu._KERNEL_TESTS}

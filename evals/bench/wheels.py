@@ -1,0 +1,31 @@
+"""Unpack the wheels of a folder that are not installed here: no network, no pip, no environment.
+
+``python evals/bench/wheels.py WHEELS TARGET``; TARGET then belongs on the path. This file imports
+nothing of the package, whose dependencies may be among the wheels.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def unpack_missing(wheels: Path, target: Path) -> list[str]:
+    """Unpack into ``target``, and return the packages' names; what is installed stays in use."""
+    unpacked = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        name = wheel.name.split("-")[0]
+        try:
+            version(name)
+        except PackageNotFoundError:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(target)
+            unpacked.append(name)
+    return unpacked
+
+
+if __name__ == "__main__":
+    found = unpack_missing(*map(Path, sys.argv[1:]))
+    print("not installed here, taken from wheels:", ", ".join(found) or "nothing")

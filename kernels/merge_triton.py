@@ -1,0 +1,162 @@
+"""Merges of partial results as Triton kernels: of a query's splits, and of what ranks found."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A finite reference for rows that see no key: exp(-inf - LEAST) is 0, and never NaN.
+_LEAST = tl.constexpr(-1e30)
+WARPS = 4
+_PAIR_ROWS = 16  # queries of a program
+# Dimensions, and splits, that a program of the merge reads at a time.
+MERGED, MERGED_WIDTH = 64, 32
+
+
+@triton.jit
+def _add(top, total, sums, lse, parts):
+    """Take partial results ``parts`` [n, WIDTH] with ``lse`` [n] into a running merge."""
+    higher = tl.maximum(top, tl.max(lse, 0))
+    shrink, weights = tl.exp(top - higher), tl.exp(lse - higher)
+    sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
+    return higher, total * shrink + tl.sum(weights, 0), sums
+
+
+@triton.jit(do_not_specialize=["tokens", "retrieval", "page_splits", "ring_splits"])
+def merge_splits_kernel(
+    parts, lse, order, tokens, retrieval, page_splits, ring_splits,
+    out, out_token, out_head, out_group, packed,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query: some dimensions of it."""
+    head, token = tl.program_id(0), tl.program_id(1)
+    g, d = tl.program_id(2) % G, tl.program_id(2) // G * WIDTH + tl.arange(0, WIDTH)
+    if head < retrieval:
+        first, splits = (head * tokens + token) * page_splits, page_splits
+    else:
+        first = retrieval * tokens * page_splits
+        first, splits = first + ((head - retrieval) * tokens + token) * ring_splits, ring_splits
+    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for low in range(0, splits, SPLITS):
+        s = low + tl.arange(0, SPLITS)
+        row = (first + s).to(tl.int64) * G + g
+        of = tl.load(lse + row, mask=s < splits, other=float("-inf"))
+        # A split without keys has written no more than its lse.
+        read = (of > float("-inf"))[:, None] & (d < D)[None, :]
+        values = tl.load(parts + row[:, None] * D + d[None, :], mask=read, other=0.0)
+        top, total, sums = _add(top, total, sums, of, values)
+    sums = sums / tl.where(total > 0, total, 1.0)
+    if PACKED and head < retrieval:
+        row = (((head * G + g) * tokens + token) * (D + 1)).to(tl.int64)
+        tl.store(packed + row + d, sums, mask=d < D)
+        if tl.program_id(2) < G:
+            natural = tl.where(total > 0, top + tl.log(total), float("-inf"))
+            tl.store(packed + row + D, natural)
+    else:
+        to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
+        tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def merge_ranks_kernel(
+    gathered, rows, order, tokens, out, out_token, out_head, out_group,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Merge what the ranks found for one query, ``gathered`` [P, R, G, n, D + 1]."""
+    head, token, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, rank = tl.arange(0, WIDTH), tl.arange(0, PARTS)
+    row = (head * G + g) * tokens + token
+    at = (rank.to(tl.int64) * rows + row) * (D + 1)
+    of = tl.load(gathered + at + D, mask=rank < RANKS, other=float("-inf"))
+    read = (rank < RANKS)[:, None] & (d < D)[None, :]
+    values = tl.load(gathered + at[:, None] + d[None, :], mask=read, other=0.0)
+    top, total = tl.full([], _LEAST, tl.float32), tl.zeros([], tl.float32)
+    top, total, sums = _add(top, total, tl.zeros([WIDTH], tl.float32), of, values)
+    sums = sums / tl.where(total > 0, total, 1.0)
+    to = tl.load(order + head) * out_head + token.to(tl.int64) * out_token + g * out_group
+    tl.store(out + to + d, sums.to(out.dtype.element_ty), mask=d < D)
+
+
+def merge_splits(
+    parts: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    retrieval: int,
+    splits: tuple[int, int],
+    out: Tensor,
+    packed: Tensor | None,
+) -> None:
+    """Merge splits ``parts`` ``[programs, G, D]`` with ``lse`` into ``out`` ``[n, K, G, D]``.
+
+    The first ``retrieval`` heads of ``order`` have as many splits as ``splits`` says first, and go
+    to ``packed`` ``[R, G, n, D + 1]`` instead if there is that.
+    """
+    tokens, (_, group, dim) = len(out), parts.shape
+    chunks = -(-dim // MERGED_WIDTH)
+    merge_splits_kernel[(len(order), tokens, group * chunks)](
+        parts, lse, order, tokens, retrieval, *splits,
+        out, *out.stride()[:3], parts if packed is None else packed,
+        G=group, D=dim, WIDTH=MERGED_WIDTH, SPLITS=MERGED, PACKED=packed is not None,
+        num_warps=WARPS,
+    )  # fmt: skip
+
+
+def merge_ranks(gathered: Tensor, order: Tensor, out: Tensor) -> None:
+    """See `razor_dist.kernels.decode`."""
+    ranks, heads, group, tokens, width = gathered.shape
+    assert gathered.is_contiguous()
+    merge_ranks_kernel[(heads, tokens, group)](
+        gathered, heads * group * tokens, order, tokens, out, *out.stride()[:3],
+        RANKS=ranks, PARTS=triton.next_power_of_2(ranks), G=group, D=width - 1,
+        WIDTH=triton.next_power_of_2(width - 1), num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group", "tokens"])
+def merge_pair_kernel(
+    a, a_head, a_group, a_token, a_lse, a_lse_head, a_lse_group, a_lse_token,
+    b, b_head, b_group, b_token, b_lse, b_lse_head, b_lse_group, b_lse_token,
+    out, lse, group, tokens,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge two partial results of some queries of one head."""
+    head, g = (tl.program_id(1) // group).to(tl.int64), (tl.program_id(1) % group).to(tl.int64)
+    t, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDTH)
+    there = t < tokens
+    read = there[:, None] & (d < D)[None, :]
+    of_a = tl.load(
+        a_lse + head * a_lse_head + g * a_lse_group + t * a_lse_token, mask=there, other=0.0
+    )
+    of_b = tl.load(
+        b_lse + head * b_lse_head + g * b_lse_group + t * b_lse_token, mask=there, other=0.0
+    )
+    top = tl.maximum(tl.maximum(of_a, of_b), _LEAST)
+    w_a, w_b = tl.exp(of_a - top), tl.exp(of_b - top)
+    total = w_a + w_b
+    divisor = tl.where(total > 0, total, 1.0)
+    of_a = tl.load(a + head * a_head + g * a_group + (t * a_token)[:, None] + d, mask=read, other=0)
+    of_b = tl.load(b + head * b_head + g * b_group + (t * b_token)[:, None] + d, mask=read, other=0)
+    sums = of_a.to(tl.float32) * (w_a / divisor)[:, None]
+    sums += of_b.to(tl.float32) * (w_b / divisor)[:, None]
+    row = (head * group + g) * tokens + t
+    tl.store(out + row[:, None] * D + d, sums, mask=read)
+    tl.store(lse + row, tl.where(total > 0, top + tl.log(divisor), float("-inf")), mask=there)
+
+
+def merge_pair(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two results ``[K, G, T, D]`` with ``[K, G, T]`` in one launch; see `partial.merge`."""
+    (a, a_lse), (b, b_lse) = one, other
+    heads, group, tokens, dim = a.shape
+    assert a.stride(3) == b.stride(3) == 1
+    out, lse = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, a_lse))
+    merge_pair_kernel[(-(-tokens // _PAIR_ROWS), heads * group)](
+        a, *a.stride()[:3], a_lse, *a_lse.stride(), b, *b.stride()[:3], b_lse, *b_lse.stride(),
+        out, lse, group, tokens,
+        D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=_PAIR_ROWS, num_warps=WARPS,
+    )  # fmt: skip
+    return out, lse
