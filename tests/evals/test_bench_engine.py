@@ -269,8 +269,8 @@ def test_kept_heads_are_spread_evenly(kept: float, count: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "/nowhere"], "give a folder with a config.json"),
-        (["shape", "/nowhere"], "give a folder with a config.json"),
+        (["--shape", "/nowhere"], "there is no such folder; give a local folder"),
+        (["shape", "/nowhere"], "there is no such folder; give a local folder"),
         (["shape", "x", "--kept", "0"], "above 0 and at most 1"),
         (["shape", "x", "--window-max", "0"], "window_max must be at least 1"),
         (["--peers", "openvino,vllm"], "peers has 'vllm'; there are openvino, llama-cpp"),
