@@ -50,7 +50,7 @@ from razor_dist.models.shape import ModelShape
 from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
-from razor_dist.parallel.zero import ShardedWeights, join_ranks
+from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
 from razor_dist.prefix.nodes import Tier
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.tiers import Tiers
@@ -79,6 +79,8 @@ def load(config: EngineConfig, comm: Communicator, device: torch.device) -> Load
     trust = config.trust_remote_code
     path = resolve_model(config.model, trust_remote_code=trust)
     head_map = check_settings(config, path, device)
+    if config.weights != "replicated":  # found to be broken now, not after minutes of loading
+        import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
     if comm.rank == 0 and config.attention == "razor" and config.head_map is None:
         chosen = default_head_map(config.model)
         if chosen.parent == path:

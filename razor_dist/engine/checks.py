@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with settings before any weight is read."""
+"""Checks of settings against device, model and head map, before any weight is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from razor_dist.engine.device import ring_of, torch_dtype, torch_kv_dtype
 from razor_dist.heads.head_map import HeadMap, head_map_of
 from razor_dist.models.loader import model_fingerprint, read_config
 from razor_dist.models.shape import ModelShape
-from razor_dist.parallel.zero import import_deepspeed
+from razor_dist.parallel.zero import require_deepspeed
 
 
 def check_settings(config: EngineConfig, folder: Path, device: torch.device) -> HeadMap:
@@ -54,4 +54,4 @@ def _check_weights(config: EngineConfig, device: torch.device) -> None:
             "weights: zero3 shards the weights over the ranks, and world_size is 1; use "
             "replicated, or zero3-offload to keep them in CPU memory"
         )
-    import_deepspeed(device, use=f"weights: {config.weights} needs", extra="zero3")
+    require_deepspeed(f"weights: {config.weights} needs", "zero3")

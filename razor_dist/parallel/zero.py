@@ -10,6 +10,7 @@ the engine does: a rank without tokens of a chunk runs one dummy token.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
@@ -40,6 +41,15 @@ def name_accelerator(device: torch.device | None = None) -> None:
     """
     kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.setdefault("DS_ACCELERATOR", kind)
+
+
+def require_deepspeed(use: str, extra: str) -> None:
+    """Raise `ConfigError` if DeepSpeed is not installed; its import, which is slow, is not tried.
+
+    ``use`` and ``extra`` are as in `import_deepspeed`.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(f"{use} DeepSpeed, which is not installed: {install_command(extra)}")
 
 
 def import_deepspeed(

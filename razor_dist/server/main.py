@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import psutil
+import torch
 import uvicorn
 
 from razor_dist.config.errors import ConfigError, EngineError, RazorError
@@ -89,8 +90,8 @@ def _listening(
     """Run a frontend on the configured address, unless a setting is wrong or the port taken."""
     folder = local_model(config.model)
     if folder is not None:
-        # A local rank's number matters for the memory of its GPU alone.
-        check_settings(config, folder, torch_device(config, local_rank=0))
+        # Without a GPU's number, so that this process opens no CUDA context to ask what it can do.
+        check_settings(config, folder, torch.device(torch_device(config, 0).type))
     with bind(config) as listener:
         return asyncio.run(run(listener))
 
