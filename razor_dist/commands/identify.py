@@ -127,7 +127,8 @@ def method_first(args: Sequence[str]) -> list[str]:
         return ["razor", *rest]
     methods = [command.name for command in identify.registered_commands if command.name]
     meant = nearest(model, methods)
-    if meant is not None and not Path(model).expanduser().exists():
+    # A hub id has a slash.
+    if meant is not None and "/" not in model and not Path(model).expanduser().exists():
         raise ConfigError(f"unknown method {model!r}; did you mean {meant!r}?")
     # Transformers takes seconds to import, and --help needs none of it.
     from razor_dist.models.adapters import is_alibi
