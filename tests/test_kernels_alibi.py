@@ -94,7 +94,7 @@ def test_a_bias_per_head(keys: int, queries: int) -> None:
 
 
 def test_widened_heads_carry_the_distance_in_bfloat16() -> None:
-    """What CUDA's kernels are given; the digits and both parts of the slope are needed."""
+    """The input of CUDA's kernels: the digits and both parts of the slope are needed."""
     q, k, v = (x.bfloat16() for x in draw(3, 2, 40, 5000, dim=64))
     queries, keys = torch.full((40,), 70_000), torch.arange(65_000, 70_000)
     wide = widened(q, k, v, 0.125, SLOPES, digits_of((keys - 70_000).float()))

@@ -391,7 +391,7 @@ def unaligned(function: Any, argument: str) -> bool:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes."""
+    """Registers, memory and spills of a compiled kernel."""
 
     registers: int  # of a thread
     spilled: int  # bytes

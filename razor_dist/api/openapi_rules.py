@@ -1,4 +1,4 @@
-"""Which fields of a request exclude or need others, as JSON Schema."""
+"""Rules in JSON Schema for fields of a request that exclude or need others."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class TextSettings(Strict):
 
 
 class Reasoning(Strict):
-    """How a model is to reason: the effort reaches the chat template, the others nothing."""
+    """OpenAI's reasoning settings; only ``effort`` has an effect, on the chat template."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

@@ -240,7 +240,7 @@ class ChatBody(GenerateBody):
 
     @property
     def template(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Arguments of the chat template beside the messages."""
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         arguments: dict[str, Any] = {k: v for k, v in hints.items() if v is not None}
         arguments |= self.chat_template_kwargs or {}

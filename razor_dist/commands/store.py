@@ -88,7 +88,8 @@ def verify(directory: Directory) -> None:
 def prune(
     directory: Directory,
     max_gb: Annotated[
-        float | None, typer.Option(min=0, help="Bring it down to so many GiB, least used first.")
+        float | None,
+        typer.Option(min=0, help="GiB to keep; the least used are removed."),
     ] = None,
     older_than: Annotated[
         float | None, typer.Option(min=0, metavar="DAYS", help="Remove what was not used since.")

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # Seconds between two lines about prompts and answers that are not done.
 _EVERY_SECONDS = 5.0
-# Tokens of a prompt in the caches that are told: the parts of a document begin alike.
+# Fewer cached tokens of a prompt are not logged: the parts of a document begin alike.
 _FOUND = 512
 
 

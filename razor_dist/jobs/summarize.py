@@ -167,8 +167,8 @@ class Summarizer:
             parts = parts or [{"tokens": count, **summary} for count, summary in counted]
             now = merged([part["summary"] for part in summaries])
             levels, kind = levels + 1, _SUMMARIES
-        told = yield from self._ask_all([prompt], stored)
-        answer = self._traced(told[0], document, places, summaries)
+        [found] = yield from self._ask_all([prompt], stored)
+        answer = self._traced(found, document, places, summaries)
         result = {"tokens": tokens, **answer, "parts": len(parts) or 1, "levels": levels}
         return result | ({"part_summaries": parts} if parts else {})
 
@@ -378,7 +378,7 @@ def _counted(
         try:
             text = source.read().text
         except DocumentError:
-            return 0  # told when its turn comes
+            return 0  # its error is reported when it is summarised
         return max(1, len(tokenizer(text, add_special_tokens=False).input_ids))
 
     with ThreadPoolExecutor(usable_cores()) as threads:

@@ -52,7 +52,7 @@ def embedded_model() -> Path:
 
 
 def converted() -> Path | None:
-    """What `embedded_model` returns, if the model has been converted before."""
+    """The folder of the embedded model; None if it has not been converted yet."""
     target = _target(gguf_file())
     return target if target.is_dir() else None
 

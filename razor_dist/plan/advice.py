@@ -1,9 +1,9 @@
-"""What would make a deployment fit, or faster; all advice is planned before it is given."""
+"""Advice on settings that make a deployment fit, or faster; each is planned before it is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,19 +25,16 @@ Bytes = Callable[[dict[str, Any]], int]
 
 @dataclass(frozen=True)
 class Remedy:
-    changes: dict[str, Any]
+    setting: str
+    value: Any
     frees: int  # bytes per rank
 
     def __str__(self) -> str:
         return f"{self.name} frees {self.frees / 1e9:.1f} GB"
 
     @property
-    def setting(self) -> str:
-        return next(iter(self.changes))
-
-    @property
     def name(self) -> str:
-        return f"{self.setting}: {self.changes[self.setting]}"
+        return f"{self.setting}: {self.value}"
 
 
 @dataclass(frozen=True)
@@ -57,36 +54,45 @@ class Remedies:
 
     @property
     def best(self) -> list[Remedy]:
-        """The best remedy for each setting."""
-        return list({one.setting: one for one in reversed(self.alone)}.values())[::-1]
+        """The remedy of each setting that frees most, in the order of ``alone``."""
+        found: dict[str, Remedy] = {}
+        for one in self.alone:
+            found.setdefault(one.setting, one)
+        return list(found.values())
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        return {name: value for one in self.best for name, value in one.changes.items()}
 
-
-def remedies(d: Deployment, context: int, budget: float, needs: Bytes) -> Remedies:
-    """Try each setting that can free memory for a prompt of ``context`` tokens, then several."""
-    before = needs({})
-    tried = [Remedy({n: v}, before - needs({n: v})) for n, v in _levers(d, context)]
+def remedies(d: Deployment, context: int, before: int, budget: float, needs: Bytes) -> Remedies:
+    """Try each setting that can free memory of ``before`` bytes per rank, then several together."""
+    tried = [Remedy(name, to, before - needs({name: to})) for name, to in _levers(d, context)]
     worth = [remedy for remedy in tried if remedy.frees > _WORTH_NAMING * before]
     worth.sort(key=lambda remedy: -remedy.frees)
-    chosen: list[Remedy] = []
-    for remedy in worth:
-        if any(remedy.setting == one.setting for one in chosen):
-            continue
-        chosen.append(remedy)
-        if needs({name: v for one in chosen for name, v in one.changes.items()}) <= budget:
-            return Remedies(tuple(worth), tuple(chosen))
-    return Remedies(tuple(worth), ())
+    alone = Remedies(tuple(worth), ())
+    for count in range(1, len(alone.best) + 1):
+        together = alone.best[:count]
+        # One alone has been tried already.
+        after = needs(_changes(together)) if count > 1 else before - together[0].frees
+        if after <= budget:
+            return replace(alone, together=tuple(together))
+    return alone
+
+
+def _changes(remedies: Sequence[Remedy]) -> dict[str, Any]:
+    return {one.setting: one.value for one in remedies}
+
+
+def _shorter_window(d: Deployment, context: int) -> tuple[int, int] | None:
+    """The longest window and the one to propose, if windows are the settings' and are longer."""
+    windows = [heads.policy.window(context - 1) for heads in d.streaming]
+    least = max(_WINDOW, d.config.window_min)
+    if d.head_map.windows is not None or not windows or max(windows) <= least:
+        return None
+    return max(windows), least
 
 
 def _levers(d: Deployment, context: int) -> Iterator[tuple[str, Any]]:
-    config = d.config
-    windows = [heads.policy.window(context - 1) for heads in d.streaming]
-    least = max(_WINDOW, config.window_min)
-    if d.head_map.windows is None and windows and max(windows) > least:
-        yield "window_max", least
+    config, windows = d.config, _shorter_window(d, context)
+    if windows is not None:
+        yield "window_max", windows[1]
     if d.dtype == torch.float32:
         yield "dtype", "bf16"
     elif d.kv_dtype == torch.float32:
@@ -113,7 +119,7 @@ def fewest_ranks(
     said = f"fewest ranks that fit: {fewest({})}"
     if found is not None and found.alone:
         # More ranks take longer chunks by default, and so larger activations.
-        changes = {"chunked_prefill_size": d.chunked_prefill_size} | found.changes
+        changes = {"chunked_prefill_size": d.chunked_prefill_size} | _changes(found.best)
         names = ", ".join(f"{name}: {value}" for name, value in changes.items())
         said += f"; with {names}: {fewest(changes)}"
     return said
@@ -123,14 +129,14 @@ def faster_windows(
     d: Deployment, context: int, seconds: float, prefill: Callable[[dict[str, Any]], float]
 ) -> list[str]:
     """Say what long windows cost a prefill of ``seconds``, if they are the settings' choice."""
-    windows = [heads.policy.window(context - 1) for heads in d.streaming]
-    least = max(_WINDOW, d.config.window_min)
-    if d.head_map.windows is not None or d.exact or not windows or max(windows) <= least:
+    windows = _shorter_window(d, context)
+    if windows is None or d.exact:
         return []
+    longest, least = windows
     shorter = prefill({"window_max": least})
     if shorter > (1 - _WORTH_SECONDS) * seconds:
         return []
     return [
-        f"streaming heads keep {tokens(max(windows))} tokens; with window_max: {least} the prompt "
-        f"would take {shorter:.1f} s instead of {seconds:.1f} s"
+        f"streaming heads keep {tokens(longest)} tokens; with window_max: {least} the prompt would "
+        f"take {shorter:.1f} s instead of {seconds:.1f} s"
     ]

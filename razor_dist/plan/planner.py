@@ -75,13 +75,15 @@ class Plan:
 
     @cached_property
     def verdict(self) -> list[str]:
-        """Whether it fits and, if not, what would make it fit; then on how many ranks it does."""
+        """Two lines: if it fits, with advice if it does not; and the fewest ranks that fit."""
         memory = f"{self.memory.total / 1e9:.1f} GB per rank of {self.budget / 1e9:.1f}"
         found = None
         if self.fits:
             said = [f"fits: {memory}"]
         else:
-            found = remedies(self.deployment, self.context, self.budget, self._bytes)
+            found = remedies(
+                self.deployment, self.context, self.memory.total, self.budget, self._bytes
+            )
             most = f"{tokens(self.longest)} tokens fit" if self.longest else "no context fits"
             said = [f"does not fit: {memory}; {most}; {found}"]
         if self.memory.weights > self.budget:
@@ -91,24 +93,21 @@ class Plan:
         return said
 
     def _bytes(self, changes: dict[str, Any]) -> int:
-        """Bytes per rank with some settings changed; other numbers of ranks share what they can."""
-        d = self._with(changes)
-        shared = d.config.decode != "replicated" if "world_size" in changes else d.shared
-        d = dataclasses.replace(d, shared=shared and d.not_shared is None)
-        return (
-            MemoryPlanner(d, self.device)
-            .at(d.config.max_model_len or self.context, self.context)
-            .total
-        )
+        """Bytes per rank with some settings changed."""
+        planner = MemoryPlanner(self._with(changes), self.device)
+        return planner.at(self.deployment.config.max_model_len or self.context, self.context).total
 
     def _prefill_seconds(self, changes: dict[str, Any]) -> float:
         d = self._with(changes)
         return prefill_time(d, self.device, self.context, traffic(d, self.context)).seconds
 
     def _with(self, changes: dict[str, Any]) -> Deployment:
+        """The deployment with some settings changed; other numbers of ranks share what they can."""
         config = self.deployment.config.model_copy(update=changes)
         d = Deployment.of(config, self.device.kind, self.retrieval)
-        return dataclasses.replace(d, shared=self.deployment.shared)
+        same = "world_size" not in changes
+        shared = self.deployment.shared if same else config.decode != "replicated"
+        return dataclasses.replace(d, shared=shared and d.not_shared is None)
 
     @cached_property
     def warnings(self) -> list[str]:

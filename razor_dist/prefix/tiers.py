@@ -37,8 +37,8 @@ Namespace = tuple[
     str | None, int
 ]  # a salt, and the mark of positions (`razor_dist.models.longrope`)
 
-# A prompt is saved if so many pages of it, and this part, are in no node: streaming heads' windows
-# are written with every node, however little is new.
+# A prompt is saved if at least 4 pages and 1/16 of it are in no node: a node always holds the
+# streaming heads' windows, however little else is new.
 _WORTH_PAGES, _WORTH_PART = 4, 1 / 16
 # Seconds until the ranks' writers are asked again, and until a disk that has failed is.
 _WRITER_SECONDS, _DISK_SECONDS = 0.005, 60.0

@@ -71,7 +71,7 @@ class Service:
         self.draining = False  # it ends what it has begun, and takes nothing more
         self.metrics = client.observer = Metrics(config.name)
         self._heartbeat = heartbeat
-        self._ignored: set[str] = set()  # fields that the log has told of
+        self._ignored: set[str] = set()  # fields that are logged already
         self._started = int(time.time())
 
     @property

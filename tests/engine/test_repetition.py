@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from razor_dist.config.errors import RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.protocol.messages import Progress, Token
-from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams, RepetitionDetector
+from razor_dist.protocol.repetition import LOOPS, RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams, request_defaults
 from tests.engine.test_core import make_core, prompt, run
 from tests.tokenizer import smollm2_tokenizer
-
-
-def found_at(tokens: Sequence[int], params: RepetitionDetectionParams) -> int | None:
-    """How many tokens there are when a loop is found."""
-    detector = RepetitionDetector(params)
-    return next((n for n, token in enumerate(tokens, 1) if detector.push(token)), None)
 
 
 def ends_in_loop(tokens: Sequence[int], params: RepetitionDetectionParams) -> bool:
@@ -50,8 +44,7 @@ def test_it_finds_what_the_definition_says(
     tokens: list[int], params: RepetitionDetectionParams
 ) -> None:
     first = next((n for n in range(1, 81) if ends_in_loop(tokens[:n], params)), None)
-    assert params.first_loop(tokens) == first
-    assert found_at(tokens, params) == (first if first and first <= len(tokens) else None)
+    assert params.first_loop(tokens) == (first if first and first <= len(tokens) else None)
 
 
 @settings(deadline=None, max_examples=100)
@@ -60,11 +53,11 @@ def test_every_period_up_to_200_is_found(period: int, before: int, seed: int) ->
     # Different tokens, so that no shorter period is there; and a lead of others.
     pattern = [seed % 1000 + n for n in range(period)]
     tokens = [*range(10_000, 10_000 + before), *pattern * (256 // period + 5)]
-    assert found_at(tokens, LOOPS) == before + max(4 * period, 256)
+    assert LOOPS.first_loop(tokens) == before + max(4 * period, 256)
 
 
 def test_a_period_of_201_is_none() -> None:
-    assert found_at([*range(201)] * 20, LOOPS) is None
+    assert LOOPS.first_loop([*range(201)] * 20) is None
 
 
 CHORUS = "Row, row, row your boat, gently down the stream.\nMerrily, merrily, merrily, merrily,\n"
@@ -94,7 +87,7 @@ LAWFUL = {
 @pytest.mark.parametrize("kind", LAWFUL)
 def test_lawful_repetition_is_not_cut(kind: str) -> None:
     tokens = smollm2_tokenizer()(LAWFUL[kind])["input_ids"]
-    assert found_at(tokens, LOOPS) is None, len(tokens)
+    assert LOOPS.first_loop(tokens) is None, len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +172,7 @@ def test_what_is_decoded_up_to_the_end_is_the_same(tiny: Callable[[str], Path]) 
     found = run(core)
     plain, watched = ([m.token for m in found[k] if isinstance(m, Token)] for k in found)
     assert watched == plain[: len(watched)]
-    at = found_at(plain, RepetitionDetectionParams(**SIX))
+    at = RepetitionDetectionParams(**SIX).first_loop(plain)
     assert len(watched) == (at or 60)
 
 

@@ -311,7 +311,7 @@ def test_nothing_of_torchruns_working_directory_is_run(tmp_path: Path) -> None:
 
 
 def test_children_run_the_package_of_their_parent(tmp_path: Path) -> None:
-    """Of a checkout that is not installed, in which Python was started, beside an installed one."""
+    """Python starts in a checkout that is not installed, while another one is."""
     package = tmp_path / "razor_dist"
     (package / "frontend").mkdir(parents=True)
     for name in ("__init__.py", "frontend/__init__.py", "frontend/guard.py"):
