@@ -15,17 +15,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from razor_dist.api.fields import STRUCTURED
+from razor_dist.api.messages import NAMES as MESSAGES_NAMES
+from razor_dist.api.messages import NEUTRAL as MESSAGES_NEUTRAL
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.responses import NAMES, NEUTRAL, ResponsesBody, renamed
 from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.tools import ToolUse, tool_use
 from razor_dist.api.validate import parse
 from razor_dist.config.errors import RequestError
+from razor_dist.documents.read import Document
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
 from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 
-Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
+Endpoint = Literal[
+    "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
+]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -50,32 +56,50 @@ class ParsedRequest:
     echo: bool = False  # the answers begin with their prompts
     prompt_only: bool = False  # and end there: ``max_tokens`` was 0
     tools: ToolUse | None = None  # that the answers may call
-    described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
+    # What a response of /v1/responses repeats, or the documents that one of /v1/messages may cite.
+    described: dict[str, Any] | None = None
     answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    # PDF files that must be read before the request can be, each with the field that holds it.
+    unread: Sequence[tuple[str, bytes]] = ()
 
 
 def parse_request(
-    endpoint: Endpoint, raw: bytes | bytearray, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    raw: bytes | bytearray,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document] = (),
 ) -> ParsedRequest:
-    """Read a request's body; `RequestError` if anything about it cannot be served."""
-    return parse_value(endpoint, parse_json(raw), encoder, limits)
+    """Read a request's body; `RequestError` if anything about it cannot be served.
+
+    ``files`` are the documents in the files that the first call has returned as ``unread``.
+    """
+    return parse_value(endpoint, parse_json(raw), encoder, limits, files)
 
 
 def parse_value(
-    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    value: object,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document] = (),
 ) -> ParsedRequest:
     try:
-        return _parse_value(endpoint, value, encoder, limits)
+        return _parse_value(endpoint, value, encoder, limits, files)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
 
 
 def _parse_value(
-    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    value: object,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document],
 ) -> ParsedRequest:
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
     if endpoint == "chat":
@@ -89,9 +113,33 @@ def _parse_value(
         field = NAMES.get(parsed.constrained_by, parsed.constrained_by)
         described = body.described(parsed.prompts[0].params)
         parsed = replace(parsed, described=described, constrained_by=field)
+    elif endpoint in ("messages", "count_tokens"):
+        with renamed(MESSAGES_NAMES):
+            cls = MessagesBody if endpoint == "messages" else CountTokensBody
+            asked = parse(cls, value, MESSAGES_NEUTRAL, ignored)
+            parsed = _message(asked, encoder, limits, files)
     else:
         parsed = _tokenized(endpoint, value, encoder, limits, ignored)
     return replace(parsed, ignored=ignored or ())
+
+
+def _message(
+    body: CountTokensBody, encoder: PromptEncoder, limits: Limits, files: Sequence[Document]
+) -> ParsedRequest:
+    check_model(body.model, limits.model)
+    if not files and (unread := body.files()):
+        return ParsedRequest([], unread=unread)
+    chat, conversation = body.as_chat(files)
+    if not isinstance(body, MessagesBody):
+        _tools(chat, encoder)  # refuses those that the model cannot call
+        [(tokens, _)] = _encode(chat, encoder, limits, ends=False)
+        return ParsedRequest([], answer=json.dumps({"input_tokens": len(tokens)}).encode())
+    parsed = _parsed(chat, encoder, limits)
+    [prompt] = parsed.prompts
+    if prompt.text is not None:
+        prompt = prompt._replace(text=conversation.searched(prompt.text))
+    described = {"documents": conversation.documents}
+    return replace(parsed, prompts=[prompt], described=described)
 
 
 def _tokenized(

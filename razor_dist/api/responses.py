@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -273,13 +273,13 @@ def _is_long(value: object) -> bool:
 
 
 @contextmanager
-def renamed() -> Iterator[None]:
+def renamed(names: Mapping[str, str] = NAMES) -> Iterator[None]:
     """Let errors name the fields of a chat as they are called here."""
     try:
         yield
     except RequestError as error:
         field, bracket, rest = (error.param or "").partition("[")
-        if field not in NAMES:
+        if field not in names:
             raise
-        message = str(error).replace(field, NAMES[field])
-        raise RequestError(message, NAMES[field] + bracket + rest, error.code) from None
+        message = str(error).replace(field, names[field])
+        raise RequestError(message, names[field] + bracket + rest, error.code) from None

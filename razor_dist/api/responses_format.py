@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat, Format, Json
+from razor_dist.api.messages import CitedDocument
+from razor_dist.api.messages_format import MessagesFormat
 from razor_dist.api.parsing import Endpoint, ParsedRequest
 from razor_dist.api.tools import ToolParser, ToolUse
 from razor_dist.frontend.answers import Choice
@@ -204,8 +206,14 @@ def make_format(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Format:
     """Return the shape of the answers to a request."""
+    own: Any
+    if endpoint == "messages":
+        assert parsed.described is not None
+        documents = [CitedDocument(*d) for d in parsed.described["documents"]]
+        own = {"documents": documents, "tools": parsed.tools}
+        return MessagesFormat(model, choices, tokenizer, **own)
     if parsed.described is not None:
-        own: Any = {"described": parsed.described, "tools": parsed.tools}
+        own = {"described": parsed.described, "tools": parsed.tools}
         return ResponsesFormat(model, choices, tokenizer, **own)
     if endpoint == "chat":
         return ChatFormat(model, choices, tokenizer, tools=parsed.tools)

@@ -17,10 +17,10 @@ from razor_dist import __version__
 from razor_dist.api.errors import Failure
 from razor_dist.api.parsing import Endpoint, check_model
 from razor_dist.config.errors import RazorError
+from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import POLICY, docs_page
-from razor_dist.server.documents import DocumentReader
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.service import Service
@@ -32,6 +32,8 @@ _ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -42,7 +44,6 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     app = FastAPI(title="razor_dist", docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a path with one more slash is an unknown path
     bodies = BodyReader(service.config)
-    documents = DocumentReader(int(service.config.max_body_mb * 2**20))
     page = PageFiles()
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -73,8 +74,8 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     async def document_text(request: Request, name: str = "") -> Response:
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
-        read = asyncio.create_task(_as_text(documents.read(body, name, current_record().key)))
-        return await _unless_gone(request, read)
+        read = service.documents.read(body, name, current_record().key)
+        return await _unless_gone(request, asyncio.create_task(_as_text(read)))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -106,7 +107,7 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
         return await page.get_response(name, request.scope)
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return Failure.of(error).response(service.retry_after(error))
+        return Failure.of(error).response(service.retry_after(error), request.url.path)
 
     app.add_exception_handler(RazorError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -128,9 +129,9 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     return app
 
 
-async def _as_text(text: Awaitable[bytes]) -> Response:
+async def _as_text(file: Awaitable[Document]) -> Response:
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response(await text, media_type="text/plain", headers=headers)
+    return Response((await file).text, media_type="text/plain", headers=headers)
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:
@@ -154,7 +155,7 @@ async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Respon
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = Failure(error.status_code, message).response()
+    response = Failure(error.status_code, message).response(path=request.url.path)
     response.headers.update(error.headers or {})
     return response
 

@@ -17,9 +17,6 @@ from razor_dist.frontend.assembler import TextPiece
 
 log = logging.getLogger(__name__)
 
-# A line that begins with a colon is a comment: clients skip it, proxies see traffic.
-HEARTBEAT = ": heartbeat\n\n"
-
 
 async def stream(
     events: AsyncIterator[ChoiceEvent | None],
@@ -46,7 +43,7 @@ async def stream(
             yield line(chunk)
         async for event in events:
             if event is None:
-                yield HEARTBEAT
+                yield form.heartbeat
             elif isinstance(event.what, TextPiece):
                 sent += 1
                 if form.is_slow:
