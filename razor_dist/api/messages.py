@@ -381,7 +381,7 @@ class CountTokensBody(Strict):
     def files(self) -> list[tuple[str, bytes]]:
         """Return the PDF documents in their order, each with where it stands in the request."""
         return [
-            (where, document.source.file(f"{where}.source.data"))
+            (f"{where}.source.data", document.source.file(f"{where}.source.data"))
             for where, document in self._documents
             if isinstance(document.source, PdfSource)
         ]

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from razor_dist.api.errors import MESSAGES
 from razor_dist.api.fields import RESERVED, Strict
+from razor_dist.api.messages import NEUTRAL as MESSAGES_NEUTRAL
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, examples, or_null, some
 from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import Limits
@@ -51,6 +54,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
         "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
         "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
+        MESSAGES: _post(MessagesBody, "Message", "Answer as Anthropic's API does.", True),
+        f"{MESSAGES}/count_tokens": _post(CountTokensBody, "TokenCount", "Count its tokens."),
         "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
         "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
         "/documents/text": _document_text(),
@@ -68,6 +73,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "ChatBody": (ChatBody, NEUTRAL),
         "CompletionBody": (CompletionBody, NEUTRAL),
         "ResponsesBody": (ResponsesBody, RESPONSES_NEUTRAL),
+        "MessagesBody": (MessagesBody, MESSAGES_NEUTRAL),
+        "CountTokensBody": (CountTokensBody, MESSAGES_NEUTRAL),
         "TokenizeBody": (TokenizeBody, {}),
         "DetokenizeBody": (DetokenizeBody, {}),
     }
@@ -155,7 +162,16 @@ def _body(
         parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
         found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
         found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
-    if not knows_tools:
+    stops = {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS}
+    own["stop_sequences"] = or_null(stops)
+    if name == "MessagesBody":
+        own["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": _INT64}
+    if cls in (MessagesBody, CountTokensBody) and not knows_tools:
+        choice = {"type": {"enum": ["auto", "none"]}}
+        kinds = {"type": "object", "properties": choice, "required": ["type"]}
+        own |= {"tools": {"enum": [None, []]}}
+        own |= {"tool_choice": or_null(kinds | {"additionalProperties": False})}
+    elif not knows_tools:
         choices = [None, "none"] + (["auto"] if name == "ResponsesBody" else [])
         own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
     properties |= {field: value for field, value in own.items() if field in properties}
