@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``, through the official client: messages, streams, tools, citations."""
+"""Anthropic's ``/v1/messages`` through its official client, with tools, documents, citations."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ CASTLE = "The castle says nothing."
 @pytest.fixture(scope="module")
 def looking() -> Iterator[ServerProcess]:
     """A server whose answers look at " castle", and are the question again and again."""
-    with server_on("tests.server.page_rank") as server:
+    with server_on("tests.server.page_rank", "--max-model-len", "128K") as server:
         yield server
 
 
