@@ -22,7 +22,7 @@ from razor_dist.api.tools import ToolUse, tool_use
 from razor_dist.api.validate import parse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.passages import PromptText
-from razor_dist.frontend.prompts import Checked, PromptEncoder, check_prompt
+from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
 from razor_dist.protocol.sampling_params import SamplingDefaults, SamplingParams
 
 Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
@@ -121,16 +121,18 @@ def _parsed(
     params = body.sampling(limits.defaults)
     check_model(body.model, limits.model)
     tools = _tools(body, encoder)
+    bounds = PromptLimits(
+        limits.max_model_len,
+        limits.vocab_size,
+        has_tokenizer=encoder.tokenizer is not None,
+        default_max_tokens=limits.default_max_tokens,
+    )
     checked = [
-        check_prompt(
+        bounds.checked(
             _last(prompt, body.truncate_prompt_tokens, params, limits),
             params,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            has_tokenizer=encoder.tokenizer is not None,
             param="messages" if isinstance(body, ChatBody) else "prompt",
             text=text,
-            default_max_tokens=limits.default_max_tokens,
         )
         for prompt, text in _encode(body, encoder, limits, ends=params.return_sources > 0)
     ]

@@ -525,8 +525,8 @@ def test_counters_that_take_too_long_get_503(tmp_path: Path) -> None:
     service.reader = RequestReader(PromptEncoder(None), process, {})
 
     async def main() -> httpx.Response:
-        await service.client.start()
-        _, writer = await asyncio.open_unix_connection(service.client.socket_path)
+        await service.client.rank0.listen()
+        _, writer = await asyncio.open_unix_connection(service.client.rank0.path)
         writer.write(encode(Ready(EngineInfo(8, 9))))
         await service.client.ready()
         transport = httpx.ASGITransport(build_app(service))
