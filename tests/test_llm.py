@@ -405,12 +405,7 @@ with FakeLLM() as llm:
 
 
 def test_an_llm_that_is_never_closed_does_not_hold_up_the_interpreter() -> None:
-    code = (
-        "from tests.test_llm import FakeLLM\n"
-        "llm = FakeLLM()\n"
-        "print(*llm.pids, flush=True)\n"
-        "{}"
-    )
+    code = "from tests.test_llm import FakeLLM\nllm = FakeLLM()\nprint(*llm.pids, flush=True)\n{}"
     for end, status in (("", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)):
         done = subprocess.run(
             [sys.executable, "-c", code.format(end)], capture_output=True, text=True, timeout=60
