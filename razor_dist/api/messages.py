@@ -11,17 +11,19 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
-from razor_dist.api.fields import Strict, TemplateArguments, ToolFunction
-from razor_dist.api.schema import MAX_MESSAGES, ChatBody, Int
-from razor_dist.api.validate import parse
+from razor_dist.api.fields import Int, Strict, TemplateArguments, ToolFunction
+from razor_dist.api.schema import MAX_MESSAGES, ChatBody
+from razor_dist.api.validate import validated
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
 from razor_dist.frontend.passages import MOST_CITED, Part, PromptText, question_begin
+from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.protocol.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
@@ -341,8 +343,22 @@ class MessageMetadata(Strict):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
+class DocumentsChat(ChatBody):
+    """A chat that knows where documents and other blocks are in its messages."""
+
+    _conversation: Conversation = PrivateAttr()
+
+    def encoded(
+        self, encoder: PromptEncoder, *, ends: bool
+    ) -> Iterator[tuple[list[int], PromptText | None]]:
+        for ids, text in super().encoded(encoder, ends=ends):
+            yield ids, text and self._conversation.searched(text)
+
+
 class CountTokensBody(Strict):
     """The fields that make a prompt."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -351,6 +367,7 @@ class CountTokensBody(Strict):
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: TemplateArguments | None = None  # as in the other endpoints
+    _cited: list[CitedDocument] = PrivateAttr(default_factory=list)
 
     @property
     def _documents(self) -> Iterator[tuple[str, DocumentBlock]]:
@@ -386,10 +403,10 @@ class CountTokensBody(Strict):
             if isinstance(document.source, PdfSource)
         ]
 
-    def as_chat(self, files: Sequence[Document] = ()) -> tuple[ChatBody, Conversation]:
-        """Return the chat that it stands for, by whose names errors go, and where blocks are.
+    def as_chat(self, files: Sequence[Document] = ()) -> DocumentsChat:
+        """Return the chat that it stands for, with the documents in `files`.
 
-        ``files`` are the texts of `files`.
+        Errors go by its names.
         """
         conversation = Conversation(files)
         for block in self.system or ():
@@ -409,7 +426,13 @@ class CountTokensBody(Strict):
             if self.tools or choice.type not in ("auto", "none"):
                 chat["tool_choice"] = choice.for_chat()
             chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        return parse(ChatBody, chat), conversation
+        body = validated(DocumentsChat, chat)
+        body._conversation, self._cited = conversation, conversation.documents
+        return body
+
+    def described(self, params: SamplingParams) -> Json:
+        """Return the documents that the answer may cite, as `CitedDocument`."""
+        return {"documents": self._cited}
 
     def _fields(self) -> Json:
         """Fields of the chat that are not made of messages and tools."""

@@ -11,14 +11,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import MESSAGES, Failure
-from razor_dist.api.formats import Format, Json
+from razor_dist.api.formats import Format
+from razor_dist.api.logprobs import Json
 from razor_dist.api.messages import CitedDocument
-from razor_dist.api.tools import ToolParser, ToolUse
+from razor_dist.api.request import ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
 from razor_dist.frontend.outputs import AnswerSentence, Source
 from razor_dist.frontend.passages import cited
-from razor_dist.protocol.messages import Progress
 
 # Anthropic has no name for "repetition", which stays as it is.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -32,20 +32,18 @@ class MessagesFormat(Format):
     """
 
     prefix = "msg"
-    whole_object = chunk_object = "message"
 
     def __init__(
         self,
+        request: ParsedRequest,
         model: str,
         choices: Sequence[Choice],
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        documents: Sequence[CitedDocument],
-        tools: ToolUse | None = None,
     ) -> None:
-        super().__init__(model, choices, tokenizer)
-        self._documents = documents
-        self._parser = None if tools is None else ToolParser(tools, tokenizer)
+        super().__init__(request, model, choices, tokenizer)
+        documents = (request.described or {}).get("documents", ())
+        self._documents = [CitedDocument(*document) for document in documents]
+        self._calls_parser = self._parser()
         # So far: the answer's text, how much of it is in blocks, the sentences whose blocks have
         # not ended, the blocks that have, and whether one has begun.
         self._text, self._sent = "", 0
@@ -82,17 +80,14 @@ class MessagesFormat(Format):
         text, self._finish = piece.text, piece.finish_reason
         if isinstance(piece.stop_reason, str):
             self._stop = piece.stop_reason
-        if self._parser is not None:
-            text = self._parser.push(piece)
+        if parser := self._calls_parser:
+            text = parser.push(piece)
             if self._finish:
-                rest, self._calls, self._finish = self._parser.end(self._finish)
+                rest, self._calls, self._finish = parser.end(self._finish)
                 text += rest
         self._text += text
         self._sentences += piece.sentences
         return self._advance()
-
-    def progress(self, index: int, progress: Progress) -> Json:
-        raise NotImplementedError  # no request can ask for it
 
     def closing(self, include_usage: bool) -> list[Json]:
         message = self._message([])
@@ -197,12 +192,6 @@ class MessagesFormat(Format):
             "document_title": document.title,
             **place[document.kind],
         }
-
-    def _choice(self, index: int, pieces: Sequence[TextPiece], text: str) -> Json:
-        raise NotImplementedError
-
-    def _empty(self, index: int) -> Json:
-        raise NotImplementedError
 
 
 def _add(block: Json, delta: Json) -> None:

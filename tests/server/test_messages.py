@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from razor_dist.api.formats import Format
 from razor_dist.api.parsing import ParsedRequest, parse_value
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.documents.read import Document
@@ -278,7 +278,7 @@ def test_calls_are_blocks_behind_the_text(case: Any) -> None:
 
     def form() -> Format:
         choice = Choice(np.array([1]), 0, list(pieces))
-        return make_format("messages", request, "m", [choice], smollm2_tokenizer())
+        return FORMATS["messages"](request, "m", [choice], smollm2_tokenizer())
 
     whole, final, events = through_client(form, pieces)
     for message in (whole, final):
@@ -400,7 +400,7 @@ def test_citations_are_exact(
     choice = traced(request, said)
 
     def form() -> Format:
-        return make_format("messages", request, "m", [choice], smollm2_tokenizer())
+        return FORMATS["messages"](request, "m", [choice], smollm2_tokenizer())
 
     whole, final, events = through_client(form, choice.pieces)
     assert plain(final) == plain(whole)
@@ -439,7 +439,7 @@ def test_weak_sources_questions_and_earlier_turns_are_not_cited() -> None:
     # The weak one looks everywhere: less than `FOUND` of it is in one passage.
     weak = next(piece for piece in choice.pieces if "Second" in piece.text)
     assert weak.sentences[0].grounded == pytest.approx(1)
-    form = make_format("messages", request, "m", [choice], smollm2_tokenizer())
+    form = FORMATS["messages"](request, "m", [choice], smollm2_tokenizer())
     texts = {b["text"].strip(): b["citations"] for b in form.whole()["content"]}
     assert [text for text, citations in texts.items() if citations] == ["First.", "Weak.", "Last."]
     assert texts["First."][0]["cited_text"] == "The sky is no1."
@@ -491,7 +491,7 @@ def test_text_pdf_and_blocks_are_cited_over_http(looking: ServerProcess) -> None
 
 def test_silence_is_a_ping_and_a_failure_an_event() -> None:
     request = parse("messages", asking())
-    form = make_format("messages", request, "m", [Choice(np.array([1]))], smollm2_tokenizer())
+    form = FORMATS["messages"](request, "m", [Choice(np.array([1]))], smollm2_tokenizer())
 
     async def events() -> AsyncIterator[ChoiceEvent | None]:
         yield None
