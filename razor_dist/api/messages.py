@@ -188,7 +188,9 @@ def _blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_blocks)]
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
 
 
 class TextSource(Strict):
@@ -295,12 +297,17 @@ AssistantBlock = Annotated[
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: Annotated[list[UserBlock], BeforeValidator(_blocks)]
+    content: Annotated[
+        list[UserBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[UserBlock])
+    ]
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], BeforeValidator(_blocks)]
+    content: Annotated[
+        list[AssistantBlock],
+        BeforeValidator(_blocks, json_schema_input_type=str | list[AssistantBlock]),
+    ]
 
 
 Message = Annotated[
@@ -409,8 +416,8 @@ class CountTokensBody(Strict):
         Errors go by its names.
         """
         conversation = Conversation(files)
-        for block in self.system or ():
-            block.add_to(conversation, "system")
+        for text in self.system or ():
+            text.add_to(conversation, "system")
         for message in self.messages:
             for turn in conversation.turns[-1:]:
                 turn.apart = True

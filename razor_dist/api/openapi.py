@@ -118,6 +118,8 @@ def _body(
         parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
         found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
         found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
+    if cls is MessagesBody:
+        own["max_tokens"] = {"type": "integer", **_bounds("max_tokens")}
     if issubclass(cls, CountTokensBody) and not knows_tools:
         own["tools"] = {"enum": [None, []]}
         own["tool_choice"] = or_null(_NO_TOOL)
