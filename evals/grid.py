@@ -18,19 +18,14 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
+from razor_dist.evals.methods import FULL, FULL_METHOD, Method
 from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place, streaming_settings
 from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.replay import (
-    FULL_METHOD,
-    Method,
-    MethodEngine,
-    ReplayConfig,
-    ReplayModel,
-)
-from razor_dist.evals.needle.results import FULL, NeedleResults
+from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here, same_haystack
-from razor_dist.heads.head_map import Fidelity, HeadMap, Verification, shipped_head_map
+from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel
+from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
 from razor_dist.models.adapters import is_alibi
@@ -41,40 +36,9 @@ from razor_dist.models.shape import ModelShape
 KIND = "grid"  # of task, in a folder's settings
 PRESET = PRESETS["number"]
 
-_SMALL: Mapping[str, Any] = {"window_min": 256, "window_ratio": 8, "block": 64}
-_LARGE: Mapping[str, Any] = {"window_min": 512, "window_ratio": 5, "block": 64}
-_CONSTANT: Mapping[str, Any] = {"window_min": 512, "window_ratio": None, "block": 64}
-_14: Mapping[str, Any] = {"head_map": "smollm2-14-1"}
-_28: Mapping[str, Any] = {"head_map": "smollm2"}
-
 _LEAST_TOKENS = 2500
 # Of the context, for the chat template, the question and the answer.
 _ROOM = 100 + PRESET.answer_tokens
-
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"attention": "full"},
-    "exact-256": {"prefill": "exact", **_14, **_SMALL},
-    "exact-256-nocomp": {"prefill": "exact", "compensation": False, **_14, **_SMALL},
-    "local-512c-28": {"prefill": "local", **_28, **_CONSTANT},
-    "local-512-28": {"prefill": "local", **_28, **_LARGE},
-    "local-256-28": {"prefill": "local", **_28, **_SMALL},
-    "local-512c": {"prefill": "local", **_14, **_CONSTANT},
-    "local-512": {"prefill": "local", **_14, **_LARGE},
-    "local-256": {"prefill": "local", **_14, **_SMALL},
-    "streaming-256": {"attention": "streaming", "prefill": "local", **_SMALL},
-}
-"""Settings of the embedded model by name: 14 % + 1 % of the heads unless the name ends in 28 (28 %
-+ 2 %); a window of a fixed length has a c. Head maps are named as `shipped_head_map` names them."""
-
-
-def named_method(name: str) -> Method:
-    """Return one of `METHODS`, with its head map's decision."""
-    if name not in METHODS:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, got {name!r}")
-    own = METHODS[name]
-    if "head_map" not in own:
-        return Method(name, own)
-    return Method(name, own, HeadMap.load(shipped_head_map(own["head_map"])).retrieval)
 
 
 def place_seed(place: Place, seed: int) -> int:

@@ -16,9 +16,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import haystack_paragraphs
 from razor_dist.documents.read import kind_of, read_document
 from razor_dist.evals.fidelity.config import FidelityConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.needle.replay import Method
+from razor_dist.evals.methods import Method, methods_of
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.models.loader import read_config

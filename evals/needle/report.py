@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.evals.baselines.presses import KVPRESS, PRESSES
+from razor_dist.evals.methods import FULL
 from razor_dist.evals.needle.config import STREAMING_SETTINGS
 from razor_dist.evals.needle.presets import PRESETS
-from razor_dist.evals.needle.results import FULL, NeedleRun, median_of
+from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.run_notes import markdown, section, write_json, write_page
 
 SUMMARY, REPORT = "summary.json", "report.md"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from razor_dist.config.errors import ConfigError
+from razor_dist.evals.methods import FULL
 from razor_dist.evals.run_notes import markdown
 from razor_dist.jobs.results import read_job
 
-FULL = "full"  # the method that others are measured against
 KIND = "needle"  # of task, in the settings of a needle test
 
 

@@ -24,7 +24,7 @@ from razor_dist.evals.ruler.config import RulerConfig
 from razor_dist.evals.sources.config import SourcesConfig
 
 if TYPE_CHECKING:
-    from razor_dist.evals.needle.replay import Method
+    from razor_dist.evals.methods import Method
     from razor_dist.evals.needle.results import NeedleResults
     from razor_dist.evals.needle.studies import Ablations, HeadMapComparison
     from razor_dist.heads.head_map import HeadMap
@@ -159,7 +159,7 @@ def grid(
     ] = "all",
 ) -> None:
     """Ask the embedded model for one number at 50 places, with several windows and head maps."""
-    from razor_dist.evals.grid import METHODS, named_method
+    from razor_dist.evals.methods import METHODS, named_method
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     results = _run_grid(config, list(map(named_method, names)), (), out)

@@ -16,10 +16,9 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask
-from razor_dist.evals.needle.replay import FULL_METHOD, Method
+from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.results import read_job

@@ -10,7 +10,8 @@ import pytest
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.grid import METHODS, named_method, place_seed
+from razor_dist.evals.grid import place_seed
+from razor_dist.evals.methods import METHODS, named_method
 from razor_dist.evals.needle.config import Place
 from razor_dist.evals.needle.documents import Haystack
 from razor_dist.evals.needle.presets import Fact, exact_number, number_facts
