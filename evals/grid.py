@@ -13,18 +13,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method
-from razor_dist.evals.needle.config import STREAMING_SETTINGS, GridConfig, Place, streaming_settings
-from razor_dist.evals.needle.documents import Haystack, Prompter, Reading, Spot, readings
+from razor_dist.evals.needle.config import GridConfig, Place
+from razor_dist.evals.needle.documents import Reading, Spot, readings
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import NeedleResults
-from razor_dist.evals.needle.task import ask, run_here, same_haystack
-from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel
+from razor_dist.evals.needle.task import ask, run_here
+from razor_dist.evals.one_rank import MethodEngine, ReplayConfig, ReplayModel, dropped_tokens
+from razor_dist.evals.settings import STREAMING_SETTINGS, streaming_settings
+from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
@@ -159,9 +160,7 @@ class Check:
                 f"documents of 1 to {check.most} with a question and its answer"
             )
         if not is_alibi(model_config):
-            check._refuse_nothing(
-                length, StreamingPolicy.of(config), "give a smaller --verify-window"
-            )
+            check._refuse_nothing(length, None, "give a smaller --verify-window")
         Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
         return check
 
@@ -171,16 +170,16 @@ class Check:
             return self.tokens
         return min(self.most, max(_LEAST_TOKENS, 2 * window))
 
-    def _refuse_nothing(self, length: int, policy: StreamingPolicy, *remedies: str) -> None:
-        """Refuse documents of which a streaming head that sees ``policy`` drops nothing."""
-        if policy.dropped(length - 1):
+    def _refuse_nothing(self, length: int, window: int | None, *remedies: str) -> None:
+        """Refuse documents of which a streaming head, with its own window if any, drops nothing."""
+        if dropped_tokens(self.config, window, length):
             return
         if length < self.most:
             remedies += (f"give more --verify-tokens, up to {self.most}",)
         advice = "; " + ", or ".join(remedies) if remedies else ", the longest that fits"
         raise ConfigError(
             f"--verify would test nothing: a streaming head's window of at least "
-            f"{policy.window_min} tokens holds a document of {length} whole{advice}"
+            f"{window or self.config.window_min} tokens holds a document of {length} whole{advice}"
         )
 
     def settle(self, head_map: HeadMap) -> tuple[int, dict[str, Any]]:
@@ -195,7 +194,7 @@ class Check:
         if not windows:
             raise ConfigError("--verify would test nothing: every head keeps the whole context")
         length = self._length(min(windows))
-        self._refuse_nothing(length, StreamingPolicy.of(self.config).with_window(min(windows)))
+        self._refuse_nothing(length, min(windows))
         return length, {name: settings[name] for name in ("prefill", "block")}
 
     def run(self, head_map: HeadMap, say: Callable[[str], None]) -> Verification:

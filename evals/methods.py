@@ -11,8 +11,7 @@ from typing import Any
 
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.evals.fidelity.config import SETTINGS, FidelityConfig
-from razor_dist.evals.needle.config import STREAMING_SETTINGS, streaming_settings
+from razor_dist.evals.settings import METHOD_SETTINGS, STREAMING_SETTINGS, streaming_settings
 from razor_dist.heads.decision import Flags, Windows
 from razor_dist.heads.head_map import (
     HeadMap,
@@ -106,10 +105,10 @@ def beside_full(
     return found
 
 
-def methods_of(config: FidelityConfig) -> list[Method]:
-    """Return the methods; refuse one that is wrong by its name."""
+def methods_of(config: EngineConfig, settings: Mapping[str, Mapping[str, Any]]) -> list[Method]:
+    """Return methods by their own settings beside ``config``; refuse one that is wrong, by name."""
     methods = []
-    for name, own in config.method_settings.items():
+    for name, own in settings.items():
         try:
             methods.append(_method(config, name, own))
         except (ConfigError, HeadMapError) as error:
@@ -118,12 +117,12 @@ def methods_of(config: FidelityConfig) -> list[Method]:
     return methods
 
 
-def _method(config: FidelityConfig, name: str, own: Mapping[str, Any]) -> Method:
-    known = (_PERCENT, *SETTINGS)
+def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
+    known = (_PERCENT, *METHOD_SETTINGS)
     percent = own.get(_PERCENT)
     if unknown := own.keys() - set(known):
         raise ConfigError(f"{min(unknown)} is no setting of a method; those are {', '.join(known)}")
-    shared = config.model_dump(include=set(SETTINGS) - {"attention"})
+    shared = config.model_dump(include=set(METHOD_SETTINGS) - {"attention"})
     engine = EngineConfig(
         model=config.model, **shared | {key: own[key] for key in own if key != _PERCENT}
     )

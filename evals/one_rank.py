@@ -25,14 +25,16 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from razor_dist.attention.sources import TOP as TOP
 from razor_dist.attention.sources import Sources as Sources
+from razor_dist.cache.policy import StreamingPolicy
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine.build import RankEngine, build_engine, check_model, load, make_engine
+from razor_dist.engine.build import RankEngine as RankEngine
+from razor_dist.engine.build import build_engine, check_model, load, make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.device import torch_device as torch_device
 from razor_dist.engine.device import torch_dtype as torch_dtype
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.evals.methods import FULL_METHOD, Method
-from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import CompletionOutput, RequestOutput
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.jobs.task import ExternalEngineConfig
@@ -248,6 +250,11 @@ class MethodEngine:
 
 def one_rank_engine(config: EngineConfig) -> RankEngine:
     return build_engine(config, Communicator(None), torch_device(config, 0))
+
+
+def dropped_tokens(config: EngineConfig, window: int | None, tokens: int) -> int:
+    """Count what a streaming head drops of a document, with a window of its own if it has one."""
+    return StreamingPolicy.of(config).with_window(window).dropped(tokens - 1)
 
 
 def messages(core: EngineCore) -> Iterator[AboutRequest]:

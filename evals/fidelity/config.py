@@ -11,8 +11,7 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED
-from razor_dist.evals.needle.config import STREAMING_SETTINGS
+from razor_dist.evals.settings import LISTED
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ _BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"attention": "streaming"},
     "full": {"attention": "full"},
 }
-# In which a method may differ from the others: what a head sees, and in which dtype it is kept.
-SETTINGS = ("attention", "head_map", "prefill", "kv_dtype", *STREAMING_SETTINGS)
 
 
 class FidelityEngineConfig(ExternalEngineConfig):
@@ -81,7 +78,7 @@ class FidelityConfig(JobConfig):
     @property
     def engine(self) -> FidelityEngineConfig:
         """The engine that full attention and all methods run in."""
-        own = self.model_dump(include=set(EngineConfig.model_fields) - set(SETTINGS))
+        own = self.model_dump(include=set(EngineConfig.model_fields) - set(METHOD_SETTINGS))
         return FidelityEngineConfig(**own | {"attention": "full", "seed": None})
 
     @property

@@ -59,7 +59,7 @@ class FidelityTask:
     @classmethod
     def plan(cls, config: FidelityConfig, files: Sequence[Path]) -> FidelityTask:
         """Read and tokenise the texts; without a file it is the haystack of the needle tests."""
-        methods = tuple(methods_of(config))
+        methods = tuple(methods_of(config, config.method_settings))
         model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
         context = ModelShape.from_config(model).max_positions
         most = min(config.max_model_len or context, context) - 1  # one is generated

@@ -12,8 +12,9 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
 from razor_dist.config.validation import check_percent
-from razor_dist.evals.baselines.presses import LISTED, PRESSES, ComparingConfig
+from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
+from razor_dist.evals.settings import LISTED
 
 OwnMethod = Literal["full", "razor", "duo", "streaming"]
 PressName = Literal[
@@ -21,9 +22,6 @@ PressName = Literal[
 ]
 MethodName = Literal[OwnMethod, PressName]
 
-# What decides what a streaming head keeps.
-_WINDOW = ("window_min", "window_ratio", "window_max")
-STREAMING_SETTINGS = (*_WINDOW, "sink_tokens", "block", "compensation")
 Place = tuple[int, int, int]  # length, depth and which needle
 # Given by a list or by its ends, and not by both; names of the latter begin so.
 _RANGES = {
@@ -237,7 +235,3 @@ def sigmoid(percent: float) -> float:
     if percent in (0, 100):
         return float(percent)
     return round(100 / (1 + math.exp(-0.1 * (percent - 50))), 3)
-
-
-def streaming_settings(config: EngineConfig, prefill: str) -> dict[str, Any]:
-    return {"prefill": prefill} | {name: getattr(config, name) for name in STREAMING_SETTINGS}

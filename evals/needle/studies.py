@@ -19,7 +19,7 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.config.validation import check_least
 from razor_dist.evals.methods import FULL, Method, beside_full
 from razor_dist.evals.needle.results import NeedleResults, score_heads
-from razor_dist.evals.run_notes import join, markdown, section
+from razor_dist.evals.report import join, markdown, save_picture, section
 from razor_dist.heads.compare import Overlap
 from razor_dist.heads.decision import Flags, decide, flags
 from razor_dist.heads.head_map import Choice, HeadMap, choose, kv_budget
@@ -180,8 +180,7 @@ class HeadMapComparison:
         panels[0].set_ylim(-0.03, 1.03)
         panels[0].set_ylabel(f"needles found, of {results.summary(FULL).cells}")
         panels[0].legend(fontsize=9)
-        # Fixed metadata: equal results give equal files.
-        figure.savefig(path, format="png", metadata={"Software": None})
+        save_picture(figure, path)
 
 
 def _method(name: str, percent: float, prefill: str) -> str:

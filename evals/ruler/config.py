@@ -10,8 +10,9 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED, PRESSES, ComparingConfig
+from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.ruler.tasks import QUESTION_TASKS, TASKS
+from razor_dist.evals.settings import LISTED
 
 _BUILT_IN = ("full", "razor", "streaming")
 # RULER's question is a part of its prompt, so every press sees it: one SnapKV is enough.

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.sizes import Size
-from razor_dist.evals.baselines.presses import LISTED
 from razor_dist.evals.needle.config import PlacesConfig
 from razor_dist.evals.ruler.config import check_data
 from razor_dist.evals.ruler.tasks import NEEDLES, QUESTION_TASKS
+from razor_dist.evals.settings import LISTED
 
 GRID, RULER = "grid", "ruler"
 # RULER's tasks of which it is known where the answers stand; of those that count words it is not.

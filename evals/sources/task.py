@@ -23,13 +23,13 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.grid import PRESET, place_seed
 from razor_dist.evals.needle.config import Place
-from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.task import run_here, same_haystack
+from razor_dist.evals.needle.task import run_here
 from razor_dist.evals.one_rank import TOP, TracedConfig, TracedModel
 from razor_dist.evals.ruler.job import data_fingerprints, material_of
 from razor_dist.evals.ruler.synthetic import Sample, Span
 from razor_dist.evals.ruler.tasks import ANSWER_TOKENS, make_sample, score
 from razor_dist.evals.sources.config import GRID, PLACED, SourcesConfig
+from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.frontend.passages import question_begin
 from razor_dist.jobs.task import Item
 from razor_dist.models.registry import display_name

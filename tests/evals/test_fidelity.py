@@ -50,6 +50,10 @@ def text() -> Scored:
     return Scored(tuple(torch.randint(4, 99, (END,), generator=generator).tolist()), PROMPT)
 
 
+def _methods(config: FidelityConfig) -> list[Method]:
+    return methods_of(config, config.method_settings)
+
+
 def stock_logits(folder: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
     """Logits ``[N, V]`` of transformers' own model, under a mask ``[N, N]`` or the causal one."""
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -133,7 +137,7 @@ def test_a_budget_is_filled_by_a_maps_own_scores(
     found.save(tmp_path / "map.json")
     own = {"head_map": str(tmp_path / "map.json"), **WINDOW}
     settings = {"as it is": own, "half": {**own, "percent": 50}, "less": {**own, "percent": 20}}
-    as_it_is, half, less = methods_of(FidelityConfig(model=str(folder), methods=settings))
+    as_it_is, half, less = _methods(FidelityConfig(model=str(folder), methods=settings))
     assert (half.retrieval, as_it_is.retrieval) == (HEADS, HEADS)
     assert less.retrieval is not None and sum(map(sum, less.retrieval)) == 2
     figures, cost = model.measure(half, text)
@@ -220,7 +224,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
 )
 def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, HeadMapError)) as error:
-        methods_of(FidelityConfig(model=str(folder), **settings))
+        _methods(FidelityConfig(model=str(folder), **settings))
     assert str(error.value).startswith(message)
 
 

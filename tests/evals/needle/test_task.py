@@ -21,7 +21,7 @@ from razor_dist.evals.needle.model import HEAD_MAP, build_needle_model
 from razor_dist.evals.needle.report import compare, write_report
 from razor_dist.evals.needle.results import NeedleRun, median_of
 from razor_dist.evals.needle.task import NeedleTask
-from razor_dist.evals.run_notes import note_run
+from razor_dist.evals.report import note_run
 from razor_dist.heads.head_map import HeadMap, shipped_head_map
 from razor_dist.jobs.job import run_task
 from razor_dist.jobs.pool import EnginePool, JobEngine
