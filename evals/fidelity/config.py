@@ -11,7 +11,7 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.config.sizes import Size
-from razor_dist.evals.settings import LISTED
+from razor_dist.evals.settings import LISTED, METHOD_SETTINGS
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from razor_dist.evals.needle.documents import Reading, Spot, readings, share_out
 from razor_dist.evals.needle.model import needle_vocabulary
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
-from razor_dist.evals.texts import Prompter
+from razor_dist.evals.texts import Prompter, same_haystack
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.host_engine import host_pool
 from razor_dist.jobs.job import run_task
