@@ -13,6 +13,7 @@ from pydantic import Field
 from razor_dist.config.errors import ConfigError, ModelError
 from razor_dist.config.extras import install_command
 from razor_dist.config.schema import EngineConfig, JobConfig
+from razor_dist.evals.settings import refuse_attention
 from razor_dist.jobs.task import ExternalEngineConfig
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ class ComparingConfig(JobConfig):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        if "attention" in self.model_fields_set:
-            raise ConfigError("attention is what methods differ in: set methods instead")
+        refuse_attention(self)
         if self.kv_budget is not None and not self.presses:
             raise ConfigError("kv_budget is for kvpress's methods, of which there is none")
         self._check()

