@@ -19,7 +19,7 @@ from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
 from razor_dist.evals.methods import FULL, FULL_METHOD, Method
 from razor_dist.evals.needle.config import GridConfig, Place
-from razor_dist.evals.needle.documents import Reading, Spot, readings
+from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot
 from razor_dist.evals.needle.presets import PRESETS
 from razor_dist.evals.needle.results import NeedleResults
 from razor_dist.evals.needle.task import ask, run_here
@@ -54,7 +54,8 @@ def grid_reading(prompter: Prompter, haystack: Haystack, place: Place, seed: int
     """Make the document at a place, and its question; the same for every method."""
     length, depth, needle = place
     spots, own = [Spot(depth, needle)], place_seed(place, seed)
-    [made] = readings(PRESET, "after", prompter, haystack, length, spots, own, document_alone=True)
+    test = NeedleTest(PRESET, "after", prompter, haystack)
+    [made] = test.readings(length, spots, own, document_alone=True)
     return made
 
 

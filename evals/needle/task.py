@@ -16,7 +16,7 @@ from razor_dist.config.schema import EngineConfig, JobConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.baselines.presses import PRESSES
 from razor_dist.evals.needle.config import NeedleConfig
-from razor_dist.evals.needle.documents import Reading, Spot, readings, share_out, with_questions
+from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot, share_out, with_questions
 from razor_dist.evals.needle.model import needle_vocabulary
 from razor_dist.evals.needle.presets import Preset
 from razor_dist.evals.needle.results import KIND
@@ -102,15 +102,12 @@ class NeedleTask:
         length, repeat, document = item.data.values()
         preset, prompter = self.config.settings, Prompter(llm.get_tokenizer())
         seed = f"{self.config.seed}:{length}:{repeat}:{document}"
-        made = readings(
-            preset,
-            self.config.query,
-            prompter,
-            None if self.haystack is None else same_haystack(*self.haystack, prompter.tokenizer),
-            length,
-            self._documents[document],
-            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]),
-        )
+        haystack = None
+        if self.haystack is not None:
+            haystack = same_haystack(*self.haystack, prompter.tokenizer)
+        test = NeedleTest(preset, self.config.query, prompter, haystack)
+        number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6])
+        made = test.readings(length, self._documents[document], number)
         if item.engine in PRESSES and PRESSES[item.engine].with_question:
             made = with_questions(made)
         about = {"method": item.engine, "length": length, "repeat": repeat}

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,25 +183,23 @@ def _alibi(model: ModelSource, settings: ScopeSettings, own: Own) -> HeadMap:
 
 def _duo(model: ModelSource, settings: DuoSettings, own: Own) -> HeadMap | None:
     """Train on one process or on ranks; return None on ranks other than 0."""
-    kept: RunOptions = own[RunOptions]
-    file = _state_file(kept)
+    options: RunOptions = own[RunOptions]
+    file, every = _state_file(options), options.checkpoint_every
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and settings.zero_stage != 3
     if not alone:  # if it is missing, say so before the work
         import_deepspeed(model.device)
     source, haystack = model.passkeys(own[PasskeyOptions]), model.options.haystack
     text = "reference" if haystack is None else str(haystack.resolve())
-    identity = duo.run_identity(model.config, settings, source.settings, text)
-    state = save = None
+    kept, done = None, 0
     if file is not None:
-        if kept.resume is not None:
-            state = duo.TrainingState.load(file, identity)
+        identity = duo.run_identity(model.config, settings, source.settings, text)
+        state = None if options.resume is None else duo.TrainingState.load(file, identity)
         file.parent.mkdir(parents=True, exist_ok=True)
-        save = partial(duo.TrainingState.save, path=file, identity=identity)
+        kept, done = duo.KeptRun(file, identity, every, state), state.step if state else 0
     group = None if alone else join_ranks(model.device)
     first = group is None or dist.get_rank(group) == 0
     # Sharded weights go to the device share by share.
     loaded = model.load(torch.device("cpu") if settings.zero_stage == 3 else None)
-    done, every = 0 if state is None else state.step, kept.checkpoint_every
     with _progress("training gates", settings.steps, done, silent=not first) as (tick, seconds):
 
         def on_step(report: duo.StepReport) -> None:
@@ -220,9 +217,7 @@ def _duo(model: ModelSource, settings: DuoSettings, own: Own) -> HeadMap | None:
             source.sample,
             settings,
             group,
-            state=state,
-            save=save,
-            save_every=every,
+            kept=kept,
             on_step=on_step,
             device=model.device,
         )
