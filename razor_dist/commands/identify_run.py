@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
-from razor_dist.commands.identify import (
+from razor_dist.commands.identify_options import (
     CommonOptions,
     PasskeyOptions,
     RunOptions,
