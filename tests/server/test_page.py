@@ -473,6 +473,45 @@ def test_numbers_that_the_sources_do_not_have(reader: Reader) -> None:
     assert found == [["41.3"], [], [], [], ["7"]]
 
 
+def test_a_heading_is_no_source(reader: Reader) -> None:
+    script = """async (sources) => {
+      const { sourceItems } = await import('/page/sources.js');
+      return sourceItems(sources, () => null).map((item) => item.textContent);
+    }"""
+    pier, heading = ({"text": text, "weight": 0.5} for text in ("The pier.\n", "## The storm\n"))
+    faint = {"text": "Faint.", "weight": 0.04}
+    assert reader.page.evaluate(script, [heading, pier, faint]) == ["The pier.\n 50 %"]
+    assert len(reader.page.evaluate(script, [heading])) == 1  # rather than none
+
+
+def test_nothing_covers_what_it_belongs_to(reader: Reader) -> None:
+    """A source's window leaves the answer free, and a phone's lines are used."""
+    page = reader.page
+
+    def box(found: Locator) -> dict[str, float]:
+        found_box = found.bounding_box()
+        assert found_box is not None
+        return dict(found_box)
+
+    fact = "The castle, which had been built of grey stone by the river long ago, fell at noon."
+    reader.add(("history.txt", f"{STORY}\n\n{fact} {STORY}".encode()))
+    expect(reader.pending).to_contain_text("waits for a question")
+    source = reader.answered("When did it fall?").locator("button.source")
+    for width in (1000, 1400, 1900):
+        page.set_viewport_size({"width": width, "height": 800})
+        source.click()
+        window, passage = box(page.locator("#reader")), box(source)
+        assert passage["x"] + passage["width"] <= window["x"]
+        assert window["x"] + window["width"] <= width
+        page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 780})
+    name, remove = box(reader.pending.locator(".name")), box(reader.pending.locator(".remove"))
+    assert remove["y"] < name["y"] + name["height"] < remove["y"] + remove["height"]
+    # The question is the last thing on the page, below the figures.
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    assert box(page.locator("aside"))["y"] < box(page.locator("#ask"))["y"]
+
+
 def test_an_answer_that_repeats_itself_is_said_to(reader: Reader) -> None:
     choices: list[dict[str, Any]] = [{"delta": {"content": "a a"}, "finish_reason": None}]
     choices.append({"delta": {}, "finish_reason": "repetition"})
