@@ -9,7 +9,6 @@ of ``code`` and ``message``.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -23,8 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import naming
-from razor_dist.api.parsing import Endpoint, Limits, parse_json, parse_value
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_json, parse_value
+from razor_dist.api.request import Endpoint, Limits
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
@@ -49,6 +49,9 @@ ENDPOINTS: dict[str, Endpoint] = {
 _FIELDS = ("custom_id", "method", "url", "body")
 # Prompts of one request; the engine holds as many as it has room for.
 _MAX_PROMPTS = 1024
+# Names of ignored fields that are logged.
+_MOST_IGNORED = 256
+_TOLD_OF: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,11 @@ class BatchTask:
         )
 
 
-@functools.lru_cache(maxsize=256)
 def _warn_of(field: str) -> None:
-    """Log, once for each name, that a field has no effect."""
-    log.warning("requests have the unsupported field %.80r, which is ignored", field)
+    """Log, once for each name, that a field has no effect; requests run in several threads."""
+    mine = object()
+    if len(_TOLD_OF) < _MOST_IGNORED and _TOLD_OF.setdefault(field, mine) is mine:
+        log.warning("requests have the unsupported field %.80r, which is ignored", field)
 
 
 def _answer(
@@ -203,7 +207,7 @@ def _answer(
         for output, own in zip(outputs, params, strict=True)
         for answer in output.outputs
     ]
-    form = make_format(endpoint, parsed, limits.model, choices, tokenizer)
+    form = FORMATS[endpoint](parsed, limits.model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 
