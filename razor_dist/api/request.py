@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from razor_dist.api.annotations import Title
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import Checked
@@ -70,6 +71,8 @@ class ParsedRequest:
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    return_sources: bool = True  # they were asked for, if there are any
+    titles: Sequence[Title] | None = None  # for annotations, which are wanted unless it is None
     # PDF files that must be read before the request can be, each with the field that holds it.
     unread: Sequence[tuple[str, bytes]] = ()
 
