@@ -17,6 +17,7 @@ from razor_dist.config.errors import (
     RequestError,
 )
 from razor_dist.documents.read import (
+    Document,
     ReadLimits,
     kind_of,
     reader_arguments,
@@ -30,7 +31,7 @@ _AT_ONCE, _SMALL_AT_ONCE = 2, 1
 # Bytes of a small file.
 _SMALL = 2**20
 
-ReadFile = Callable[[bytes | bytearray, str | None, ReadLimits], Awaitable[bytes]]
+ReadFile = Callable[[bytes | bytearray, str | None, ReadLimits], Awaitable[Document]]
 
 
 class DocumentReader:
@@ -47,8 +48,8 @@ class DocumentReader:
         # By API key, and for small files or others: those for which some file waits or is read.
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
-    async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> bytes:
-        """Return a file's text in UTF-8; if this is cancelled, the process is killed.
+    async def read(self, data: bytes | bytearray, name: str, key: str | None = None) -> Document:
+        """Return a file's text and pages; if this is cancelled, the process is killed.
 
         Files of one API ``key`` are read one after the other, so that a second key's need not wait
         for all of them; small files do not wait for large ones.
@@ -71,7 +72,7 @@ class DocumentReader:
         return self._turns.setdefault((key, small), asyncio.Lock())
 
 
-async def read_apart(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> bytes:
+async def read_apart(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
     """Return the text of a file of the kind ``named``, read by a process of its own."""
     process = await asyncio.create_subprocess_exec(
         *guarded("razor_dist.documents.read", reader_arguments(None, limits=limits, named=named)),
@@ -89,5 +90,5 @@ async def read_apart(data: bytes | bytearray, named: str | None, limits: ReadLim
         send_signal(process, signal.SIGKILL)
         await process.wait()
     assert process.returncode is not None
-    text, _ = reader_output(process.returncode, output, limits)
-    return text
+    text, pages = reader_output(process.returncode, output, limits)
+    return Document(text.decode(), pages)

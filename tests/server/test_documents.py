@@ -9,7 +9,7 @@ import threading
 import httpx
 import pytest
 
-from razor_dist.documents.read import ReadLimits
+from razor_dist.documents.read import Document, ReadLimits
 from razor_dist.server.documents import DocumentReader
 from tests.documents import files
 from tests.documents.files import FIRST, TITLE
@@ -93,10 +93,10 @@ def test_large_files_of_one_key_hold_up_nobody_else() -> None:
         begun: list[bytes] = []
         end = asyncio.Event()
 
-        async def read(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> bytes:
+        async def read(data: bytes | bytearray, named: str | None, limits: ReadLimits) -> Document:
             begun.append(bytes(data[:1]))
             await end.wait()
-            return bytes(data)
+            return Document("")
 
         reader = DocumentReader(100, read)
         large, small = 2**20, 1
