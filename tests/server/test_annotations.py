@@ -86,7 +86,7 @@ def test_a_response_is_annotated(client: openai.OpenAI) -> None:
     added = [e for e in every if e.type == "response.output_text.annotation.added"]
     final = every[-1].response  # cut by its length
     assert [e.annotation_index for e in added] == list(range(len(found)))
-    assert [{**e.annotation} | {"type": ""} for e in added] == [a | {"type": ""} for a in found]
+    assert [e.annotation.to_dict() for e in added] == [a.to_dict() for a in part.annotations]
     assert final.output[0].content[0].annotations == part.annotations
     back = [*MESSAGES, message.model_dump(), {"role": "user", "content": "Why?"}]
     client.responses.create(**asked | {"input": back, "max_output_tokens": 1})
