@@ -103,7 +103,8 @@ class TracedModel:
         for message in messages(core):
             if isinstance(message, Token):
                 tokens.append(message.token)
-                traced_now += runner.sources.values()
+                # A step may have given several tokens, each with its own.
+                traced_now += [of.pop(0) for of in runner.sources.values() if of]
         return tokens, traced_now
 
 

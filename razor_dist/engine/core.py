@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,16 @@ _ANSWER_TOKENS = 256
 _GRAMMAR_SECONDS = 0.02
 # Seconds for saving sequences to the prefix store when the ranks are stopped.
 _LAST_SECONDS = 1.0
+
+
+@dataclass
+class _Run:
+    """What a step computed of one answer: logits after its last token, and after its draft's."""
+
+    request: Request
+    row: int  # of the step's logits, after the last token
+    draft: list[int]
+    drawn: int = 0  # tokens drawn by these rows so far
 
 
 class EngineCore:
@@ -98,6 +109,7 @@ class EngineCore:
         self._prompt_tokens = self._generated_tokens = self._answers = 0
         self._step_seconds = {"prefill": StepSeconds(), "decode": StepSeconds()}
         self._max_step, self._last_step = max_step, 0.0
+        self._kept: tuple[int, ...] = ()  # `StepPlan.kept` of the next plan
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +176,7 @@ class EngineCore:
             self._run(plan)
 
     def _run(self, plan: StepPlan) -> Tensor | None:
+        plan, self._kept = replace(plan, kept=self._kept), ()
         plan.send(self.runner.comm)
         return self.runner.execute(plan)
 
@@ -215,26 +228,32 @@ class EngineCore:
         reads = any(read for _, read in step)
         self._step_seconds["prefill" if reads else "decode"].note(seconds)
         messages: list[AboutRequest] = []
-        running: list[Request] = []
-        rows: list[int] = []  # of the logits, for each of those
+        runs: list[_Run] = []
+        forks: list[StepPlan] = []
         row = 0
         for entry, (request, read) in zip(plan.entries, step, strict=True):
             if read:
                 self._prompt_tokens += read
                 messages += self._read(request, read, began)
             if request.prefilled:
-                forked = self._fork(request)
-                running += forked
-                rows += [row] * len(forked)
+                if not (request.pinned or request.released):
+                    runs.append(_Run(request, row, entry.tokens[1:].tolist() if entry.run else []))
+                for sibling, fork in self.scheduler.fork(request):
+                    runs.append(_Run(sibling, row, []))
+                    forks.append(fork)
             row += entry.samples
+        ended: list[Request] = []
+        if runs:
+            assert logits is not None
+            messages += self._draw(runs, logits, ended)
+        self._kept = tuple(run.drawn for run in runs if run.draft)
+        # Only now are requests as long as their sequences are on the ranks.
+        self._run_all(forks)
         for request, _ in step:
             if request.released and request.prefilled:  # since it was aborted while it was read
                 self._run_all(self.scheduler.remove(request))
-        if rows:
-            assert logits is not None
-            logits = logits if rows == list(range(row)) else logits[rows]
-            messages += self._advance_all(running, logits)
-        # Only now are requests as long as their sequences are on the ranks.
+        for request in ended:
+            self._end(request)
         self._run_all(self.scheduler.copies([request for request, _ in step]))
         return messages
 
@@ -262,14 +281,6 @@ class EngineCore:
                 break
         return moved
 
-    def _fork(self, request: Request) -> list[Request]:
-        """Begin the other answers to a prompt that is read; return all whose next token is due."""
-        answering = [] if request.pinned or request.released else [request]
-        for sibling, plan in self.scheduler.fork(request):
-            self._run(plan)
-            answering.append(sibling)
-        return answering
-
     def _read(self, request: Request, tokens: int, began: float) -> list[AboutRequest]:
         """Report ``tokens`` more prefilled tokens of a request, in a step started at ``began``."""
         done, messages = request.prefilled_to, []
@@ -283,26 +294,47 @@ class EngineCore:
             messages.append(PromptLogprobs.of(request.id, first, found.tolist()))
         return [*messages, _progress(request, done, self._clock())]
 
-    def _advance_all(self, requests: Sequence[Request], logits: Tensor) -> list[AboutRequest]:
-        """Sample each request's next token by its row of ``logits``."""
-        failed = self._processors.begin(requests)
-        params, generators = [r.params for r in requests], [r.generator for r in requests]
-        adjusted = self._processors.adjusted([r.key for r in requests], logits)
-        sampled = sample(logits, params, generators, adjusted)
-        chosen = {r.key: s.token for r, s in zip(requests, sampled, strict=True) if s is not None}
-        self._processors.accept(chosen)
-        return [
-            self._advance(request, one, failed.get(request.key))
-            for request, one in zip(requests, sampled, strict=True)
-        ]
+    def _draw(
+        self, runs: Sequence[_Run], logits: Tensor, ended: list[Request]
+    ) -> list[AboutRequest]:
+        """Draw each answer's next tokens; requests that end here are added to ``ended``.
+
+        A draft is of use while it is what is drawn: then its next token was read, and the row after
+        it says what follows. Each token is drawn as if it had been read alone, by the request's
+        next random number and with all tokens before it counted; so drafts change no answer.
+        """
+        failed = self._processors.begin([run.request for run in runs])
+        found: dict[int, list[AboutRequest]] = {run.request.key: [] for run in runs}
+        while runs:
+            requests = [run.request for run in runs]
+            rows = [run.row + run.drawn for run in runs]
+            own = logits if rows == list(range(len(logits))) else logits[rows]
+            params, generators = [r.params for r in requests], [r.generator for r in requests]
+            adjusted = self._processors.adjusted([r.key for r in requests], own)
+            sampled = sample(own, params, generators, adjusted)
+            pairs = zip(requests, sampled, strict=True)
+            self._processors.accept({r.key: s.token for r, s in pairs if s is not None})
+            going = []
+            for run, one in zip(runs, sampled, strict=True):
+                key = run.request.key
+                message, goes_on = self._advance(run, one, failed.get(key))
+                found[key].append(message)
+                if not goes_on:
+                    ended.append(run.request)
+                elif one is not None and [one.token] == run.draft[run.drawn - 1 : run.drawn]:
+                    going.append(run)
+            runs = going
+        return [message for of in found.values() for message in of]
 
     def _advance(
-        self, request: Request, sampled: Sampled | None, error: RazorError | None
-    ) -> AboutRequest:
-        """Take a request's next token; end the request if that was its last, or there is none.
+        self, run: _Run, sampled: Sampled | None, error: RazorError | None
+    ) -> tuple[AboutRequest, bool]:
+        """Take an answer's next token, and tell if the answer goes on after it.
 
         A failure here is rank 0's alone, after the step, and ends this request only.
         """
+        request = run.request
+        at, run.drawn = run.drawn, run.drawn + 1
         grammar = self._processors.grammar(request.key)
         if grammar is not None and error is None:
             error = grammar.error
@@ -310,26 +342,24 @@ class EngineCore:
             error = EngineError("the model computed logits that are not finite")
         if sampled is None or error is not None:
             request.sound = False
-            self._end(request)
             assert error is not None
-            return Failed.of(request.id, error)
+            return Failed.of(request.id, error), False
         request.generated.append(sampled.token)
         self._generated_tokens += 1
         finish = self._finish_reason(request, sampled.token)
         if grammar is not None and grammar.ended:
             finish = "stop"
-        if finish is not None:
-            self._answers += 1
-            self._end(request)
+        self._answers += finish is not None
         sources = self.runner.sources.get(request.key)
-        return Token(
+        token = Token(
             request.id,
             sampled.token,
             sampled.logprob,
             list(sampled.top),
             finish,
-            None if sources is None else sources.merged(),
+            None if sources is None else sources[at].merged(),
         )
+        return token, finish is None
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,13 @@ from razor_dist.engine.step_cost import Work
 from razor_dist.parallel.sharding import is_even
 from razor_dist.parallel.zigzag import Chunk, whole_shards
 from razor_dist.protocol.step_plan import BatchEntry, StepPlan
+
+# Tokens of an answer in one step at most.
+_LONGEST_RUN = 64
+
+# From answers, each with the tokens that a step can read of it, its last one among them, to what
+# may follow these: fewer tokens than that.
+Drafter = Callable[[Sequence[tuple[Request, int]]], list[list[int]]]
 
 
 class Scheduler:
@@ -48,6 +55,7 @@ class Scheduler:
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
+        self.drafter: Drafter | None = None
         # Tokens of an answer after which no rollback window reaches the prompt's end.
         tails = [arena.tail - arena.policy.block for arena in cache.arenas]
         self._answer_kept = min(tails, default=0)
@@ -131,8 +139,13 @@ class Scheduler:
         # At least half of a step is left for a long prompt, or it would starve among short ones.
         joining, joined = self.prefill_policy.together(short, part=0.5 if long else 1.0)
         entries = [
-            BatchEntry(r.key, torch.tensor(r.generated[-1:]), sources=r.params.return_sources > 0)
-            for r in answering
+            BatchEntry(
+                r.key,
+                torch.tensor(r.generated[-1:] + draft),
+                sources=r.params.return_sources > 0,
+                run=len(draft) > 0,
+            )
+            for r, draft in zip(answering, self._drafts(answering), strict=True)
         ]
         entries += [self._entry(r, math.inf, sharded=not r.short) for r in joining]
         if long:
@@ -148,6 +161,21 @@ class Scheduler:
             )
             entries.append(self._entry(request, length, sharded=sharded))
         return StepPlan.step(entries) if entries else None
+
+    def _drafts(self, answering: Sequence[Request]) -> list[list[int]]:
+        """What may follow each answer; it is read with the answer's last token, and verified."""
+        if self.drafter is None:
+            return [[] for _ in answering]
+        return self.drafter([(request, self._longest_run(request)) for request in answering])
+
+    def _longest_run(self, request: Request) -> int:
+        """Tokens of an answer, its last one among them, that one step can read at most."""
+        # As many tokens are drawn.
+        most = min(_LONGEST_RUN, request.max_tokens - len(request.generated))
+        if self._answer_kept > len(request.generated):  # there a copy is kept
+            most = min(most, self._answer_kept - len(request.generated))
+        policies = {arena.policy for arena in self.cache.arenas}
+        return min([most, *(policy.run(request.length, most) for policy in policies)])
 
     def _entry(self, request: Request, length: float, *, sharded: bool) -> BatchEntry:
         """Return a prompt's next tokens: its rest, or ``length`` of them in whole shards.
@@ -191,8 +219,9 @@ class Scheduler:
             times = 1 if entry.sharded else self.prefill_policy.repeats
             chunks |= dealt
             wholes += n > 0 and not dealt
-            answers += n == 0
-            before += at
+            # Each token of a run reads what is before it, and has its own logits.
+            answers += 0 if n else len(entry.tokens)
+            before += at * (1 if n else len(entry.tokens))
             tokens += times * n
             pairs += n * (at + times * n / 2)
         self.prefill_policy.cost.learn(
