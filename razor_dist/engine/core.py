@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import EngineError, RazorError, RequestError
+from razor_dist.config.speculative import SpeculativeConfig
+from razor_dist.engine.drafts import Drafts
 from razor_dist.engine.intake import Intake
 from razor_dist.engine.logits import LogitsProcessors
 from razor_dist.engine.prefill_policy import PrefillPolicy
@@ -53,6 +55,7 @@ class _Run:
     row: int  # of the step's logits, after the last token
     draft: list[int]
     drawn: int = 0  # tokens drawn by these rows so far
+    accepted: int = 0  # of the draft's
 
 
 class EngineCore:
@@ -61,7 +64,7 @@ class EngineCore:
     Requests without a seed get theirs from ``seed``. ``max_step`` and ``by_priority`` are settings
     of `PrefillPolicy`. With ``prefix_cache``, a sequence stays in the caches after its end, for
     later prompts with the same beginning, until other sequences need the room. ``load_tokenizer``
-    is called in a thread, for structured outputs.
+    is called in a thread, for structured outputs. ``speculative`` says how drafts are made.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EngineCore:
         max_step: float = math.inf,
         by_priority: bool = False,
         prefix_cache: bool = False,
+        speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase | None] = lambda: None,
     ) -> None:
@@ -94,6 +98,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             runner.config, runner.comm.size, prefill_policy, share=share, end_ids=eos_token_ids
         )
+        self._drafts: Drafts | None = None
+        if speculative is not None:
+            self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
+            self.scheduler.drafter = self._drafts
         self._requests: dict[str, Request] = {}
         vocab_size = runner.shape.vocab_size
         self._processors = LogitsProcessors(vocab_size, runner.device, eos_token_ids)
@@ -243,10 +251,13 @@ class EngineCore:
                     forks.append(fork)
             row += entry.samples
         ended: list[Request] = []
+        drafted = [run for run in runs if run.draft]
         if runs:
             assert logits is not None
             messages += self._draw(runs, logits, ended)
-        self._kept = tuple(run.drawn for run in runs if run.draft)
+        self._kept = tuple(run.drawn for run in drafted)
+        for run in drafted if self._drafts else []:
+            self._drafts.verified(len(run.draft), run.accepted)
         # Only now are requests as long as their sequences are on the ranks.
         self._run_all(forks)
         for request, _ in step:
@@ -316,13 +327,14 @@ class EngineCore:
             self._processors.accept({r.key: s.token for r, s in pairs if s is not None})
             going = []
             for run, one in zip(runs, sampled, strict=True):
-                key = run.request.key
-                message, goes_on = self._advance(run, one, failed.get(key))
-                found[key].append(message)
+                message, goes_on = self._advance(run, one, failed.get(run.request.key))
+                found[run.request.key].append(message)
                 if not goes_on:
                     ended.append(run.request)
-                elif one is not None and [one.token] == run.draft[run.drawn - 1 : run.drawn]:
+                if goes_on and run.accepted == run.drawn:
                     going.append(run)
+                elif isinstance(message, Token):
+                    message.rejected = len(run.draft) - run.accepted
             runs = going
         return [message for of in found.values() for message in of]
 
@@ -335,6 +347,8 @@ class EngineCore:
         """
         request = run.request
         at, run.drawn = run.drawn, run.drawn + 1
+        right = sampled is not None and run.draft[at:][:1] == [sampled.token]
+        run.accepted += right
         grammar = self._processors.grammar(request.key)
         if grammar is not None and error is None:
             error = grammar.error
@@ -358,6 +372,7 @@ class EngineCore:
             list(sampled.top),
             finish,
             None if sources is None else sources[at].merged(),
+            right,
         )
         return token, finish is None
 
@@ -448,6 +463,7 @@ class EngineCore:
             "bytes_sent": {purpose: sum(by_rank) for purpose, by_rank in sent},
             "bytes_sent_per_rank": [sum(rank.sent) for rank in ranks],
             "decode": self.runner.decode,
+            **({} if self._drafts is None else {"spec_decode": self._drafts.counts}),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "prompt_tokens": self._prompt_tokens,

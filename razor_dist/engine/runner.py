@@ -48,6 +48,9 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 
 log = logging.getLogger(__name__)
 
+# Tokens of answers that drafts bring a step to at most: of more, arithmetic takes the time.
+_MOST_DECODED = 64
+
 
 class ModelRunner:
     """Runs the model over this rank's tokens and keeps its caches.
@@ -104,6 +107,11 @@ class ModelRunner:
     def slowdown(self) -> float:
         """Factor by which other programs on this host slow down this rank's steps, at least 1."""
         return self._threads.slowdown
+
+    @property
+    def most_decoded(self) -> int:
+        """Tokens of answers in a step, at most, that drafts may bring it to."""
+        return _MOST_DECODED if self.graphs is None else min(_MOST_DECODED, self.graphs.most_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
