@@ -240,6 +240,7 @@ class RankMetrics(Collector):
         sent = stats.get("bytes_sent", {})
         yield self._counters("bytes_sent", "Between ranks, by purpose.", "purpose", sent)
         yield from self._prefixes(stats.get("prefix_cache", {}))
+        yield from self._drafts(stats.get("spec_decode", {}))
         steps = HistogramMetricFamily(
             f"{PREFIX}step_seconds",
             "Of a step of all ranks: prefill (with a chunk of a prompt) or decode.",
@@ -252,6 +253,26 @@ class RankMetrics(Collector):
                 buckets.append((bound, running))
             steps.add_metric([*self._labels.values(), kind], buckets, total)
         yield steps
+
+    def _drafts(self, reported: Fields) -> Iterator[Any]:
+        """Stream what was drafted, and what of it came true; nothing for an engine without."""
+        texts = {
+            "num_drafts": "Drafts that a step verified.",
+            "num_draft_tokens": "Their tokens.",
+            "num_accepted_tokens": "Those that came true.",
+        }
+        for name, text in texts.items():
+            if name in reported:
+                family = CounterMetricFamily(
+                    f"{PREFIX}spec_decode_{name}", text, labels=list(self._labels)
+                )
+                family.add_metric(list(self._labels.values()), reported[name])
+                yield family
+        name = "num_accepted_tokens_per_pos"
+        if name in reported:
+            by_position = dict(enumerate(reported[name]))
+            text = "Those that came true, by their position in a draft."
+            yield self._counters(f"spec_decode_{name}", text, "position", by_position)
 
     def _prefixes(self, reported: Fields) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
