@@ -257,22 +257,20 @@ class RankMetrics(Collector):
     def _drafts(self, reported: Fields) -> Iterator[Any]:
         """Stream what was drafted, and what of it came true; nothing for an engine without."""
         texts = {
-            "num_drafts": "Drafts that a step verified.",
-            "num_draft_tokens": "Their tokens.",
-            "num_accepted_tokens": "Those that came true.",
+            "spec_decode_num_drafts": "Drafts that a step verified.",
+            "spec_decode_num_draft_tokens": "Their tokens.",
+            "spec_decode_num_accepted_tokens": "Those that came true.",
         }
-        for name, text in texts.items():
-            if name in reported:
-                family = CounterMetricFamily(
-                    f"{PREFIX}spec_decode_{name}", text, labels=list(self._labels)
-                )
-                family.add_metric(list(self._labels.values()), reported[name])
-                yield family
-        name = "num_accepted_tokens_per_pos"
-        if name in reported:
-            by_position = dict(enumerate(reported[name]))
-            text = "Those that came true, by their position in a draft."
-            yield self._counters(f"spec_decode_{name}", text, "position", by_position)
+        for name, text in texts.items() if reported else ():
+            family = CounterMetricFamily(f"{PREFIX}{name}", text, labels=list(self._labels))
+            family.add_metric(
+                list(self._labels.values()), reported[name.removeprefix("spec_decode_")]
+            )
+            yield family
+        by_position = dict(enumerate(reported.get("num_accepted_tokens_per_pos", ())))
+        text = "Those that came true, by their position in a draft."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._counters(name, text, "position", by_position)
 
     def _prefixes(self, reported: Fields) -> Iterator[Any]:
         """Stream what is cached of prompts, and what of it was used, by tier."""
