@@ -40,9 +40,9 @@ SERVE_OPTIONS = """
     --prefill --prefix-cache --prefix-host-gb --prefix-store --prefix-store-gb --prefix-tail-tokens
     --share-prefixes --no-share-prefixes
     --request-timeout --ring --scheduling-policy --seed --served-model-name --shared-memory
-    --shutdown-timeout --sink-tokens --source-heads --speculative-config --ssl-certfile --ssl-keyfile
-    --threads --trust-remote-code --url-file --weight-dtype --weights --window-max --window-min
-    --window-ratio --world-size
+    --shutdown-timeout --sink-tokens --source-heads --speculative-config --ssl-certfile
+    --ssl-keyfile --threads --trust-remote-code --url-file --weight-dtype --weights
+    --window-max --window-min --window-ratio --world-size
 """
 
 

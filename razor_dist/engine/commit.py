@@ -28,8 +28,8 @@ def commit(
     """
     for key, sizes in step.growth:
         sequences[key].grow(sizes, rank)
-    for key, tokens in step.runs:
-        if tokens == 1:
+    for key, count in step.runs:
+        if count == 1:
             commit_run(rank, caches, sequences[key], 1)
     for part in step.passes:
         for tokens in part.replicated:

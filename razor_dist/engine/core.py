@@ -256,8 +256,9 @@ class EngineCore:
             assert logits is not None
             messages += self._draw(runs, logits, ended)
         self._kept = tuple(run.drawn for run in drafted)
-        for run in drafted if self._drafts else []:
-            self._drafts.verified(len(run.draft), run.accepted)
+        if self._drafts is not None:
+            for run in drafted:
+                self._drafts.verified(len(run.draft), run.accepted)
         # Only now are requests as long as their sequences are on the ranks.
         self._run_all(forks)
         for request, _ in step:

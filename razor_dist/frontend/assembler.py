@@ -69,8 +69,8 @@ class Assembler:
         logprobs = None
         if self._params.logprobs is not None and message.logprob is not None:
             logprobs = token_logprobs(self._tokenizer, token, message.logprob, message.top)
-        drafted = {"accepted": message.accepted, "rejected": message.rejected}
-        return TextPiece(token, text, logprobs, finish, stop_reason, offset, **drafted)
+        drafted = (), message.accepted, message.rejected
+        return TextPiece(token, text, logprobs, finish, stop_reason, offset, *drafted)
 
     def _text(self, token: int, finish: str | None) -> str:
         if self._detokenizer is None:
