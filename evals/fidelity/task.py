@@ -16,9 +16,8 @@ from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import haystack_paragraphs
 from razor_dist.documents.read import kind_of, read_document
 from razor_dist.evals.fidelity.config import FidelityConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.needle.replay import Method
+from razor_dist.evals.methods import Method, methods_of
 from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.jobs.task import Item
 from razor_dist.models.loader import read_config
@@ -60,7 +59,7 @@ class FidelityTask:
     @classmethod
     def plan(cls, config: FidelityConfig, files: Sequence[Path]) -> FidelityTask:
         """Read and tokenise the texts; without a file it is the haystack of the needle tests."""
-        methods = tuple(methods_of(config))
+        methods = tuple(methods_of(config, config.method_settings))
         model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
         context = ModelShape.from_config(model).max_positions
         most = min(config.max_model_len or context, context) - 1  # one is generated

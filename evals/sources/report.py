@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from razor_dist.attention.sources import TOP, Sources
-from razor_dist.evals.needle.documents import Prompter
+from razor_dist.evals.one_rank import TOP, Sources
+from razor_dist.evals.report import join, markdown
 from razor_dist.evals.ruler.tasks import QUESTION_TASKS
-from razor_dist.evals.run_notes import join, markdown
 from razor_dist.evals.sources.config import GRID, PLACED
 from razor_dist.evals.sources.task import Document, SourcesTask, scored
+from razor_dist.evals.texts import Prompter
 from razor_dist.frontend.outputs import Source
 from razor_dist.frontend.passages import FOUND, PromptText, Trace, sentences
 from razor_dist.frontend.prompts import PromptEncoder

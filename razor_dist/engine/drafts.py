@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from razor_dist.config.speculative import SpeculativeConfig
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Answer
 from razor_dist.engine.step_cost import StepCost
 from razor_dist.protocol.messages import Tokens
 
@@ -276,14 +276,14 @@ class Drafts:
         self._of_all = HitRates()
         self._terms, self._steps = cost.decode_terms(), 0
         # Of each answer, and how many of its tokens it knows.
-        self._proposers: WeakKeyDictionary[Request, tuple[Proposer, int]] = WeakKeyDictionary()
+        self._proposers: WeakKeyDictionary[Answer, tuple[Proposer, int]] = WeakKeyDictionary()
         self._drafts = self._draft_tokens = 0
         self._accepted_at = [0] * config.num_speculative_tokens
 
-    def __call__(self, answers: Sequence[tuple[Request, int]]) -> list[list[int]]:
+    def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
         """Return each answer's draft, shorter than the run that it may have; mostly none."""
-        proposers = [self._proposer(request) for request, _ in answers]
-        lengths = [request.length for request, _ in answers]
+        proposers = [self._proposer(answer) for answer, _ in answers]
+        lengths = [answer.length for answer, _ in answers]
         room = self._most_tokens - len(answers)
         found = []
         if not self._steps % _REFIT:
@@ -299,17 +299,17 @@ class Drafts:
             room -= len(found[-1])
         return found
 
-    def _proposer(self, request: Request) -> Proposer:
-        known = self._proposers.get(request)
+    def _proposer(self, answer: Answer) -> Proposer:
+        known = self._proposers.get(answer)
         if known is None:
             if self._config.method == "ngram":
-                proposer: Proposer = Ngram(request.tokens, self._config)
+                proposer: Proposer = Ngram(answer.request.tokens, self._config)
             else:
-                proposer = Lookup(request.tokens, self._config, self._of_all)
+                proposer = Lookup(answer.request.tokens, self._config, self._of_all)
             known = proposer, 0
         proposer, count = known
-        proposer.extend(request.generated[count:])
-        self._proposers[request] = proposer, len(request.generated)
+        proposer.extend(answer.generated[count:])
+        self._proposers[answer] = proposer, len(answer.generated)
         return proposer
 
     def _count(self, proposer: Proposer, most: int, answers: int, base: float, row: float) -> int:

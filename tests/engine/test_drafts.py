@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
-from razor_dist.engine.request import Request
+from razor_dist.engine.request import Answer
 from razor_dist.engine.worker import follow
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Token
@@ -65,11 +65,11 @@ class Planted:
         self._truth, self._random = truth, random.Random(seed)
         self.drafted = self.right = 0
 
-    def __call__(self, answers: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        return [self._draft(request, most) for request, most in answers]
+    def __call__(self, answers: Sequence[tuple[Answer, int]]) -> list[list[int]]:
+        return [self._draft(answer, most) for answer, most in answers]
 
-    def _draft(self, request: Request, most: int) -> list[int]:
-        known = self._truth[request.id][len(request.generated) :]
+    def _draft(self, answer: Answer, most: int) -> list[int]:
+        known = self._truth[answer.id][len(answer.generated) :]
         draft = known[: self._random.randrange(min(most, 9))]
         if draft and self._random.random() < 0.5:
             wrong = self._random.randrange(len(draft))

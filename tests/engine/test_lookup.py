@@ -97,10 +97,11 @@ def test_ngram_is_vllms() -> None:
 
 
 class Answer:
-    """What `Drafts` reads of a request."""
+    """What `Drafts` reads of an answer."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.generated = np.array(tokens, np.int32), []
+        self.request = self  # whose prompt these are
 
     @property
     def length(self) -> int:

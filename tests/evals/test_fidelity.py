@@ -16,10 +16,9 @@ from razor_dist import cli
 from razor_dist.config.errors import ConfigError, HeadMapError
 from razor_dist.evals.fidelity import report
 from razor_dist.evals.fidelity.config import FidelityConfig, FidelityEngineConfig
-from razor_dist.evals.fidelity.methods import methods_of
 from razor_dist.evals.fidelity.model import FidelityModel, Figures, Scored
 from razor_dist.evals.fidelity.task import FidelityTask
-from razor_dist.evals.needle.replay import FULL_METHOD, Method
+from razor_dist.evals.methods import FULL_METHOD, Method, methods_of
 from razor_dist.heads.decision import Flags
 from razor_dist.heads.head_map import HeadMap
 from razor_dist.jobs.results import read_job
@@ -49,6 +48,10 @@ def model(folder: Path) -> FidelityModel:
 def text() -> Scored:
     generator = torch.Generator().manual_seed(1)
     return Scored(tuple(torch.randint(4, 99, (END,), generator=generator).tolist()), PROMPT)
+
+
+def _methods(config: FidelityConfig) -> list[Method]:
+    return methods_of(config, config.method_settings)
 
 
 def stock_logits(folder: Path, text: Scored, mask: Tensor | None = None) -> Tensor:
@@ -134,7 +137,7 @@ def test_a_budget_is_filled_by_a_maps_own_scores(
     found.save(tmp_path / "map.json")
     own = {"head_map": str(tmp_path / "map.json"), **WINDOW}
     settings = {"as it is": own, "half": {**own, "percent": 50}, "less": {**own, "percent": 20}}
-    as_it_is, half, less = methods_of(FidelityConfig(model=str(folder), methods=settings))
+    as_it_is, half, less = _methods(FidelityConfig(model=str(folder), methods=settings))
     assert (half.retrieval, as_it_is.retrieval) == (HEADS, HEADS)
     assert less.retrieval is not None and sum(map(sum, less.retrieval)) == 2
     figures, cost = model.measure(half, text)
@@ -221,7 +224,7 @@ def test_a_run_goes_on_with_other_methods_and_texts(
 )
 def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, HeadMapError)) as error:
-        methods_of(FidelityConfig(model=str(folder), **settings))
+        _methods(FidelityConfig(model=str(folder), **settings))
     assert str(error.value).startswith(message)
 
 

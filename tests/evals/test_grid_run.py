@@ -13,18 +13,17 @@ from razor_dist.config.errors import ModelError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.engine.core import EngineCore
 from razor_dist.evals.grid import PRESET, GridTask, grid_reading, place_seed
+from razor_dist.evals.methods import FULL_METHOD, Method
 from razor_dist.evals.needle.config import GridConfig
-from razor_dist.evals.needle.documents import Haystack, Prompter
-from razor_dist.evals.needle.replay import (
-    FULL_METHOD,
-    Method,
+from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.one_rank import (
     ReplayConfig,
     ReplayModel,
     kept_layers,
     prefill,
     run_core,
 )
-from razor_dist.evals.needle.results import NeedleResults
+from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
 from razor_dist.protocol.sampling_params import SamplingParams

@@ -90,31 +90,27 @@ def test_a_table_has_means_over_tasks_and_none_that_lacks_a_cell() -> None:
         "haystack_fingerprint": "0123",
     }
     scores = {("vt", 100): [1.0, 0.5], ("cwe", 100): [0.25, 0.0], ("vt", 200): [1.0, 1.0]}
-    records = [
-        {
-            "status": "done",
-            "result": {"method": "full", "task": task, "length": length, "score": value},
-        }
+    results = [
+        {"method": "full", "task": task, "length": length, "score": value}
         for (task, length), values in scores.items()
         for value in values
     ]
-    error = {"type": "ConfigError", "message": "cwe cannot be made"}
-    lost = [
-        {"id": f"full/cwe/200/{n}", "status": "failed", "result": None, "error": error}
-        for n in range(2)
-    ]
-    page = report(about, [*records, *lost], {"full": {"attention": "full"}})
+    why = "ConfigError: cwe cannot be made"
+    lost = {f"full/cwe/200/{n}": why for n in range(2)}
+    page = report(about, results, lost, {"full": {"attention": "full"}})
     assert "| vt | 75.0 | 100.0 | 87.5 |" in page
     assert "| cwe | 12.5 | - | - |" in page
     assert "| **average** | 43.8 | - | - |" in page
     assert "2 of 8 samples failed" in page and "not been asked" not in page
     assert "kvpress" not in page
-    page_of_press = report(about, records, {"full": {"press": "tova", "kv_budget": 0.25}})
+    page_of_press = report(about, results, {}, {"full": {"press": "tova", "kv_budget": 0.25}})
     assert (
         "full: kvpress 0.5.5. Every head reads in full; then 0.25 of all is kept" in page_of_press
     )
     assert "## Failed\n\n- `full/cwe/200/0`, `full/cwe/200/1`: ConfigError: cwe cannot" in page
-    assert "1 of 8 samples have not been asked yet" in report(about, [*records, lost[0]], {})
+    assert "1 of 8 samples have not been asked yet" in report(
+        about, results, {"full/cwe/200/0": why}, {}
+    )
 
 
 def test_a_run_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
