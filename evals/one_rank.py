@@ -42,7 +42,6 @@ from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
-from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
@@ -112,9 +111,7 @@ class InProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.pids = config, [os.getpid()]
-        trust = config.trust_remote_code
-        path = resolve_model(config.model, trust_remote_code=trust)
-        self.prompter = Prompter.of_model(path, trust_remote_code=trust)
+        self.prompter = Prompter.of(config)
         torch.set_num_threads(config.threads_per_rank(1))
 
     def close(self) -> None:
