@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,16 +19,18 @@ from razor_dist.engine.build import make_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Answer
 from razor_dist.engine.worker import follow
+from razor_dist.kernels.compiled import operations
 from razor_dist.parallel.comm import Communicator
 from razor_dist.protocol.messages import Failed, Token
 from razor_dist.protocol.repetition import RepetitionDetectionParams
 from razor_dist.protocol.sampling_params import SamplingParams
+from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
-from tests.cases import model_and_shape
+from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import prompt
 from tests.engine.test_prefix_cache import SETTINGS
 from tests.ranks import RankPool
-from tests.test_invariance import split_of
+from tests.test_invariance import POLICY, split_of, tokens_of
 from tests.tokenizer import copy_with_letters
 
 Ranks = Callable[[int], RankPool]
@@ -148,6 +152,49 @@ def assert_close(got: dict[int, float], want: dict[int, float], tolerance: float
             assert other.get(key, value if value <= least else None) == pytest.approx(
                 value, abs=tolerance
             )
+
+
+def in_runs(comm: Communicator, case: Case, lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    """Rank 0's logits of the forced tokens: one by one, and in runs of which only some stay."""
+    runner = make_runner(comm, case, 2)
+    prefill(runner, 0, case)
+    n = len(case.prompt)
+    total = n + len(case.forced)
+    runner.execute(StepPlan(Op.FORK, 1, begin=n, end=n, total=total, source=0, max_read=total))
+    alone = [runner.execute(answer((0, token))) for token in case.forced]
+    found, at, kept = [], 0, ()
+    for length in itertools.cycle(lengths):
+        length = min([length, len(case.forced) - at, case.policy.run(n + at, 64)])
+        if not length:
+            break
+        # Half of them, and wrong ones that are read with them, and leave no trace.
+        right = -(-length // 2)
+        tokens = [*case.forced[at : at + right], *[5] * (length - right)]
+        plan = StepPlan.step([BatchEntry(1, tokens, run=length > 1)])
+        logits = runner.execute(replace(plan, kept=kept))
+        kept = (right,) if length > 1 else ()
+        found.append(None if logits is None else logits[:right])
+        at += right
+    runner.execute(StepPlan(Op.CLOSE, 1, kept=kept))
+    if comm.rank:
+        return None, None
+    return torch.cat([row for row in alone if row is not None]), torch.cat(found)
+
+
+@pytest.mark.skipif(operations() is None, reason="only compiled products round rows alike")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("world", "tensor"), [(1, False), (2, False), (2, True)])
+def test_logits_of_runs_are_the_same_bits(
+    world: int, tensor: bool, kv_dtype: torch.dtype, ranks: Ranks, tiny: Tiny
+) -> None:
+    path, text = tiny("llama"), tokens_of(140)
+    case = Case(str(path), split_of(path), POLICY, text[:70], text[70:], tensor=tensor)
+    case = replace(case, kv_dtype=kv_dtype, tail=20)
+    alone, found = ranks(world).run(in_runs, case, (8, 3, 1, 5, 2))[0]
+    if tensor:  # parts of a product that ranks add up are rounded otherwise in a run
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(found, alone)
 
 
 def every_feature(count: int = 60) -> tuple[Ask, ...]:
