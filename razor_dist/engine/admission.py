@@ -19,8 +19,9 @@ from razor_dist.engine.checkpoints import WORTH_PAGES, Checkpoints
 from razor_dist.engine.prefill_policy import PrefillPolicy
 from razor_dist.engine.request import Answer, Phase, Prefill, Request
 from razor_dist.parallel.sharding import shard_lengths, shard_sizes
-from razor_dist.prefix.device import Hit, PrefixCache
-from razor_dist.prefix.radix import Tokens
+from razor_dist.prefix.device import CachedSequence, PrefixCache
+from razor_dist.prefix.index import Match, PrefixIndex
+from razor_dist.prefix.manifest import Tokens
 from razor_dist.prefix.tiers import Candidate, Tiers, least_new
 from razor_dist.protocol.step_plan import Op, StepPlan
 
@@ -28,6 +29,9 @@ from razor_dist.protocol.step_plan import Op, StepPlan
 _WORTH_ABORTED = 16
 # Least seconds between two times that the caches of a prompt go to disk while it is prefilled.
 _CHECKPOINT_SECONDS = 5.0
+
+
+Hit = Match[CachedSequence]
 
 
 class Wait(Enum):
@@ -71,7 +75,9 @@ class Admission:
         self.accounts = CacheAccounts(cache, world_size)
         self.need = CacheNeed(cache, self.accounts, world_size)
         self.checkpoints = Checkpoints(self.accounts, end_ids)
-        self.prefix_cache = PrefixCache(self.accounts, prefill_policy.cost) if share else None
+        self.prefix_cache: PrefixCache | None = None
+        if share:
+            self.prefix_cache = PrefixCache(self.accounts, PrefixIndex(prefill_policy.cost))
         self.tiers: Tiers | None = None  # beyond the device, if there are any
         self._pending: list[StepPlan] = []
         self._copies = itertools.count(-1, -1)  # keys of sequences that no request has
@@ -206,11 +212,11 @@ class Admission:
         if request.loading is not None:  # once: what could not be loaded is prefilled
             return tiers.loading is not None and tiers.loading.key == request.loading
         found = tiers.find(request.namespace, request.tokens, request.end - 1)
-        if found is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
+        if found.entry is None or found.tokens < hit.tokens + WORTH_PAGES * self.cache.page_size:
             return False
         if tiers.loading is not None:
             return True
-        node, end, size = found.node, found.node.manifest.end, self.world_size
+        node, end, size = found.entry, found.entry.end, self.world_size
         chunks = node.layout(size)
         stored = np.array(shard_lengths(chunks, found.tokens, size), np.int64)
         # Room for the request as well, which then takes what it begins with from there.
@@ -222,10 +228,8 @@ class Admission:
         if evicting is None:
             return False
         request.loading = key = next(self._copies)
-        namespace = request.namespace
-        assert isinstance(namespace, tuple)
         accounts.restore(key, chunks, end, node.manifest.tails)
-        self._pending += [*evicting, tiers.load(node, key, namespace)]
+        self._pending += [*evicting, tiers.load(node, key, request.namespace)]
         return True
 
     def pause(self) -> None:
@@ -276,7 +280,6 @@ class Admission:
         assert self.prefix_cache is not None
         self.prefix_cache.add(request.namespace, tokens, key)
         if self.tiers is not None:
-            assert isinstance(request.namespace, tuple)
             self.tiers.offer(Candidate(key, request.namespace, tokens))
 
     # ------------------------------------------------------------------- room
@@ -300,11 +303,11 @@ class Admission:
 
     def _evict(self, short: Bools, *but: int) -> list[StepPlan]:
         assert self.prefix_cache is not None
-        entry = self.prefix_cache.evict(short, *but, *self._saved)
-        if entry is None:
+        key = self.prefix_cache.evict(short, *but, *self._saved)
+        if key is None:
             return []
-        self.accounts.close(entry.key)
-        return [*self._forget(entry.key), StepPlan(Op.CLOSE, entry.key)]
+        self.accounts.close(key)
+        return [*self._forget(key), StepPlan(Op.CLOSE, key)]
 
     def shrink_to(self, sequences: int, *but: int) -> list[StepPlan]:
         """Evict cached sequences until this many are left, if the others may go."""

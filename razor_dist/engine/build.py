@@ -51,7 +51,7 @@ from razor_dist.models.tokenizer import load_tokenizer
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import RingAttention
 from razor_dist.parallel.zero import ShardedWeights, import_deepspeed, join_ranks
-from razor_dist.prefix.nodes import Tier
+from razor_dist.prefix.index import Tier
 from razor_dist.prefix.store import PrefixStore
 from razor_dist.prefix.tiers import Tiers
 from razor_dist.prefix.transfer import PART_BYTES, Transfers
@@ -276,8 +276,9 @@ def _keep_prefixes(
         batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
         return [(of[0].stop, len(of)) for of in batches]
 
-    cost = core.scheduler.prefill_policy.cost
-    admission.tiers = Tiers(admission.accounts, cost, fingerprint, store, room, state_parts)
+    assert admission.prefix_cache is not None
+    index = admission.prefix_cache.index
+    admission.tiers = Tiers(admission.accounts, index, fingerprint, store, room, state_parts)
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

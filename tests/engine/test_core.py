@@ -33,7 +33,7 @@ def make_core(path: Path, **settings: Any) -> EngineCore:
         "block": 8,
         "chunked_prefill_size": 40,
     }
-    # What prompts find in the cache is in test_prefix_cache.py.
+    # What prompts find in the cache is in tests/prefix/test_answers.py.
     values |= {"max_model_len": 400, "page_size": 8, "prefix_cache": False, **settings}
     config = EngineConfig(model=str(path), **values)
     return build_engine(config, Communicator(None), torch.device("cpu")).core

@@ -250,7 +250,7 @@ def run(core: EngineCore) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("chained", [0, 10])
-def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
+def test_a_pinned_prefix_leaves_room_for_a_token(chained: int) -> None:
     core, _ = make_core(pages=60)
     prefix = None
     if chained:
@@ -263,7 +263,7 @@ def test_a_kept_prompt_leaves_room_for_a_token(chained: int) -> None:
     run(core)
 
 
-def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_every_slot_refuse_what_could_never_start() -> None:
     core, _ = make_core(slots=2)
     add(core, "one", 4, pin=True)
     add(core, "two", 4, pin=True)  # nothing has run yet: what waits counts as well
@@ -281,7 +281,7 @@ def test_kept_prompts_in_every_slot_refuse_what_could_never_start() -> None:
     assert [m.finish for m in run(core) if isinstance(m, Token)] == ["length"]
 
 
-def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_the_pages_refuse_what_could_never_start() -> None:
     core, runner = make_core(pages=10)
     add(core, "doc", 12, pin=True)
     with pytest.raises(
@@ -301,7 +301,7 @@ def test_kept_prompts_in_the_pages_refuse_what_could_never_start() -> None:
     assert runner.pools[0].free_pages == 10
 
 
-def test_kept_prompts_in_the_streaming_caches_refuse_what_could_never_start() -> None:
+def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start() -> None:
     """A continuation shares the pages of its prefix, but has a window of its own."""
     core, runner = make_core(pages=60, places=WIDEST - TAIL + 8)
     add(core, "doc", 30, pin=True)
@@ -341,7 +341,7 @@ def test_a_released_prompt_that_is_still_continued_holds_nothing_back() -> None:
     assert runner.pools[0].free_pages == 10
 
 
-def test_a_released_prompt_that_a_kept_one_continues_counts() -> None:
+def test_a_released_prompt_that_a_pinned_one_continues_counts() -> None:
     core, _ = make_core(slots=2)
     add(core, "first", 4, pin=True)
     add(core, "second", 4, pin=True, prefix="first")

@@ -43,7 +43,7 @@ from razor_dist.prefix.store import (
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.engine.test_prefix_cache import (
+from tests.prefix.test_answers import (
     GREEDY,
     SETTINGS,
     Answers,

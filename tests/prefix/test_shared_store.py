@@ -22,8 +22,8 @@ from razor_dist.protocol.messages import Progress, Token
 from razor_dist.protocol.step_plan import Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
-from tests.engine.test_prefix_cache import GREEDY, ids
-from tests.engine.test_prefix_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
+from tests.prefix.test_answers import GREEDY, ids
+from tests.prefix.test_tiers import DAMAGE, TO_8_BITS, engine_of, spoil
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
 
