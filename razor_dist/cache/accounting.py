@@ -15,7 +15,7 @@ import torch
 
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
-from razor_dist.cache.streaming import Arena
+from razor_dist.cache.slots import Arena
 from razor_dist.parallel.sharding import cut_chunks, shard_lengths, shard_sizes
 from razor_dist.parallel.zigzag import Chunk
 

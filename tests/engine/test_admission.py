@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from razor_dist.cache.caches import CacheConfig
 from razor_dist.cache.pages import PagePool, PageTable
 from razor_dist.cache.policy import StreamingPolicy
-from razor_dist.cache.streaming import Arena, StreamingCache, StreamingSlot
+from razor_dist.cache.slots import Arena, StreamingSlot
+from razor_dist.cache.streaming import StreamingCache
 from razor_dist.config.errors import RequestError
 from razor_dist.engine.core import EngineCore
 from razor_dist.engine.request import Request
@@ -183,10 +184,6 @@ def _pool(pages: int) -> PagePool:
     return PagePool(1, pages, PAGE, 1, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def free_places(cache: StreamingCache) -> int:
-    return cache.arena.places - sum(cache._end(slot) - slot.offset for slot in cache._held)
-
-
 def make_core(
     *,
     ranks: int = 1,
@@ -315,7 +312,7 @@ def test_pinned_prefixes_in_the_streaming_caches_refuse_what_could_never_start()
     core.abort("doc")
     add(core, "other", 20, 4)
     run(core)
-    assert free_places(runner.streaming[0]) == runner.streaming[0].arena.places
+    assert runner.streaming[0].free_places == runner.streaming[0].arena.places
 
 
 def test_who_waits_for_a_prefix_that_is_being_read_lets_others_pass() -> None:
@@ -479,7 +476,7 @@ class Engine(RuleBasedStateMachine):
         chunks_end = begin if short else end
         new = shard_sizes(begin, chunks_end, end + answer, runner.comm.size)
         fits = all(
-            cache.arena.width(end + answer) <= free_places(cache) for cache in runner.streaming
+            cache.arena.width(end + answer) <= cache.free_places for cache in runner.streaming
         ) and all(
             pool.pages_for(have + more) - have // PAGE <= pool.free_pages
             for pool, have, more in zip(runner.pools, held, new, strict=True)
@@ -517,7 +514,7 @@ class Engine(RuleBasedStateMachine):
         if not any(prefill.request.forks for prefill in scheduler.prefills.values()):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
-            places = [[free_places(cache)] * len(free) for cache in self.runner.streaming]
+            places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
             accounts = scheduler.admission.accounts
             assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
@@ -540,7 +537,7 @@ class Engine(RuleBasedStateMachine):
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]
         )
-        assert all(free_places(c) == c.arena.places for c in self.runner.streaming)
+        assert all(c.free_places == c.arena.places for c in self.runner.streaming)
 
 
 TestEngine = Engine.TestCase

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from razor_dist.config.errors import ConfigError, EngineError, HeadMapError, RequestError
 from razor_dist.config.schema import EngineConfig
-from razor_dist.engine import build
+from razor_dist.engine import capacity
 from razor_dist.engine.build import build_engine
 from razor_dist.engine.core import EngineCore
 from razor_dist.parallel.comm import Communicator
@@ -81,7 +81,7 @@ def test_many_short_requests_run_at_once_in_the_caches_of_few_long_ones(
     attention: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def core_of(room: float, **settings: Any) -> EngineCore:
-        monkeypatch.setattr(build, "cache_room", lambda *_: room)
+        monkeypatch.setattr(capacity, "cache_room", lambda *_: room)
         return make_core(tiny("llama"), attention=attention, max_model_len=4000, **settings)
 
     one = core_of(0.0, max_num_seqs=1).runner.caches.reserved_bytes
