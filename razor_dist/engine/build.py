@@ -258,7 +258,7 @@ def _keep_prefixes(
     config: EngineConfig, about: dict[str, Any], runner: ModelRunner, core: EngineCore
 ) -> None:
     """Keep prefixes in host memory and on disk too; ``about`` says what they depend on."""
-    admission, comm = core.scheduler.admission, runner.comm
+    caches, comm = core.scheduler.room, runner.comm
     store = None if config.prefix_store is None else PrefixStore(Path(config.prefix_store), about)
     fingerprint = "" if store is None else store.fingerprint
     folder = None if store is None else store.folder
@@ -275,9 +275,9 @@ def _keep_prefixes(
         batches = [cache.batches(length, PART_BYTES) for cache in runner.caches.streaming]
         return [(of[0].stop, len(of)) for of in batches]
 
-    assert admission.prefix_cache is not None
-    index = admission.prefix_cache.index
-    admission.tiers = Tiers(admission.accounts, index, fingerprint, store, room, state_parts)
+    assert caches.prefix_cache is not None
+    index = caches.prefix_cache.index
+    caches.tiers = Tiers(caches.accounts, index, fingerprint, store, room, state_parts)
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

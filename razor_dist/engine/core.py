@@ -198,7 +198,7 @@ class EngineCore:
         if moved:
             return
         if self._moves:
-            self.scheduler.admission.pause()
+            self.scheduler.room.pause()
             return
         # A request that waits while nothing runs would have rank 0 spin for ever.
         pending = [r.grammar for r in self.scheduler.waiting if r.grammar and not r.ready]
@@ -241,7 +241,7 @@ class EngineCore:
     @property
     def _moves(self) -> bool:
         """True if caches go to host memory and disk, or come from there."""
-        tiers = self.scheduler.admission.tiers
+        tiers = self.scheduler.room.tiers
         return tiers is not None and tiers.active
 
     def _transfer(self) -> bool:
@@ -249,13 +249,13 @@ class EngineCore:
 
         While requests run, saving takes an eighth of the last step's time. True if any was moved.
         """
-        tiers = self.scheduler.admission.tiers
+        tiers = self.scheduler.room.tiers
         began, moved = self._clock(), False
         while tiers is not None and (plan := tiers.next()) is not None:
             answers = self._run(plan)
             moved = True
             assert answers is not None
-            self._run_all(self.scheduler.admission.transferred(plan, answers))
+            self._run_all(self.scheduler.room.transferred(plan, answers))
             served = self.scheduler.running and plan.op is Op.SAVE
             most = min(self._max_step / 4, self._last_step / 8) if served else self._max_step / 4
             if self._clock() - began > most:
@@ -391,7 +391,7 @@ class EngineCore:
         table = self._run(StepPlan(Op.STATS))
         assert table is not None
         found = [RankStats.of(row) for row in table.tolist()]
-        counted = self.scheduler.admission.accounts.free.T.tolist()
+        counted = self.scheduler.room.accounts.free.T.tolist()
         for rank, (stats, ours) in enumerate(zip(found, counted, strict=True)):
             if self.runner.caches.scratch is None:
                 ours[-1] = 0  # no head needs the scratch pages that exact prefill may have
@@ -411,8 +411,8 @@ class EngineCore:
         end = time.monotonic() + _LAST_SECONDS
         while self._moves and time.monotonic() < end:
             if not self._transfer():
-                self.scheduler.admission.pause()
-        self.scheduler.admission.close()
+                self.scheduler.room.pause()
+        self.scheduler.room.close()
         self._run(StepPlan(Op.STOP))
 
     def stats(self) -> dict[str, Any]:
@@ -424,7 +424,7 @@ class EngineCore:
             "kv_bytes_per_rank": [rank.kv_bytes for rank in ranks],
             "retrieval_kv_bytes_per_rank": [rank.retrieval_kv_bytes for rank in ranks],
             "peak_kv_bytes_per_rank": [rank.peak_kv_bytes for rank in ranks],
-            "prefix_cache": self.scheduler.admission.prefix_stats | {"bytes_per_rank": cached},
+            "prefix_cache": self.scheduler.room.stats | {"bytes_per_rank": cached},
             "rss_per_rank": [rank.rss for rank in ranks],
             "peak_rss_per_rank": [rank.peak_rss for rank in ranks],
             "cpu_us_per_rank": [rank.cpu_us for rank in ranks],

@@ -53,6 +53,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.world_size, self.prefill_policy = cache, world_size, prefill_policy
         self.admission = Admission(cache, world_size, prefill_policy, share=share, end_ids=end_ids)
+        self.room = self.admission.room
         self.waiting: deque[Request] = deque()
         # By the keys of their sequences: prompts that are being prefilled, in the order in which
         # they were admitted; answers; pinned prefixes that are prefilled.
@@ -119,7 +120,7 @@ class Scheduler:
         """
         if self.waiting:
             for answer in self.running.values():
-                self.admission.grown(answer.key, answer.length)
+                self.room.grown(answer.key, answer.length)
         for index, request in enumerate(self.waiting):
             if not request.ready:
                 continue
@@ -237,9 +238,9 @@ class Scheduler:
         prefill.whole_window = entry.last or not entry.sharded
         if entry.sharded:
             chunk = Chunk(begin, prefill.position, self.world_size)
-            self.admission.accounts[prefill.key].chunks.append(chunk)
+            self.room.accounts[prefill.key].chunks.append(chunk)
         if prefill.done:
-            self.admission.prefilled(prefill)
+            self.room.prefilled(prefill)
 
     def start(self, prefill: Prefill) -> list[StepPlan]:
         """Begin the answers to a prompt that is prefilled, or pin it.
@@ -255,7 +256,7 @@ class Scheduler:
         if request.pinned and request.needed:
             self.pinned[request.key] = request
         elif request.key not in self.running:
-            plans += self.admission.end(request, request.key, prefill.tokens, keep=True)
+            plans += self.room.end(request, request.key, prefill.tokens, keep=True)
         return plans if request.needed else [*plans, *self._end_request(request)]
 
     def copies(self, step: Iterable[Computed]) -> list[StepPlan]:
@@ -264,10 +265,10 @@ class Scheduler:
         for of, _ in step:
             if isinstance(of, Prefill) and of.position in of.checkpoints and not of.done:
                 optional = of.position in of.optional
-                plans += self.admission.copy(of.request, of.key, of.tokens, optional=optional)
+                plans += self.room.copy(of.request, of.key, of.tokens, optional=optional)
         for answer in self.running.values():
             if 0 < self._answer_kept == len(answer.generated):
-                plans += self.admission.copy(answer.request, answer.key, answer.tokens)
+                plans += self.room.copy(answer.request, answer.key, answer.tokens)
         return plans
 
     def end(self, answer: Answer, *, keep: bool = True) -> list[StepPlan]:
@@ -277,9 +278,9 @@ class Scheduler:
         plans: list[StepPlan] = []
         if request.phase is Phase.PREFILLED:
             del self.running[answer.key]
-            plans += self.admission.end(request, answer.key, answer.tokens, keep=keep)
+            plans += self.room.end(request, answer.key, answer.tokens, keep=keep)
         elif request.phase is Phase.PREFILL and answer.key != request.key:
-            self.admission.accounts.close(answer.key)  # no rank knows of it
+            self.room.accounts.close(answer.key)  # no rank knows of it
         return plans if request.needed else [*plans, *self._end_request(request)]
 
     def release(self, request: Request) -> list[StepPlan]:
@@ -300,9 +301,9 @@ class Scheduler:
                 prefill.cut(min(prefill.end, prefill.position + 2 * self.world_size))
                 return []
             del self.prefills[request.key]
-            plans += self.admission.end(request, request.key, prefill.tokens, keep=False)
+            plans += self.room.end(request, request.key, prefill.tokens, keep=False)
         elif self.pinned.pop(request.key, None) is not None:
-            plans += self.admission.end(request, request.key, request.tokens, keep=True)
+            plans += self.room.end(request, request.key, request.tokens, keep=True)
         request.enter(Phase.ENDED)
         prefix = request.prefix
         if prefix is None:

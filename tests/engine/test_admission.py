@@ -460,7 +460,7 @@ class Engine(RuleBasedStateMachine):
         """Once all that ends by itself has ended, there is still no room."""
         run(self.core)
         runner = self.runner
-        if self.core.scheduler.admission.prefix_cache is not None:
+        if self.core.scheduler.room.prefix_cache is not None:
             return  # pinned prefixes may share more than could be foreseen
         begin, held = 0, [0] * len(runner.pools)
         if prefix is not None:
@@ -515,7 +515,7 @@ class Engine(RuleBasedStateMachine):
             free = [pool.free_pages for pool in self.runner.pools]
             scratch = [pool.free_pages for pool in self.runner.scratch] or [0] * len(free)
             places = [[cache.free_places] * len(free) for cache in self.runner.streaming]
-            accounts = scheduler.admission.accounts
+            accounts = scheduler.room.accounts
             assert accounts.free.tolist() == [free, *places, scratch]
             available = [pool.available_pages for pool in self.runner.pools]
             assert accounts.available()[0].tolist() == available
@@ -531,8 +531,8 @@ class Engine(RuleBasedStateMachine):
         assert self.core.scheduler.idle and not self.core.scheduler.sequences
         assert set(self.runner.tables) == self.runner.cached
         assert all(pool.available_pages == pool.num_pages for pool in self.runner.pools)
-        if self.core.scheduler.admission.prefix_cache is not None:
-            for plan in self.core.scheduler.admission.shrink_to(0):
+        if self.core.scheduler.room.prefix_cache is not None:
+            for plan in self.core.scheduler.room.shrink_to(0):
                 self.runner.execute(plan)
         assert all(
             pool.free_pages == pool.num_pages for pool in [*self.runner.pools, *self.runner.scratch]

@@ -73,7 +73,7 @@ def test_requests_in_flight_together_answer_as_if_alone(
     together = run(core)
     assert {name: tokens(together[name]) for name in prompts} == alone
     assert core.runner.kv_bytes == 0
-    assert core.scheduler.admission.accounts.free[0].tolist() == [core.runner.config.num_pages]
+    assert core.scheduler.room.accounts.free[0].tolist() == [core.runner.config.num_pages]
 
 
 @pytest.mark.parametrize("attention", ["full", "streaming"])
@@ -179,7 +179,7 @@ def test_several_answers_share_a_prompt_and_are_those_of_requests_of_their_own(
     told = {name for name, found in messages.items() if any(isinstance(m, Progress) for m in found)}
     assert told == {"a", "other"}
     assert core.runner.kv_bytes == 0
-    assert (core.scheduler.admission.accounts.free == core.scheduler.admission.accounts.sizes).all()
+    assert (core.scheduler.room.accounts.free == core.scheduler.room.accounts.sizes).all()
 
 
 def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str], Path]) -> None:
@@ -198,7 +198,7 @@ def test_each_of_several_answers_may_be_aborted_at_any_time(tiny: Callable[[str]
                 left = {"a", "a/1", "a/2"} - set(gone)
                 assert {name for name in found if name != "busy" and tokens(found[name])} == left
             assert core.runner.kv_bytes == 0
-            accounts = core.scheduler.admission.accounts
+            accounts = core.scheduler.room.accounts
             assert (accounts.free == accounts.sizes).all()
 
 
@@ -229,7 +229,7 @@ def test_an_abort_in_mid_prefill_frees_everything(tiny: Callable[[str], Path]) -
     core.abort("a")
     assert core.runner.kv_bytes == 0
     assert not core.has_work
-    assert core.scheduler.admission.accounts.free[-1] == [core.runner.config.scratch_pages]
+    assert core.scheduler.room.accounts.free[-1] == [core.runner.config.scratch_pages]
 
 
 def test_prefill_seconds_leave_out_the_wait(

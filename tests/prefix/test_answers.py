@@ -102,10 +102,10 @@ def serve(
         core.abort(ask.name)
     stats = core.stats()
     assert sum(stats["kv_bytes_per_rank"]) == 0
-    admission = core.scheduler.admission
-    if admission.prefix_cache is not None:
-        core._run_all(admission.shrink_to(0))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    if room.prefix_cache is not None:
+        core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     pages = engine.runner.caches.pages
     assert pages.free_pages == pages.num_pages and not engine.runner.sequences
     core.stop()

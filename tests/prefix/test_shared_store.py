@@ -82,7 +82,7 @@ def act(
                 if message.finish is not None:
                     ended[message.id] = answers.pop(message.id)
     stats = core.stats()["prefix_cache"]
-    tiers = core.scheduler.admission.tiers
+    tiers = core.scheduler.room.tiers
     known = {n.manifest.node for n in tiers.nodes._nodes.values()} if tiers else set()
     core._run(StepPlan(Op.STOP))  # the other ranks leave `follow`, and the engine stays
     return ended, stats, known
@@ -101,7 +101,7 @@ def lines(comm: Communicator) -> int:
 def end(comm: Communicator, number: int, kill: bool) -> None:
     """End an engine, or leave everything as it is, except what the kernel does at a kill."""
     engine, _ = ENGINES.pop(number)
-    tiers = engine.core.scheduler.admission.tiers
+    tiers = engine.core.scheduler.room.tiers
     if kill:
         if tiers is not None and tiers._store is not None:
             tiers._store.lock.release()
