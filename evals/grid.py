@@ -17,7 +17,7 @@ from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs
 from razor_dist.evals.fidelity.model import FidelityModel, Scored
-from razor_dist.evals.methods import FULL, FULL_METHOD, Method
+from razor_dist.evals.methods import FULL, FULL_METHOD, Method, shape_of
 from razor_dist.evals.needle.config import GridConfig, Place
 from razor_dist.evals.needle.documents import NeedleTest, Reading, Spot
 from razor_dist.evals.needle.presets import PRESETS
@@ -29,10 +29,7 @@ from razor_dist.evals.texts import Haystack, Prompter, same_haystack
 from razor_dist.heads.head_map import Fidelity, HeadMap, Verification
 from razor_dist.jobs.task import Item
 from razor_dist.llm.llm import LLM
-from razor_dist.models.adapters import is_alibi
-from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.registry import config_folder, display_name, resolve_model
-from razor_dist.models.shape import ModelShape
+from razor_dist.models.registry import display_name
 
 KIND = "grid"  # of task, in a folder's settings
 PRESET = PRESETS["number"]
@@ -77,9 +74,7 @@ class GridTask:
         cls, grid: GridConfig, methods: Sequence[Method], head_maps: Sequence[HeadMap] = ()
     ) -> GridTask:
         """Settle the haystack by what is installed, and see that head maps fit the model."""
-        model = read_config(config_folder(grid.model), trust_remote_code=grid.trust_remote_code)
-        for head_map in head_maps:
-            head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
+        shape_of(grid, *head_maps)
         name, paragraphs = haystack_paragraphs(grid.haystack)
         own = grid.model_dump(include=set(EngineConfig.model_fields))
         # Attention is the methods', and so are the windows.
@@ -150,9 +145,9 @@ class Check:
         A document must fit the model but not the window (an ALiBi model's are its map's, which
         `settle` looks at), so that something is tested, and the model must have a tokenizer.
         """
-        path = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-        model_config = read_config(path, trust_remote_code=config.trust_remote_code)
-        context = ModelShape.from_config(model_config).max_positions
+        Prompter.of(config)
+        shape = shape_of(config)
+        context = shape.max_positions
         check = cls(config, tokens, context - _ROOM, haystack, seed)
         length = check._length(config.window_min)
         if not 0 < length <= check.most:
@@ -160,9 +155,8 @@ class Check:
                 f"--verify-tokens is {length}, but the model's context of {context} tokens holds "
                 f"documents of 1 to {check.most} with a question and its answer"
             )
-        if not is_alibi(model_config):
+        if not shape.alibi:
             check._refuse_nothing(length, None, "give a smaller --verify-window")
-        Prompter.of_model(path, trust_remote_code=config.trust_remote_code)
         return check
 
     def _length(self, window: int) -> int:

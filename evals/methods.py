@@ -105,6 +105,15 @@ def beside_full(
     return found
 
 
+def shape_of(config: EngineConfig, *head_maps: HeadMap) -> ModelShape:
+    """Return the shape of the settings' model; refuse head maps that are of another one."""
+    model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
+    shape = ModelShape.from_config(model)
+    for head_map in head_maps:
+        head_map.validate(shape, model_fingerprint(model))
+    return shape
+
+
 def methods_of(config: EngineConfig, settings: Mapping[str, Mapping[str, Any]]) -> list[Method]:
     """Return methods by their own settings beside ``config``; refuse one that is wrong, by name."""
     methods = []
@@ -137,8 +146,7 @@ def _method(config: EngineConfig, name: str, own: Mapping[str, Any]) -> Method:
         return Method(name, shown)
     path = Path(engine.head_map or default_head_map(config.model))
     head_map = HeadMap.load(path)
-    model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
-    head_map.validate(ModelShape.from_config(model), model_fingerprint(model))
+    shape_of(config, head_map)
     if percent is None:
         shown["head_map"] = path.name
         return Method(name, shown, head_map.retrieval, head_map.windows)

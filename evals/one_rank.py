@@ -42,7 +42,6 @@ from razor_dist.kernels.quantized import Codes, KeysOrValues
 from razor_dist.kernels.query import Query
 from razor_dist.models.loader import dtype_name, model_fingerprint
 from razor_dist.models.longrope import plain_positions
-from razor_dist.models.registry import resolve_model
 from razor_dist.models.shape import ModelShape
 from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.ring import ring_attention
@@ -112,9 +111,7 @@ class InProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.pids = config, [os.getpid()]
-        trust = config.trust_remote_code
-        path = resolve_model(config.model, trust_remote_code=trust)
-        self.prompter = Prompter.of_model(path, trust_remote_code=trust)
+        self.prompter = Prompter.of(config)
         torch.set_num_threads(config.threads_per_rank(1))
 
     def close(self) -> None:
@@ -143,7 +140,8 @@ class TracedModel(InProcess):
         for message in messages(self._engine.core):
             if isinstance(message, Token):
                 tokens.append(message.token)
-                traced += self._engine.runner.sources.values()
+                # A step may have given several tokens, each with its own.
+                traced += [of.pop(0) for of in self._engine.runner.sources.values() if of]
         return tokens, traced
 
 

@@ -21,7 +21,7 @@ from razor_dist.config.errors import RazorError
 from razor_dist.frontend.guard import guarded
 
 SERVING = r"^Serving .* on (http://\S+)$"  # the line that tells an address
-# Until a server that is told to end is killed.
+# From a server's SIGTERM to its SIGKILL.
 _STOP_SECONDS = 60.0
 # Until a server has an address, and until its ranks are ready.
 _START_SECONDS = 600.0
@@ -103,7 +103,7 @@ class ServerProcess:
 
 
 def serve(*flags: str, stderr: int | None = subprocess.STDOUT) -> ServerProcess:
-    """Start ``razor-dist serve``, in a session of its own: Ctrl-C is for whoever started it."""
+    """Start ``razor-dist serve``, in a session of its own, which Ctrl-C does not reach."""
     command = guarded("razor_dist", "serve", "--port=0", "--log-level=warning", *flags)
     return ServerProcess(*command, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -6,14 +6,15 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import ConfigError, ModelError
+from razor_dist.config.schema import EngineConfig
 from razor_dist.documents.corpus import fingerprint, haystack_paragraphs, sentences_of
 from razor_dist.frontend.prompts import PromptEncoder
+from razor_dist.models.registry import resolve_model
 from razor_dist.models.tokenizer import load_tokenizer
 
 Encode = Callable[[str], list[int]]  # text to token ids, without special tokens
@@ -101,8 +102,11 @@ class Prompter:
         self.is_chat = bool(getattr(tokenizer, "chat_template", None))
 
     @classmethod
-    def of_model(cls, folder: Path, *, trust_remote_code: bool = False) -> Self:
-        return cls(load_tokenizer(folder, trust_remote_code=trust_remote_code))
+    def of(cls, config: EngineConfig) -> Self:
+        """Load the tokenizer of the settings' model; it is downloaded if need be."""
+        trust = config.trust_remote_code
+        folder = resolve_model(config.model, trust_remote_code=trust)
+        return cls(load_tokenizer(folder, trust_remote_code=trust))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; nothing is put before or after them."""

@@ -178,7 +178,7 @@ class HeadMapComparison:
             axis.set_xticks(percents)
             axis.grid(alpha=0.3)
         panels[0].set_ylim(-0.03, 1.03)
-        panels[0].set_ylabel(f"needles found, of {results.summary(FULL).cells}")
+        panels[0].set_ylabel(f"share found of {results.summary(FULL).cells} needles")
         panels[0].legend(fontsize=9)
         save_picture(figure, path)
 

@@ -26,7 +26,7 @@ from razor_dist.frontend.prompts import PromptEncoder
 from razor_dist.heads.head_map import head_map_of
 from razor_dist.heads.sources import source_heads
 from razor_dist.models.loader import model_fingerprint, read_config
-from razor_dist.models.registry import resolve_model
+from razor_dist.models.registry import config_folder
 from razor_dist.models.shape import ModelShape
 
 _RANDOM_DRAWS = 5
@@ -139,13 +139,11 @@ class SourcesReport:
     @classmethod
     def of(cls, task: SourcesTask, results: Sequence[Mapping[str, Any]]) -> SourcesReport:
         config = task.config
-        trust = config.trust_remote_code
-        path = resolve_model(config.model, trust_remote_code=trust)
-        model = read_config(path, trust_remote_code=trust)
+        prompter = Prompter.of(config)
+        model = read_config(config_folder(config.model), trust_remote_code=config.trust_remote_code)
         shape = ModelShape.from_config(model)
         head_map = head_map_of(task.traced, shape, model_fingerprint(model))
         layers = [layer for layer, _ in source_heads(task.traced, head_map, model)]
-        prompter = Prompter.of_model(path, trust_remote_code=trust)
         encoder = PromptEncoder(prompter.tokenizer)
         asked = []
         for item, result in zip(task.items(), results, strict=True):

@@ -74,6 +74,11 @@ class Format(ABC):
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
 
     @property
+    def heartbeat(self) -> str:
+        """What is sent in silence: a comment, which clients skip while proxies see traffic."""
+        return ": heartbeat\n\n"
+
+    @property
     def end(self) -> str:
         """The bytes that follow all chunks."""
         return "data: [DONE]\n\n"
@@ -85,12 +90,20 @@ class Format(ABC):
         cached = sum(choice.cached_tokens for choice in self._choices)
         if completion is None:
             completion = sum(len(choice.pieces) for choice in self._choices)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        pieces = [piece for choice in self._choices for piece in choice.pieces]
+        drafted = {
+            "accepted_prediction_tokens": sum(piece.accepted for piece in pieces),
+            "rejected_prediction_tokens": sum(piece.rejected for piece in pieces),
+        }
+        if any(drafted.values()):
+            usage["completion_tokens_details"] = drafted
+        return usage
 
     def _parser(self) -> ToolParser | None:
         """Return a new parser of one answer's calls of tools, if the request allows any."""

@@ -27,18 +27,15 @@ from razor_dist.evals.texts import Haystack, Prompter
 from razor_dist.heads.decision import Flags
 from razor_dist.jobs.results import read_job
 from razor_dist.protocol.sampling_params import SamplingParams
-from tests.tiny_models import make_tiny
-from tests.tokenizer import smollm2_tokenizer, write_letters
+from tests.tokenizer import smollm2_tokenizer
 
 WINDOW = {"window_min": 40, "window_ratio": 5, "block": 16}
 HEADS: Flags = ((True, False), (False, False), (True, True), (False, True))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ReplayModel:
-    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
-    write_letters(folder)
-    return ReplayModel(EngineConfig(model=str(folder), threads=1, chunked_prefill_size=128))
+def model(letters: Path) -> ReplayModel:
+    return ReplayModel(EngineConfig(model=str(letters), threads=1, chunked_prefill_size=128))
 
 
 def _decode(core: EngineCore, question: list[int]) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import openai
 import pydantic
@@ -16,6 +18,7 @@ from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from razor_dist import LLM, SamplingParams
+from tests.documents import files
 from tests.preloaded import executed
 from tests.server.browser import chromium
 from tests.server.process import ServerProcess, wait_until
@@ -29,7 +32,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 def server() -> Iterator[ServerProcess]:
     command = [sys.executable, "launch/serve.py", "--world-size", "2", "--max-model-len", "4096"]
     # Shorter than a chunk of 3900 tokens takes: a busy rank 0 must not be taken for a stuck one.
-    command += ["--heartbeat-timeout", "5"]
+    command += ["--heartbeat-timeout", "5", "--speculative-config", '{"method": "lookup"}']
     with executed():
         started = ServerProcess(*command)
     with started as process:
@@ -187,6 +190,43 @@ def test_sources_are_passages_of_what_was_sent(server: ServerProcess) -> None:
     assert (single.choices[0].sources, single.choices[0].grounded) == ([], None)
 
 
+def test_the_anthropic_client_gets_citations(server: ServerProcess) -> None:
+    client = anthropic.Anthropic(base_url=server.url(), api_key="none")
+    fact = "The secret code of the castle is 48213."
+    filler = "The grass is green. The sky is blue. "
+    pdf = base64.b64encode(files.pdf(filler * 3, fact, filler)).decode()
+    sources: list[Any] = [
+        {
+            "type": "text",
+            "media_type": "text/plain",
+            "data": f"\N{CASTLE}\r\n{filler * 3}{fact} {filler}",
+        },
+        {"type": "base64", "media_type": "application/pdf", "data": pdf},
+    ]
+    places = []
+    for source in sources:
+        document = {"type": "document", "source": source, "citations": {"enabled": True}}
+        question = {"type": "text", "text": "What is the secret code of the castle?"}
+        asked: Any = {
+            "model": "smollm2",
+            "max_tokens": 32,
+            "messages": [{"role": "user", "content": [document, question]}],
+        }
+        message = client.messages.create(**asked)
+        [citation] = message.content[0].citations
+        assert "48213" in message.content[0].text and citation.cited_text == fact
+        places.append(citation)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        assert streamed.content[0].citations == [citation]
+        assert streamed.usage.cache_read_input_tokens > 0
+        read = streamed.usage.input_tokens + streamed.usage.cache_read_input_tokens
+        counted = client.messages.count_tokens(model="smollm2", messages=asked["messages"])
+        assert counted.input_tokens == read == message.usage.input_tokens
+    assert sources[0]["data"][places[0].start_char_index : places[0].end_char_index] == fact
+    assert (places[1].start_page_number, places[1].end_page_number) == (2, 3)
+
+
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=12)
     country: Literal["France", "Spain"]
@@ -237,6 +277,52 @@ def test_metrics_are_what_the_ranks_count(server: ServerProcess) -> None:
     sent = {purpose: n for purpose, n in stats["bytes_sent"].items() if purpose != "control"}
     assert sent == {purpose: found[f"bytes_sent_total {purpose}"] for purpose in sent}
     assert found["resident_memory_bytes 1"] > 2**27
+
+
+def test_drafts_are_counted(server: ServerProcess) -> None:
+    """An answer that repeats a passage has drafts that come true; its usage and metrics say so."""
+    passage = "The old mill stood by the river, and its wheel had not turned for thirty years. "
+    question = f"{passage * 3}\n\nRepeat the text above word by word."
+    client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none")
+    names = [
+        "razor:spec_decode_num_drafts_total",
+        "razor:spec_decode_num_draft_tokens_total",
+        "razor:spec_decode_num_accepted_tokens_total",
+    ]
+    by_position = "razor:spec_decode_num_accepted_tokens_per_pos_total"
+
+    def counts() -> tuple[list[float], float]:
+        text = httpx.get(server.url() + "/metrics").text
+        found = {sample.name: 0.0 for sample in _samples(text)}
+        for sample in _samples(text):
+            found[sample.name] += sample.value
+        return [found[name] for name in names], found[by_position]
+
+    before, _ = counts()
+    usages = []
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=60,
+            stream=stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        )
+        usages.append((list(answer)[-1] if stream else answer).usage)
+    after, positions = counts()
+    drafts, drafted, accepted = (now - then for now, then in zip(after, before, strict=True))
+    details = [usage.completion_tokens_details for usage in usages]
+    assert accepted == sum(of.accepted_prediction_tokens for of in details) > 30
+    assert drafted - accepted == sum(of.rejected_prediction_tokens for of in details)
+    assert drafts <= drafted and positions == after[2]
+    stats = httpx.get(server.url() + "/stats").json()["spec_decode"]
+    assert [stats[n] for n in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")] == after
+    assert usages[0].completion_tokens == usages[1].completion_tokens
+
+
+def _samples(text: str) -> list[Any]:
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def test_the_page_reads_and_asks_the_real_model(server: ServerProcess) -> None:
