@@ -87,7 +87,7 @@ class EngineCore:
         self._drafts: Drafts | None = None
         if speculative is not None:
             self._drafts = Drafts(speculative, prefill_policy.cost, runner.most_decoded)
-            self.scheduler.drafter = self._drafts
+            self.scheduler.batch.drafter = self._drafts
         self._requests: dict[str, Request] = {}  # by the ids of their answers, or their own
         self._draws = Draws(runner, eos_token_ids)
         self._grammars = GrammarCompiler(load_tokenizer, runner.shape.vocab_size, eos_token_ids)

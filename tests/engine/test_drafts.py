@@ -90,7 +90,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
         return {}
     core, answers = engine.core, {}
     planted = None if truth is None else Planted(truth, seed)
-    core.scheduler.drafter = planted
+    core.scheduler.batch.drafter = planted
     for ask in scene.asks:
         core.add(ask.name, list(ask.ids), ask.params)
         while ask.wait and core.has_work:
