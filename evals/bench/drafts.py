@@ -64,18 +64,15 @@ class Timed:
 def prompts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each task's name and prompt: a document of ``tokens`` tokens, and what is asked."""
     ids = tokenizer("\n\n".join(reference_paragraphs()))["input_ids"][:tokens]
-    document = tokenizer.decode(ids)
-    passage = tokenizer.decode(ids[tokens // 2 : tokens // 2 + 200])
+    document = str(tokenizer.decode(ids))
+    passage = str(tokenizer.decode(ids[tokens // 2 : tokens // 2 + 200]))
     for name, (question, *_) in TASKS.items():
         content = f"{document}\n\n{question.replace(_PASSAGE, passage)}"
-        yield (
-            name,
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}],
-                add_generation_prompt=True,
-                return_dict=False,
-            ),
+        message = [{"role": "user", "content": content}]
+        text = str(
+            tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         )
+        yield name, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def ask(llm: LLM, prompt: list[int], new_tokens: int, timed: Timed) -> None:
@@ -138,7 +135,8 @@ def compared(
     accepted = {name: of.accepted / max(1, of.steps) for name, of in timed.items()}
     ratios = {name: value / speed["none"] for name, value in speed.items()}
     same = all(of.same and of.tokens == timed["none"].tokens for of in timed.values())
-    bar = TASKS[task][1 if size == 1 else 2]
+    _, alone, several = TASKS[task]
+    bar = alone if size == 1 else several
     verdict = "" if bar is None else "met" if ratios["lookup"] >= bar else "missed"
     row = [
         f"P={size}, {task}",
