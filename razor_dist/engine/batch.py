@@ -31,7 +31,8 @@ class Batch:
     prompts, `PrefillPolicy` chooses which one goes on and how long its chunk is, so that no request
     is delayed by more than about ``max_step`` seconds at a time.
 
-    ``checkpoint`` is told of each prompt that goes on, and where its next chunk ends.
+    ``checkpoint`` is called with each prompt that goes on, and the position where its next chunk
+    ends: it may have the caches saved as of there.
     """
 
     def __init__(

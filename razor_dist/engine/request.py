@@ -150,7 +150,7 @@ class Prefill:
     def __post_init__(self) -> None:
         request = self.request
         assert request.base <= self.begin < request.end
-        self.end = request.end  # a prompt that nobody needs any more is cut short
+        self.end = request.end  # `cut` moves it, for a prompt whose request was aborted
         self.position = self.begin  # after the last prefilled token
 
     @property

@@ -1,7 +1,7 @@
-"""Room in the caches of all ranks: what is there, what is evicted for more, what stays at an end.
+"""Room in the caches of all ranks: what fits, what is evicted, and what stays.
 
-Whatever asks whether something fits asks `Room`: pages and slots are in its accounts, and host
-memory and disk in its tiers. Its answers are plans, which the ranks carry out in their order.
+`Room` alone says whether something fits: its accounts count pages and slots, and its tiers host
+memory and disk. It returns plans, which the ranks carry out in their order.
 """
 
 from __future__ import annotations

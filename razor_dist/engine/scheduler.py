@@ -170,8 +170,8 @@ class Scheduler:
     def start(self, prefill: Prefill) -> list[StepPlan]:
         """Begin the answers to a prompt that is prefilled, or pin it.
 
-        The first answer goes on with the prompt's sequence, the others fork from it. Nobody may
-        need that any more: then it ends.
+        The first answer goes on with the prompt's sequence, the others fork from it. If the first
+        was aborted, that sequence ends.
         """
         request = prefill.request
         request.enter(Phase.PREFILLED)
@@ -214,7 +214,7 @@ class Scheduler:
         return [] if request.needed else self._end_request(request)
 
     def _end_request(self, request: Request) -> list[StepPlan]:
-        """Forget a request that nobody needs, unless its long prefill can soon be cached."""
+        """Forget a request that is not `needed`, unless its long prefill can soon be cached."""
         plans: list[StepPlan] = []
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)

@@ -1,4 +1,4 @@
-"""Estimates when requests end, for clients that are told to come back later."""
+"""Estimates when requests end, for the ``Retry-After`` of refused ones."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class PrefixIndex:
 
     def add(self, namespace: Namespace | str, tokens: Tokens, entry: Entry) -> None:
         """Enter a sequence; ``namespace`` may be the name that a manifest has of it."""
-        name = namespace if isinstance(namespace, str) else self.names.space(*namespace)
+        name = namespace if isinstance(namespace, str) else self.names.namespace(*namespace)
         node = self._roots.setdefault(name, _Node(tokens[:0], 0))
         while node.end < len(tokens):
             rest = tokens[node.end :]
@@ -140,7 +140,7 @@ class PrefixIndex:
 
     def _path(self, namespace: Namespace, tokens: Tokens) -> list[tuple[_Node, int]]:
         """Return nodes, the last first, and the tokens in common with what is below each."""
-        node = self._roots.get(self.names.space(*namespace), _Node(tokens[:0], 0))
+        node = self._roots.get(self.names.namespace(*namespace), _Node(tokens[:0], 0))
         path = [(node, 0)]
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))

@@ -121,14 +121,16 @@ def state_part(window: int, part: int) -> str:
 
 
 class Names:
-    """Names of spaces and nodes; without the ``secret`` they do not tell salts or texts."""
+    """Names of namespaces and nodes; without the ``secret`` they reveal neither salts nor texts."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def space(self, salt: str | None, mark: int) -> str:
-        """Name the prompts of one salt and one set of rotary frequencies."""
-        return self._digest(f"{mark} {'none' if salt is None else 'salt ' + salt}".encode())
+    def namespace(self, cache_salt: str | None, mark: int) -> str:
+        """Name the namespace of one cache salt and one set of rotary frequencies."""
+        return self._digest(
+            f"{mark} {'none' if cache_salt is None else 'salt ' + cache_salt}".encode()
+        )
 
     def node(self, space: str, tokens: Tokens) -> str:
         """Name the node that ends with these tokens: the same text has the same name."""

@@ -4,7 +4,7 @@
 
     DIR/
         writer.lock          held by the one process that writes and prunes
-        secret               with which names are made of salts and tokens
+        secret               key of the names, which are made of cache salts and tokens
         <fingerprint>/       caches that fit each other: of one model, head map, policy, dtype
             about.json       what those are
             <node>/          the tokens [begin, end) of a prompt, that follow on its parent's

@@ -213,7 +213,7 @@ class Tiers:
 
     def _manifest(self, of: Candidate, parent: Node | None, begin: int) -> Manifest:
         names, end, cache = self._index.names, len(of.tokens), self._accounts.cache
-        space = names.space(*of.namespace)
+        space = names.namespace(*of.namespace)
         held = self._accounts[of.key]
         size, chunks = self._accounts.world_size, held.chunks
         after, before = (np.array(shard_lengths(chunks, at, size)) for at in (end, begin))

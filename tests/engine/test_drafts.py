@@ -24,7 +24,7 @@ from razor_dist.protocol.sampling_params import SamplingParams
 from tests.alibi_models import make_alibi
 from tests.cases import model_and_shape
 from tests.engine.test_core import prompt
-from tests.engine.test_prefix_cache import SETTINGS
+from tests.prefix.test_answers import SETTINGS
 from tests.ranks import RankPool
 from tests.test_invariance import split_of
 from tests.tokenizer import copy_with_letters
