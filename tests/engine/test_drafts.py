@@ -100,11 +100,10 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     assert planted is None or planted.drafted
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
-    admission = core.scheduler.admission
-    if admission.prefix_cache is not None:
-        while admission.prefix_cache.evictable:
-            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    if room.prefix_cache is not None:
+        core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()
     return answers
