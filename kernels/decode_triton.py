@@ -23,12 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from razor_dist.kernels.fused_triton import load_rotated
 from razor_dist.kernels.merge_triton import merge_ranks, merge_splits
 
 if TYPE_CHECKING:
-    from razor_dist.kernels.decode import Pages, Windows
+    from razor_dist.kernels.decode import Pages, Turned, Windows
 
-__all__ = ["attend", "merge_ranks", "store"]
+__all__ = ["ROTATES", "attend", "merge_ranks", "store"]
+
+ROTATES = True  # `store` does, beside what it does anyway
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -69,15 +72,31 @@ def _quantized(new):
 @triton.jit(do_not_specialize=["retrieval"], do_not_specialize_on_alignment=_UNALIGNED)
 def store_kernel(
     k, k_head, k_token, v, v_head, v_token, order, retrieval,
+    q, q_head, q_group, q_token, turned, turned_head, turned_group, turned_token,
+    cos, sin, table_token,
     page_k, page_v, page_row, page_slot, page_k_scale, page_v_scale, page_scale_row, at,
     ring_k, ring_v, ring_row, ring_slot, position, offset, capacity,
     SINKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGES_SCALED: tl.constexpr,
+    R: tl.constexpr, INTERLEAVED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Store one head's new key and value; with tables for R dimensions, rotated, as its queries."""
     head, token = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     own, at_token = tl.load(order + head), token.to(tl.int64)
-    new_k = tl.load(k + own * k_head + at_token * k_token + d, mask=d < D, other=0.0)
+    of_k = k + own * k_head + at_token * k_token
+    if R > 0:
+        c, s = cos + at_token * table_token, sin + at_token * table_token
+        new_k = load_rotated(of_k, c, s, d, d < D, R, D, INTERLEAVED).to(k.dtype.element_ty)
+        # All query heads of this one, side by side.
+        g = tl.arange(0, GROUP)[:, None]
+        wide, of_all = d[None, :] + 0 * g, (g < G) & (d[None, :] < D)
+        from_q = q + own * q_head + at_token * q_token + g * q_group
+        found = load_rotated(from_q, c, s, wide, of_all, R, D, INTERLEAVED)
+        to_q = turned + own * turned_head + at_token * turned_token + g * turned_group
+        tl.store(to_q + wide, found.to(turned.dtype.element_ty), mask=of_all)
+    else:
+        new_k = tl.load(of_k + d, mask=d < D, other=0.0)
     new_v = tl.load(v + own * v_head + at_token * v_token + d, mask=d < D, other=0.0)
     if head < retrieval:
         slot = tl.load(at + token)
@@ -282,7 +301,12 @@ def attend_kernel(
 
 
 def store(
-    k: Tensor, v: Tensor, order: Tensor, pages: Pages | None, windows: Windows | None
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    pages: Pages | None,
+    windows: Windows | None,
+    turned: Turned | None = None,
 ) -> None:
     """See `razor_dist.kernels.decode`."""
     heads, tokens, dim = len(order), k.shape[1], k.shape[2]
@@ -293,13 +317,20 @@ def store(
     page, ring = pages or own, windows or own
     at = order if pages is None else pages.at
     slot = (order,) * 3 if windows is None else (windows.position, windows.offset, windows.capacity)
+    rotated, rotation = (k, 0, 0, 0, k, 0, 0, 0, k, k, 0), {"R": 0, "INTERLEAVED": False, "G": 1}
+    if turned is not None:
+        q, out, (cos, sin, interleaved) = turned
+        assert q.stride(3) == out.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()
+        rotated = (q, *q.stride()[:3], out, *out.stride()[:3], cos, sin, cos.stride(1))
+        rotation = {"R": cos.shape[-1], "INTERLEAVED": interleaved, "G": q.shape[1]}
     store_kernel[(heads, tokens)](
-        k, *k.stride()[:2], v, *v.stride()[:2], order, split,
+        k, *k.stride()[:2], v, *v.stride()[:2], order, split, *rotated,
         page.k, page.v, page.k.stride(0), page.k.stride(1), *_scales(page, order), at,
         ring.k, ring.v, ring.k.stride(0), ring.k.stride(1), *slot,
         SINKS=0 if windows is None else windows.sinks,
         D=dim, WIDTH=triton.next_power_of_2(dim),
-        PAGES_SCALED=pages is not None and pages.k_scale is not None, num_warps=1,
+        PAGES_SCALED=pages is not None and pages.k_scale is not None,
+        **rotation, GROUP=triton.next_power_of_2(rotation["G"]), num_warps=1,
     )  # fmt: skip
 
 
@@ -313,10 +344,11 @@ def attend(
     scale: float,
     slopes: Tensor | None = None,
     pack: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor | None:
     """See `razor_dist.kernels.decode`."""
     _, group, tokens, dim = q.shape
-    assert q.stride(3) == out.stride(3) == 1
+    assert q.stride(3) == out.stride(2) == 1
     own = pages or windows
     assert own is not None
     page, ring = pages or own, windows or own
@@ -355,7 +387,7 @@ def attend(
         **tile(group, dim, q.dtype, page.k.dtype, slopes=slopes is not None),
     )  # fmt: skip
     packed = q.new_empty(retrieval, group, tokens, dim + 1, dtype=torch.float32) if pack else None
-    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed)
+    merge_splits(parts, lse, order, retrieval, (page_splits, ring_splits), out, packed, places)
     return packed
 
 

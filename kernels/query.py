@@ -36,6 +36,14 @@ class Keys(NamedTuple):
     where: Places | Distance | None = None
 
 
+class Rotation(NamedTuple):
+    """Rotary embeddings that queries and keys are still to get (`razor_dist.kernels.fused`)."""
+
+    cos: Tensor  # [1, T, R]
+    sin: Tensor
+    interleaved: bool
+
+
 class Query(NamedTuple):
     """Queries, and how they score keys: ``scale * q . k``, with ALiBi less by distance."""
 
@@ -43,6 +51,8 @@ class Query(NamedTuple):
     scale: float
     # ALiBi's, float32 [K, G]; None where positions are in queries and keys already.
     slopes: Tensor | None = None
+    # Of these queries and their keys, where attention is to rotate them.
+    rotation: Rotation | None = None
 
     @classmethod
     def grouped(cls, q: Tensor, scale: float, slopes: Tensor | None, kv_heads: int) -> Query:
