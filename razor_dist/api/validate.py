@@ -32,7 +32,7 @@ _GUIDED = {
 }
 
 
-def parse(
+def validated(
     cls: type[Body],
     data: object,
     neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
@@ -66,7 +66,7 @@ def parse(
         if ignored is None or not (unknown := _left_out(fields, error)):
             raise _request_error(error) from None
         ignored += unknown
-        return parse(cls, fields, neutral, ignored)
+        return validated(cls, fields, neutral, ignored)
     body.check()
     return body
 

@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from razor_dist.api.errors import Failure
 from razor_dist.api.fields import naming
-from razor_dist.api.parsing import Endpoint, Limits, parse_json, parse_value
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_json, parse_value
+from razor_dist.api.request import Endpoint, Limits
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.config.errors import ConfigError, RequestError
 from razor_dist.config.schema import EngineConfig
 from razor_dist.files import Line, digest_of, read_lines
@@ -183,7 +184,7 @@ def _answer(
         for output, own in zip(outputs, params, strict=True)
         for answer in output.outputs
     ]
-    form = make_format(endpoint, parsed, model, choices, tokenizer)
+    form = FORMATS[endpoint](parsed, model, choices, tokenizer)
     return {**form.whole(), "id": f"{form.prefix}-{digest[:32]}"}
 
 

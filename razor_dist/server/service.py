@@ -15,8 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from razor_dist.api.errors import NotReadyError
 from razor_dist.api.fields import naming
 from razor_dist.api.openapi import openapi
-from razor_dist.api.parsing import Endpoint, Limits, ParsedRequest, parse_request
-from razor_dist.api.responses_format import make_format
+from razor_dist.api.parsing import parse_request
+from razor_dist.api.request import Endpoint, Limits, ParsedRequest
+from razor_dist.api.responses_format import FORMATS
 from razor_dist.api.tools import knows_tools
 from razor_dist.config.errors import EngineError, RequestError
 from razor_dist.config.schema import ServerConfig
@@ -138,7 +139,7 @@ class Service:
         )
         note_answers(choices.ids)
         choices.fail_at(arrived + seconds, _late(seconds))
-        form = make_format(endpoint, parsed, self.config.name, choices.choices, tokenizer)
+        form = FORMATS[endpoint](parsed, self.config.name, choices.choices, tokenizer)
         try:
             if not parsed.stream:
                 async for _ in choices.events():

@@ -15,6 +15,7 @@ from openai.types.responses import Response
 
 from razor_dist import cli
 from razor_dist.api.formats import ChatFormat
+from razor_dist.api.request import ParsedRequest
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import ConfigError
 from razor_dist.config.schema import EngineConfig
@@ -190,7 +191,8 @@ def test_calls_are_read_as_the_server_reads_them() -> None:
     answer = CompletionOutput(text=text, token_ids=ids, finish_reason="stop")
     choice = _served(RequestOutput("", None, [1], outputs=[answer]), answer, tokenizer)
     assert choice.pieces == pieces
-    form = ChatFormat("m", [choice], tokenizer, tools=ToolUse("mistral", ["a", "b"]))
+    request = ParsedRequest([], tools=ToolUse("mistral", ["a", "b"]))
+    form = ChatFormat(request, "m", [choice], tokenizer)
     message = form.whole()["choices"][0]["message"]
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
     assert calls == [("a", json.dumps(json.loads(arguments))), ("b", "{}")]
