@@ -32,15 +32,12 @@ import importlib
 import importlib.util
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from razor_dist.kernels.compiled import operations
-
-if TYPE_CHECKING:
-    from razor_dist.kernels.query import Rotation
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +76,14 @@ class Windows(NamedTuple):
     capacity: Tensor  # int64 [n]: tokens that its ring holds
     k_scale: Tensor | None = None  # float32 [S, places]
     v_scale: Tensor | None = None
+
+
+class Rotation(NamedTuple):
+    """Rotary embeddings that queries and keys are still to get (`razor_dist.kernels.fused`)."""
+
+    cos: Tensor  # [1, T, R]
+    sin: Tensor
+    interleaved: bool
 
 
 class Turned(NamedTuple):

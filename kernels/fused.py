@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from razor_dist.kernels.compiled import operations
-from razor_dist.kernels.decode import available
-from razor_dist.kernels.query import Rotation
+from razor_dist.kernels.decode import Rotation, available
 
 # transformers' signature: (q [1, H, T, D], k, cos [1, T, R], sin) to q and k, rotated.
 Rotary = Callable[..., tuple[Tensor, Tensor]]

@@ -24,6 +24,7 @@ from razor_dist.kernels.alibi import (
     attend_at_places,
     distance_bias,
 )
+from razor_dist.kernels.decode import Rotation
 from razor_dist.kernels.partial import Partial
 from razor_dist.kernels.quantized import KeysOrValues, unpacked
 
@@ -34,14 +35,6 @@ class Keys(NamedTuple):
     k: KeysOrValues  # [K, S, D]
     v: KeysOrValues
     where: Places | Distance | None = None
-
-
-class Rotation(NamedTuple):
-    """Rotary embeddings that queries and keys are still to get (`razor_dist.kernels.fused`)."""
-
-    cos: Tensor  # [1, T, R]
-    sin: Tensor
-    interleaved: bool
 
 
 class Query(NamedTuple):
