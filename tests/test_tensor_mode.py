@@ -10,9 +10,12 @@ import dataclasses
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch

@@ -74,6 +74,11 @@ class Format(ABC):
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
 
     @property
+    def heartbeat(self) -> str:
+        """What is sent in silence: a comment, which clients skip while proxies see traffic."""
+        return ": heartbeat\n\n"
+
+    @property
     def end(self) -> str:
         """The bytes that follow all chunks."""
         return "data: [DONE]\n\n"

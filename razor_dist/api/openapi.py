@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from razor_dist.api.errors import MESSAGES
 from razor_dist.api.fields import RESERVED, Strict
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.openapi_answers import ANSWERS, NULL, TEXT, Json, examples, or_null, some
 from razor_dist.api.openapi_rules import RULES
 from razor_dist.api.parsing import BODIES
@@ -52,6 +54,8 @@ def openapi(limits: Limits, *, knows_tools: bool) -> Json:
         "/v1/chat/completions": _post(ChatBody, "ChatCompletion", "Answer a conversation.", True),
         "/v1/completions": _post(CompletionBody, "Completion", "Continue prompts.", True),
         "/v1/responses": _post(ResponsesBody, "Response", "Answer an input.", True),
+        MESSAGES: _post(MessagesBody, "Message", "Answer as Anthropic's API does.", True),
+        f"{MESSAGES}/count_tokens": _post(CountTokensBody, "TokenCount", "Count a prompt."),
         "/tokenize": _post(TokenizeBody, "Tokenized", "Return the tokens of a text or a chat."),
         "/detokenize": _post(DetokenizeBody, "Detokenized", "Return the text of tokens."),
         "/documents/text": _document_text(),
@@ -114,7 +118,12 @@ def _body(
         parts = {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}
         found["InputMessage"]["properties"]["content"] = {"anyOf": [TEXT, parts]}
         found["FunctionCallOutput"]["properties"]["output"] = {"anyOf": [TEXT, parts]}
-    if not knows_tools:
+    if cls is MessagesBody:
+        own["max_tokens"] = {"type": "integer", **_bounds("max_tokens")}
+    if issubclass(cls, CountTokensBody) and not knows_tools:
+        own["tools"] = {"enum": [None, []]}
+        own["tool_choice"] = or_null(_NO_TOOL)
+    elif not knows_tools:
         choices = [None, "none"] + (["auto"] if cls is ResponsesBody else [])
         own |= {"tools": {"enum": [None, []]}, "tool_choice": {"enum": choices}}
     properties |= {field: value for field, value in own.items() if field in properties}
@@ -138,6 +147,9 @@ def _fields(limits: Limits) -> Json:
                 NULL,
             ]
         },
+        "stop_sequences": or_null(
+            {"type": "array", "items": _stop_string(), "maxItems": MAX_STOPS}
+        ),
         "stop_token_ids": or_null({"type": "array", "items": token, "maxItems": MAX_STOP_IDS}),
         "n": or_null({"type": "integer", "minimum": 1, "maximum": most}),
         "logit_bias": or_null(
@@ -165,6 +177,12 @@ def _stop_string() -> Json:
     return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
+_NO_TOOL: Json = {
+    "type": "object",
+    "properties": {"type": {"enum": ["auto", "none"]}},
+    "required": ["type"],
+    "additionalProperties": False,
+}
 _CONTENT: Json = {
     "anyOf": [
         TEXT,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from razor_dist.api.fields import Strict
+from razor_dist.api.messages import NEUTRAL as NEUTRAL_MESSAGES
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.rendering import CheckedBody, render
 from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.responses import NEUTRAL as NEUTRAL_RESPONSES
@@ -22,6 +24,7 @@ from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.api.validate import NEUTRAL, validated
 from razor_dist.config.errors import RequestError
+from razor_dist.documents.read import Document
 from razor_dist.frontend.prompts import PromptEncoder
 
 # Each endpoint's body, and what of unsupported fields asks for nothing there.
@@ -29,6 +32,8 @@ BODIES: dict[Endpoint, tuple[type[Strict], Mapping[str, tuple[Any, ...]]]] = {
     "chat": (ChatBody, NEUTRAL),
     "completions": (CompletionBody, NEUTRAL),
     "responses": (ResponsesBody, NEUTRAL_RESPONSES),
+    "messages": (MessagesBody, NEUTRAL_MESSAGES),
+    "count_tokens": (CountTokensBody, NEUTRAL_MESSAGES),
     "tokenize": (TokenizeBody, {}),
     "detokenize": (DetokenizeBody, {}),
 }
@@ -36,23 +41,36 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_request(
-    endpoint: Endpoint, raw: bytes | bytearray, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    raw: bytes | bytearray,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document] = (),
 ) -> ParsedRequest:
-    """Read a request's body; `RequestError` if anything about it cannot be served."""
-    return parse_value(endpoint, parse_json(raw), encoder, limits)
+    """Read a request's body; `RequestError` if anything about it cannot be served.
+
+    ``files`` are the documents in the files that the first call has returned as ``unread``.
+    """
+    return parse_value(endpoint, parse_json(raw), encoder, limits, files)
 
 
 def parse_value(
-    endpoint: Endpoint, value: object, encoder: PromptEncoder, limits: Limits
+    endpoint: Endpoint,
+    value: object,
+    encoder: PromptEncoder,
+    limits: Limits,
+    files: Sequence[Document] = (),
 ) -> ParsedRequest:
     """Read a body whose JSON was parsed; raises as `parse_request` does."""
     try:
-        return render(parse(endpoint, value, limits), encoder, limits)
+        return render(parse(endpoint, value, limits, files), encoder, limits)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
 
 
-def parse(endpoint: Endpoint, value: object, limits: Limits) -> CheckedBody:
+def parse(
+    endpoint: Endpoint, value: object, limits: Limits, files: Sequence[Document] = ()
+) -> CheckedBody:
     """Check a body as far as that can be done without a tokenizer."""
     ignored: list[str] | None = [] if limits.unknown_fields == "warn" else None
     if endpoint == "detokenize":
@@ -63,9 +81,14 @@ def parse(endpoint: Endpoint, value: object, limits: Limits) -> CheckedBody:
         if body.model is not None:
             limits.check_model(body.model)
         return CheckedBody(body, None, ignored or ())
-    response = body if isinstance(body, ResponsesBody) else None
-    with renamed(response is not None):
-        if response is not None:
+    response = body if isinstance(body, ResponsesBody | CountTokensBody) else None
+    with renamed({} if response is None else response.names):
+        if isinstance(response, CountTokensBody):
+            limits.check_model(response.model)
+            if not files and (unread := response.files()):
+                return CheckedBody(body, None, ignored or (), unread=unread)
+            body = response.as_chat(files)
+        elif response is not None:
             body = response.as_chat()
         params = body.sampling(limits.defaults)
         limits.check_model(body.model)

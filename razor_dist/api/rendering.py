@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from razor_dist.api.messages import CountTokensBody, MessagesBody
 from razor_dist.api.request import Limits, ParsedRequest
-from razor_dist.api.responses import NAMES, ResponsesBody, renamed
+from razor_dist.api.responses import ResponsesBody, renamed
 from razor_dist.api.schema import ChatBody, CompletionBody
 from razor_dist.api.tokenize import DetokenizeBody, TokenizeBody
 from razor_dist.frontend.prompts import Checked, PromptEncoder, PromptLimits
@@ -18,24 +19,32 @@ from razor_dist.protocol.sampling_params import SamplingParams
 class CheckedBody(NamedTuple):
     """A body that was checked by itself, by `razor_dist.api.parsing.parse`."""
 
-    body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody
+    body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody | CountTokensBody
     params: SamplingParams | None  # None if nothing is to be generated
     ignored: Sequence[str] = ()  # as in `ParsedRequest`
-    response: ResponsesBody | None = None  # what a chat was made of, by whose names errors go
+    # What a chat was made of, by whose names errors go.
+    response: ResponsesBody | CountTokensBody | None = None
+    unread: Sequence[tuple[str, bytes]] = ()  # as in `ParsedRequest`; then the body is as it came
 
 
 def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> ParsedRequest:
     """Tokenise a body; `RequestError` if its prompts cannot be served."""
-    body, params, ignored, response = checked
+    body, params, ignored, response, unread = checked
+    if isinstance(body, CountTokensBody):
+        return ParsedRequest([], unread=unread, ignored=ignored)
     if isinstance(body, TokenizeBody | DetokenizeBody):
         answer = body.answer(encoder, limits)
         text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
         return ParsedRequest([], answer=text.encode(), ignored=ignored)
     assert params is not None
-    with renamed(response is not None):
+    names = {} if response is None else response.names
+    with renamed(names):
         tools = body.tool_use(encoder.tokenizer)
+        if isinstance(response, CountTokensBody) and not isinstance(response, MessagesBody):
+            [(ids, _)] = body.encoded(encoder, ends=False)
+            counted = json.dumps({"input_tokens": len(ids)}).encode()
+            return ParsedRequest([], answer=counted, ignored=ignored)
         prompts = _prompts(body, params, encoder, limits)
-    field = body.constrained_by
     return ParsedRequest(
         prompts,
         stream=bool(body.stream),
@@ -49,7 +58,7 @@ def render(checked: CheckedBody, encoder: PromptEncoder, limits: Limits) -> Pars
         described=None if response is None else response.described(prompts[0].params),
         cache_salt=uuid.uuid4().hex if body.cache_prompt is False else body.cache_salt,
         ignored=ignored,
-        constrained_by=field if response is None else NAMES.get(field, field),
+        constrained_by=names.get(body.constrained_by, body.constrained_by),
     )
 
 

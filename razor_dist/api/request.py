@@ -12,7 +12,9 @@ from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.sampling_params import SamplingDefaults
 from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
 
-Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
+Endpoint = Literal[
+    "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
+]
 
 
 class Limits(NamedTuple):
@@ -61,12 +63,15 @@ class ParsedRequest:
     echo: bool = False  # the answers begin with their prompts
     prompt_only: bool = False  # and end there: ``max_tokens`` was 0
     tools: ToolUse | None = None  # that the answers may call
-    described: dict[str, Any] | None = None  # what a response of /v1/responses repeats
+    # What a response of /v1/responses repeats, or the documents that one of /v1/messages may cite.
+    described: dict[str, Any] | None = None
     answer: bytes | None = None  # the whole one, as JSON, if nothing is to be generated
     cache_salt: str | None = None  # requests of different ones share no caches
     continuous_usage: bool = False  # every chunk of a stream tells the counts so far
     ignored: Sequence[str] = ()  # fields that are not supported, with ``unknown_fields: warn``
     constrained_by: str = STRUCTURED  # the field, if any, that says what the answers must match
+    # PDF files that must be read before the request can be, each with the field that holds it.
+    unread: Sequence[tuple[str, bytes]] = ()
 
 
 def no_such_model(name: str, served: str) -> RequestError:

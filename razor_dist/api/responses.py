@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -175,6 +175,7 @@ class Reasoning(Strict):
 
 
 class ResponsesBody(SharedFields):
+    names: ClassVar[Mapping[str, str]] = NAMES
     input: Annotated[list[Item], BeforeValidator(_messages)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
@@ -251,13 +252,13 @@ def _is_long(value: object) -> bool:
 
 
 @contextmanager
-def renamed(is_response: bool) -> Iterator[None]:
-    """Let errors of a response's chat name its fields as they are called here."""
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of a chat name its fields as ``names`` calls them: those of another endpoint."""
     try:
         yield
     except RequestError as error:
         field, bracket, rest = (error.param or "").partition("[")
-        if not is_response or field not in NAMES:
+        if field not in names:
             raise
-        message = str(error).replace(field, NAMES[field])
-        raise RequestError(message, NAMES[field] + bracket + rest, error.code) from None
+        message = str(error).replace(field, names[field])
+        raise RequestError(message, names[field] + bracket + rest, error.code) from None

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from razor_dist.api.errors import Failure
 from razor_dist.api.formats import ChatFormat, CompletionFormat, Format
 from razor_dist.api.logprobs import Json
+from razor_dist.api.messages_format import MessagesFormat
 from razor_dist.api.request import Endpoint, ParsedRequest
 from razor_dist.frontend.answers import Choice
 from razor_dist.frontend.assembler import TextPiece
@@ -186,4 +187,5 @@ FORMATS: dict[Endpoint, type[Format]] = {
     "chat": ChatFormat,
     "completions": CompletionFormat,
     "responses": ResponsesFormat,
+    "messages": MessagesFormat,
 }

@@ -14,13 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from razor_dist import __version__
-from razor_dist.api.errors import Failure
+from razor_dist.api.errors import MESSAGES, Failure
 from razor_dist.api.request import Endpoint, no_such_model
 from razor_dist.config.errors import RazorError
+from razor_dist.documents.read import Document
 from razor_dist.server.access import Access, KeyHolder
 from razor_dist.server.bodies import BodyReader
 from razor_dist.server.docs_page import POLICY, docs_page
-from razor_dist.server.documents import DocumentReader
 from razor_dist.server.page_files import PageFiles
 from razor_dist.server.request_log import RequestLog, current_record
 from razor_dist.server.service import Service
@@ -32,6 +32,8 @@ _ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    MESSAGES: "messages",
+    f"{MESSAGES}/count_tokens": "count_tokens",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -47,7 +49,7 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
     _add_descriptions(app, service)
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return Failure.of(error).response(service.retry_after(error))
+        return Failure.of(error).response(service.retry_after(error), request.url.path)
 
     app.add_exception_handler(RazorError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -70,7 +72,6 @@ def build_app(service: Service, keys: Mapping[bytes, KeyHolder] | None = None) -
 
 def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     """Add the routes that read a body and answer it."""
-    documents = DocumentReader(int(service.config.max_body_mb * 2**20))
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -87,8 +88,8 @@ def _add_answers(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def document_text(request: Request, name: str = "") -> Response:
         service.require_open()
         body = await bodies.read(request, "application/octet-stream", "a file")
-        read = asyncio.create_task(_as_text(documents.read(body, name, current_record().key)))
-        return await _unless_gone(request, read)
+        read = service.documents.read(body, name, current_record().key)
+        return await _unless_gone(request, asyncio.create_task(_as_text(read)))
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
@@ -139,9 +140,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         return await page.get_response(name, request.scope)
 
 
-async def _as_text(text: Awaitable[bytes]) -> Response:
+async def _as_text(file: Awaitable[Document]) -> Response:
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response(await text, media_type="text/plain", headers=headers)
+    return Response((await file).text, media_type="text/plain", headers=headers)
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Response:
@@ -165,7 +166,7 @@ async def _unless_gone(request: Request, work: asyncio.Task[Response]) -> Respon
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = Failure(error.status_code, message).response()
+    response = Failure(error.status_code, message).response(path=request.url.path)
     response.headers.update(error.headers or {})
     return response
 

@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from razor_dist.api.parsing import parse_request
@@ -23,6 +23,7 @@ from razor_dist.api.request import Endpoint, Limits, ParsedRequest
 from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import EngineError, ProcessKilledError, RazorError, RequestError
 from razor_dist.config.logs import inherit_logging
+from razor_dist.documents.read import Document
 from razor_dist.frontend.child_process import CLOSED, ChildProcess, Pipes
 from razor_dist.frontend.passages import PromptText
 from razor_dist.frontend.prompts import Checked, PromptEncoder
@@ -58,6 +59,7 @@ class ParsingProcess(ChildProcess):
         raw: bytes | bytearray,
         limits: Limits,
         key: Hashable = None,
+        files: Sequence[Document] = (),
     ) -> ParsedRequest:
         """Parse as `razor_dist.api.parsing.parse_request`, one body after the other.
 
@@ -67,13 +69,20 @@ class ParsingProcess(ChildProcess):
         Raises `RequestError` if the request cannot be served, and `EngineError` if the process
         dies, is stuck (`_PATIENCE`; the next body then gets a new one) or is closed.
         """
-        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits), key)
+        answer = await self.in_turn(lambda: self._read(endpoint, raw, limits, files), key)
         raise_failure(answer)
         return _parsed_of(answer)
 
-    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray, limits: Limits) -> Fields:
+    async def _read(
+        self,
+        endpoint: Endpoint,
+        raw: bytes | bytearray,
+        limits: Limits,
+        files: Sequence[Document],
+    ) -> Fields:
         patience = _PATIENCE + _PATIENCE_PER_MB * len(raw) / 2**20
-        head = encode({"endpoint": endpoint, "limits": limits, "bytes": len(raw)})
+        asked = {"endpoint": endpoint, "limits": limits, "files": files, "bytes": len(raw)}
+        head = encode(asked)
         try:
             return await self.ask(patience, head, raw)
         except TimeoutError:
@@ -92,7 +101,9 @@ def answer(message: Fields, raw: bytes, encoder: PromptEncoder) -> bytes:
     """Return the frame that answers one body, whatever it holds."""
     try:
         limits = Limits(*message["limits"])
-        return encode(_message_of(parse_request(message["endpoint"], raw, encoder, limits)))
+        files = [Document(*file) for file in message["files"]]
+        parsed = parse_request(message["endpoint"], raw, encoder, limits, files)
+        return encode(_message_of(parsed))
     except RequestError as error:
         refusal: RazorError = error
     except RecursionError:

@@ -18,9 +18,6 @@ from razor_dist.frontend.assembler import TextPiece
 
 log = logging.getLogger(__name__)
 
-# A line that begins with a colon is a comment: clients skip it, proxies see traffic.
-HEARTBEAT = ": heartbeat\n\n"
-
 
 async def stream(
     events: AsyncIterator[ChoiceEvent | None],
@@ -47,7 +44,7 @@ async def stream(
             yield line(chunk)
         async for event in events:
             if event is None:
-                yield HEARTBEAT
+                yield form.heartbeat
                 continue
             if not isinstance(event.what, TextPiece):
                 chunks = form.progress(event.index, event.what)

@@ -121,6 +121,24 @@ def test_a_batch(
     assert "holds results of other settings" in capfd.readouterr().err
 
 
+def test_unknown_fields_are_ignored_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("razor_dist.jobs.host_engine.LLM", FakeLLM)
+    write(tmp_path / "in.jsonl", [request(str(n), prompt=" a b", num_ctx=n) for n in range(2)])
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(tmp_path / "in.jsonl"), "--out", str(out), "--no-ray"]
+    command += ["--attention", "full", "--unknown-fields"]
+    assert cli.main([*command, "warn"]) == 0
+    answers = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+    assert [a["body"]["choices"][0]["text"] for a in answers] == [" b a"] * 2
+    said = "requests have the unsupported field 'num_ctx', which is ignored"
+    assert [r.getMessage() for r in caplog.records].count(said) == 1
+    # What is refused and what is not are results of two settings.
+    assert cli.main([*command, "refuse"]) == 2
+    assert cli.main([*command, "maybe"]) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
