@@ -203,6 +203,7 @@ class DecodeGraphs:
         self._comm, self._caches, self._forward = comm, caches, forward
         self._recorder, self._most = recorder, most
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
+        self.most_tokens = recorder.most_sequences  # of a step that is recorded
         self.enabled = True
 
     def close(self) -> None:
