@@ -40,7 +40,7 @@ def warm_up(runner: ModelRunner, batches: Sequence[int] = _BATCHES) -> None:
             opened.append(key)
             runner.execute(StepPlan.step([BatchEntry(key, prompt, sharded=True)]))
         for _ in range(_STEPS):
-            runner.execute(StepPlan.step([BatchEntry(key, [0]) for key in opened]))
+            runner.execute(StepPlan.step([BatchEntry(key, prompt[:1]) for key in opened]))
     for key in opened:
         runner.execute(StepPlan(Op.CLOSE, key))
     if runner.device.type == "cuda":
