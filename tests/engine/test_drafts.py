@@ -30,7 +30,7 @@ from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
 from tests.alibi_models import make_alibi
 from tests.cases import Case, answer, make_runner, model_and_shape, prefill
 from tests.engine.test_core import prompt
-from tests.engine.test_prefix_cache import SETTINGS
+from tests.prefix.test_answers import SETTINGS
 from tests.ranks import RankPool
 from tests.test_invariance import POLICY, split_of, tokens_of
 from tests.tokenizer import copy_with_letters
@@ -96,7 +96,7 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
         return {}
     core, answers = engine.core, {}
     planted = None if truth is None else Planted(truth, seed)
-    core.scheduler.drafter = planted
+    core.scheduler.batch.drafter = planted
     for ask in scene.asks:
         core.add(ask.name, list(ask.ids), ask.params)
         while ask.wait and core.has_work:
@@ -106,11 +106,10 @@ def answered(comm: Communicator, scene: Scene, truth: Truth | None, seed: int) -
     assert planted is None or planted.drafted
     stats = core.stats()  # compares the ranks' free pages and places with rank 0's
     assert sum(stats["kv_bytes_per_rank"]) == 0
-    admission = core.scheduler.admission
-    if admission.prefix_cache is not None:
-        while admission.prefix_cache.evictable:
-            core._run_all(admission._evict(admission.accounts.free < admission.accounts.sizes))
-    assert (admission.accounts.free == admission.accounts.sizes).all()
+    room = core.scheduler.room
+    if room.prefix_cache is not None:
+        core._run_all(room.shrink_to(0))
+    assert (room.accounts.free == room.accounts.sizes).all()
     assert not engine.runner.sequences
     core.stop()
     return answers
