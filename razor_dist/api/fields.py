@@ -22,8 +22,8 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from razor_dist.config.errors import RequestError
-from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
 from razor_dist.protocol.structured_outputs import StructuredOutputsParams
+from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 # Fields of messages, with the values that ask for nothing: a client may put answers, with all that

@@ -11,7 +11,7 @@ from razor_dist.api.tools import ToolUse
 from razor_dist.config.errors import RequestError
 from razor_dist.frontend.prompts import Checked
 from razor_dist.protocol.sampling_params import SamplingDefaults
-from razor_dist.protocol.structured_outputs import FIELD as STRUCTURED
+from razor_dist.protocol.vocabulary import FIELD as STRUCTURED
 
 Endpoint = Literal[
     "chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"
