@@ -208,6 +208,7 @@ class DecodeGraphs:
         self._tolerance = _TOLERANCE if comm.size == 1 else _TOLERANCE_OF_RANKS[dtype]
         self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self.enabled = True
+        self.difference = 0.0  # the largest, relative to the largest logit, of those compared
 
     def close(self) -> None:
         """Forget the recordings and record no more; steps still run, eagerly.
@@ -311,6 +312,7 @@ class DecodeGraphs:
         if not logits.numel():
             return None  # a rank that computes no logits; rank 0's depend on its share
         error = ((replayed - logits).abs().max() / logits.abs().max()).item()
+        self.difference = max(self.difference, error)
         log.log(
             logging.WARNING if error > _TOLERANCE else logging.INFO,
             "a replay's logits differ from the eager step's by %.1e, relatively",

@@ -217,6 +217,7 @@ class Memory:
     """Bytes on the fullest rank."""
 
     weights: int  # parameters and buffers
+    weight_copies: int  # tensor-parallel decode: a rank's parts of weights whose rows lie apart
     # Reserved at start: the page pool, the slots of streaming heads, exact prefill's pool.
     retrieval_kv: int
     streaming_cache: int
@@ -239,7 +240,8 @@ class Memory:
     @property
     def total(self) -> int:
         caches = self.retrieval_kv + self.streaming_cache + self.scratch
-        return self.weights + caches + self.window_between_chunks + self.working
+        weights = self.weights + self.weight_copies
+        return weights + caches + self.window_between_chunks + self.working
 
 
 class MemoryPlanner:
@@ -249,13 +251,15 @@ class MemoryPlanner:
         # Ranks of one host map the same pages of their files.
         self._weights = d.weights.nbytes // (d.world_size if device.shared else 1)
         self.budget = device.memory(d.world_size)  # bytes that a rank may use
-        self._dry_run = DryRun(d, self.budget - self._weights)
+        self._fixed = self._weights + d.copied_bytes
+        self._dry_run = DryRun(d, self.budget - self._fixed)
         self._activations = functools.cache(self._dry_run.activations)
         self.limit = _FAR * d.shape.max_positions  # of the contexts that are asked about
 
     def at(self, max_model_len: int, context: int) -> Memory:
         return Memory(
             weights=self._weights,
+            weight_copies=self._d.copied_bytes,
             window_between_chunks=self._window(context),
             activations=dict(self._activations(context)),
             logits=self._logits,
@@ -295,7 +299,7 @@ class MemoryPlanner:
 
         def too_long(context: int) -> bool:
             reserved = sum(self._dry_run.reserved(context).values())
-            return self._weights + reserved + self._window(context) + working > self.budget
+            return self._fixed + reserved + self._window(context) + working > self.budget
 
         most, high = min(self.limit, self._d.config.kv_tokens or self.limit), 1
         while high <= most and not too_long(high):

@@ -18,8 +18,8 @@ from razor_dist.engine.prepare import begin_chunks
 from razor_dist.engine.runner import ModelRunner
 from razor_dist.engine.tensor_parallel import TensorParallel
 from razor_dist.heads.layout import HeadLayout
+from razor_dist.parallel.comm import Communicator
 from razor_dist.parallel.halo import KVPiece
-from razor_dist.parallel.silent import SilentCommunicator
 from razor_dist.parallel.zigzag import Chunk, Interval, holdings
 from razor_dist.plan.deployment import Deployment
 from razor_dist.protocol.step_plan import BatchEntry, Op, StepPlan
@@ -29,13 +29,13 @@ def runner_of(
     d: Deployment,
     model: PreTrainedModel,
     cache: CacheConfig,
-    rank: int,
+    comm: Communicator,
     *,
     recorder: Recorder | None = None,
 ) -> ModelRunner:
-    """Rank ``rank`` of a deployment around ``model``, with other ranks' parts left out."""
-    comm, heads = SilentCommunicator(rank, d.world_size), d.head_map
-    layout = HeadLayout.from_decision(heads.retrieval, model.device, heads.windows, d.share(rank))
+    """The rank of ``comm`` in a deployment, around ``model``."""
+    heads, share = d.head_map, d.share(comm.rank)
+    layout = HeadLayout.from_decision(heads.retrieval, model.device, heads.windows, share)
     tensor = TensorParallel(model, d.shape, layout, comm) if d.shared else None
     return ModelRunner(model, d.shape, layout, cache, comm, recorder=recorder, tensor=tensor)
 

@@ -67,6 +67,8 @@ def _memory(plan: Plan) -> Table:
     verdict = "fits" if plan.fits else "does not fit"
     table = _table("memory per rank, GB (10⁹ bytes)", "", "GB", "of it, one sequence")
     table.add_row("weights", _gb(memory.weights))
+    if memory.weight_copies:
+        table.add_row("copies of weights' parts", _gb(memory.weight_copies))
     table.add_row("retrieval KV (page pool)", _gb(memory.retrieval_kv), pool)
     table.add_row("streaming caches (slots)", _gb(memory.streaming_cache), slots)
     if memory.scratch:

@@ -99,6 +99,10 @@ def test_decode_in_tensor_mode() -> None:
     replicated = found.decode_times["replicated"]
     assert replicated == plan(settings(), load_device("h200"), context=N, retrieval=0.3).decode_time
     assert 2 < replicated.seconds / found.decode_time.seconds < 2.2
+    # A rank's rows of gate and up lie apart in one matrix; those of its heads may, too.
+    copies = found.memory.weight_copies
+    assert copies == found.deployment.copied_bytes
+    assert 2 * 40 * 4096 * 2 * 107 * 16 <= copies <= 1.1 * 2 * 40 * 4096 * 2 * 107 * 16 + 0.3e9
     # 112 streaming heads, 14 on every rank.
     slot = 14 * ((1 + 4 + 8192 + 127 + 1024) * 512 + 2 * 128 * 4)
     assert found.memory.sequence_streaming_cache == slot
