@@ -1,4 +1,4 @@
-"""Parts for ``bench gpu`` that go wrong in every way that a part on a GPU can; one is interpreted."""
+"""Parts for ``bench gpu`` that go wrong in every way that a part on a GPU can."""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ import os
 import re
 import time
 import zipfile
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from razor_dist.evals.bench.measure import Ceilings, CeilingSizes
 from razor_dist.evals.bench.one_of_eight import RankAlone
 from razor_dist.evals.bench.settings import GpuBenchSettings
 from razor_dist.evals.bench.wheels import unpack_missing
-from razor_dist.plan.compute import traffic
+from razor_dist.plan.compute import collectives, traffic
 from tests.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -130,7 +133,14 @@ def test_parts_run_on_cpu() -> None:
     assert len(found["sampler"]["seconds"]) == 6
 
 
-def test_a_rank_alone_reads_what_a_rank_of_eight_would(tmp_path: Path) -> None:
+def _counted(counts: Counter[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
+    counts[name] += 1
+    return call(*given)
+
+
+def test_a_rank_alone_reads_and_sends_what_a_rank_of_eight_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its sequences have the whole context, its shard an eighth; its weights are its own part."""
     folder = str(make_tiny("glm", tmp_path / "tiny"))
     bench = Bench(CPU, time.monotonic() + 100)
@@ -150,6 +160,16 @@ def test_a_rank_alone_reads_what_a_rank_of_eight_would(tmp_path: Path) -> None:
         before = sent["tensor"]
         next(steps)
     assert rank.runner.decode == "tensor"
+    counted = Counter[str]()
+    for name in ("_all_gather", "_sum", "_exchange"):
+        call = getattr(rank.runner.comm, name)
+        monkeypatch.setattr(rank.runner.comm, name, partial(_counted, counted, name, call))
+    assert rank.runner.graphs is not None
+    rank.runner.graphs.enabled = False
+    with torch.inference_mode():
+        next(steps)
+    assert counted.total() == collectives(rank.d)
+    assert counted["_sum"] == 2 * rank.d.shape.layers
     # Two all-reduces a layer of each sequence's hidden state, as the planner counts them.
     planned = traffic(rank.d, context).decode[0]["tensor"]
     assert sent["tensor"] - before == 2 * planned
